@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ztunnel")
 
-#: Exit status as of other programs in a pipe whose reader has gone: by SIGPIPE, says a shell.
+#: The exit status that a shell shows for a program ended by SIGPIPE, like other programs whose reader has closed
+#: the pipe.
 _READER_IS_GONE = 141
 
 #: The lowest similarity of a mistyped command to a suggestion. Below it, "get" would resemble "agent".
@@ -158,10 +159,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _packages(named: str) -> list[str]:
-    """Return the packages whose commands a command line may mean.
+    """Return the packages with the commands that a command line can name.
 
-    That of the named one alone, because a command begins sooner so, and keeps no other's modules in memory for its
-    life; some run in every pod. All for the help, and for what is no command.
+    For a named command only its own package: the command starts sooner, and keeps no other modules in memory for
+    its life; some commands run in every pod. For the help, and for an unknown command, all packages.
     """
     if named in ("proxy", "version"):
         return []
@@ -235,7 +236,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _complete(words: Sequence[str]) -> int:
-    """Print the candidates for the last of the words, a line each; see :mod:`ztunnel.ask.inspect.completion`."""
+    """Print the candidates for the last word, one per line; see :mod:`ztunnel.ask.inspect.completion`."""
     from ztunnel.ask import inspect
 
     for word in inspect.candidates(_parser(words), words, inspect.names_for(words, inspect.ADDRESS)):

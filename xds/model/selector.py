@@ -167,7 +167,9 @@ _OPERATORS: Final = ("", "", "contains", "starts with", "ends with", "not in", "
 
 
 class _Parser:
-    """Recursive descent, one method per rule of the grammar; each leaves ``at`` behind what it has read."""
+    """Recursive descent, with one method per rule of the grammar. Each method leaves ``at`` after the text that it
+    has read.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text

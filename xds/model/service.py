@@ -82,9 +82,9 @@ class Service:
     Attributes:
         hostname: the full name, which can be a wildcard such as ``*.example.net``.
         vips: virtual addresses. ``cidr_vips`` are blocks of addresses.
-        ports: service port to target port; 0: named, so only the endpoint knows.
-        subject_alt_names: SPIFFE identities its endpoints may show besides their own.
-        canonical: wins when several services share a name or an address.
+        ports: service port to target port. 0: the target is a named port, which each endpoint defines.
+        subject_alt_names: SPIFFE identities that its endpoints can present besides their own.
+        canonical: preferred when several services share a name or an address.
     """
 
     name: str

@@ -28,7 +28,7 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class GrpcSource:
-    """Resources come over a stream of their own to ``cluster``; ``delta`` picks the protocol variant."""
+    """Resources are received on a stream of their own to ``cluster``. ``delta`` selects the protocol variant."""
 
     cluster: str
     delta: bool = False
@@ -52,10 +52,10 @@ class TlsContext:
 
     Attributes:
         certificate: our certificate, inline or by reference; ``None`` presents none (clients only).
-        further_certificates: a server's others to choose from by the client's server name and what it can
-            verify; all are inline, or all are references, as the first.
-        validation: inline part of how to verify the peer.
-        validation_ref: SDS part, merged over ``validation``.
+        further_certificates: a server's other certificates. The server chooses by the client's server name and by
+            the algorithms that the client can verify. All are inline, or all are references, like the first.
+        validation: the inline part of the peer's verification.
+        validation_ref: the part from SDS, merged over ``validation``.
         require_peer_certificate: refuse a peer without a certificate. On servers, SAN matchers and pins imply it,
             like in Envoy.
         sni: the server name that a client sends. Empty sends none (HBONE).

@@ -28,12 +28,12 @@ Response = TypeVar("Response", bound=Message, contravariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Received:
-    """A response to apply, or several merged; answer it with ``accept`` or ``reject``, oldest first per type.
+    """A response to apply, or several merged ones. Answer it with ``accept`` or ``reject``, oldest first per type.
 
     Attributes:
         nonces: the nonces of all merged responses, oldest first.
-        stream: the stream that brought it. After a reconnect an answer changes the state but sends no request.
-        arrived_s: when the newest came; times to live count from then.
+        stream: the stream of the response. After a reconnect an answer changes the state but sends no request.
+        arrived_s: the arrival time of the newest response; times to live count from then.
         versions: the resources' versions by name, if they were already collected. This saves collecting them in
             one go.
         serial: the serial of the newest response included. Responses of the same type with a smaller serial are
@@ -48,10 +48,10 @@ class Received:
     serial: int = field(default=0, compare=False, repr=False)
 
     def then(self, newer: "Received") -> "Received":
-        """Return both as one.
+        """Merge a later response into this one, and return the result.
 
-        Servers push without waiting for an ACK while a receiver warms; merging keeps what waits as
-        small as the configuration itself.
+        Servers push without waiting for an ACK while a receiver warms. Merging keeps queued responses as small as
+        the configuration itself.
         """
         return Received(
             update=_merged(self.update, newer.update),
@@ -112,7 +112,7 @@ class ClientState(Protocol[Request, Response]):
         """Subscribe to all types again on a new stream, in the order of their first subscription."""
 
     def stream_closed(self) -> None:
-        """Nothing is sent until the next stream; versions, names and lifetimes are kept."""
+        """Send nothing until the next stream. Versions, names and lifetimes are kept."""
 
     def receive(self, response: Response, now_s: float) -> Received | Refused | None:
         """Process one response. Return None for a response without resources to apply (heartbeats, types without a
@@ -123,7 +123,7 @@ class ClientState(Protocol[Request, Response]):
         """The update is applied."""
 
     def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
-        """The update was refused, in part or whole; its predecessor stays current.
+        """Refuse an update, in part or whole; the previous one stays current.
 
         ``rejected`` names the refused resources if all others of the update were accepted.
         """
@@ -152,7 +152,9 @@ class Lifetimes:
         self._held = {}
 
     def started(self, type_url: str, resource: Resource, now_s: float) -> None:
-        """Note a resource that arrived whole; without a time to live an older one ends."""
+        """Record a resource that arrived completely. Without a time to live, an earlier time to live of the name
+        ends.
+        """
         if resource.ttl_s is None:
             self._held.pop((type_url, resource.name), None)
         else:
@@ -206,11 +208,11 @@ class Dialect:
     Attributes:
         nack_code: the error detail's code.
         node_per_type: the first request of each type carries the node, not only the first of the stream.
-        one_by_one: each resource is judged separately: types of bodies are not compared with the response's type,
-            a resource without a body is handed on, and there are no times to live.
+        one_by_one: each resource is checked separately: types of bodies are not compared with the response's type,
+            a resource without a body is passed to the receiver, and there are no times to live.
         on_demand: for these types the server sends requested names only (``*`` subscribed and unsubscribed in one
             request).
-        keeps_bodies: accepted resources are remembered for subscriptions that come later.
+        keeps_bodies: accepted resources are kept for later subscriptions.
         response_limit_bytes: the longest accepted response. None allows any length.
     """
 
@@ -312,11 +314,11 @@ class Backoff:
 
 @dataclass(slots=True)
 class DoublingBackoff(Backoff):
-    """Waits that double while streams fail, like in the Rust ztunnel: only an orderly end resets them, an answer
+    """Waits that double while streams fail, like in the Rust ztunnel: only an orderly end resets them, a response
     does not.
 
-    The one difference is after an orderly end: there is the shortest wait, not none, so that a server which ends
-    every stream at once is not asked in a circle.
+    The one difference: after an orderly end there is the shortest wait instead of none, so that a server which
+    ends every stream at once does not cause a busy loop.
     """
 
     base_s: float = 0.01

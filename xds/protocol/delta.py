@@ -175,13 +175,14 @@ class DeltaClient:
         return self._handed_out(state, update, response.nonce, now_s)
 
     def receive_in_steps(self, data: bytes, now_s: float) -> Iterator[Received | Refused | None]:
-        """Take one packed response that is big; each step yields, the last one what :meth:`receive` returns.
+        """Process one large packed response in steps. Each step yields; the last one yields the result of
+        :meth:`receive`.
 
         A mesh of 200,000 workloads arrives as one response of 60 MB. Unpacking it in one call into protobuf blocks
         the process for a quarter of a second, and no thread can interrupt it.
 
         Raises:
-            DecodeError: it is no response.
+            DecodeError: the bytes are not a response.
         """
         rest = DeltaDiscoveryResponse()
         resources: list[Resource] = []
@@ -393,10 +394,10 @@ class DeltaClient:
 
 
 def _pieces(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The fields of a packed response: numbers, and of resources the contents, of others the field as it stands.
+    """Yield the fields of a packed response: numbers, the contents of resources, and other fields unchanged.
 
     Raises:
-        DecodeError: it is no message.
+        DecodeError: the bytes are not a message.
     """
     position, end = 0, len(data)
     try:

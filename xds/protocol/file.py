@@ -62,9 +62,9 @@ def parse_file(name: str, data: bytes) -> FileContent:
 
 
 def update_of(response: DiscoveryResponse, type_url: str, names: frozenset[str] | None) -> Update:
-    """Return the part of a file that one subscription asked for; ``names`` of None is all.
+    """Return the part of a file that one subscription requests. ``names`` of None requests all.
 
-    A file for secrets must hold exactly the one it is read for.
+    A file for secrets must contain exactly the requested one.
 
     Raises:
         ConfigError: duplicates, resources of another type, or the wrong number of secrets, in Envoy's words.

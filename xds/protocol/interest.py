@@ -1,4 +1,5 @@
-"""Many subscriptions of one type over one stream: the union to ask for, and who gets what arrives.
+"""Many subscriptions of one type over one stream: the union of names to request, and the receivers of each
+resource.
 
 A server sends a resource once, when its name is first requested. A later subscription to the same name gets the
 resource from here. So accepted resources are kept while a subscription includes them (the bodies are shared with
@@ -96,7 +97,7 @@ class Interest(Generic[Key]):
         return bool(self._all)
 
     def union(self) -> frozenset[str] | None:
-        """Return what to ask the server for."""
+        """Return the names to request from the server."""
         return None if self._all else frozenset(self._by_name)
 
     def tell(self) -> Change:

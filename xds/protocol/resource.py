@@ -34,7 +34,7 @@ class Update:
 
     Attributes:
         version: ``version_info`` (state of the world) or ``system_version_info`` (delta).
-        complete: what ``resources`` does not hold is gone. True for state-of-the-world LDS and CDS only.
+        complete: resources missing from ``resources`` were removed. True for state-of-the-world LDS and CDS only.
         removed: names deleted by the server, expired by TTL, or subscribed and not existing (delta).
     """
 
@@ -65,7 +65,9 @@ class Settling(Protocol):
     """An applied update, some of whose resources are still warming."""
 
     def then(self, call: Callable[[], None], /) -> None:
-        """Call ``call`` once, when no resource of the update warms any longer; at once if none does."""
+        """Call ``call`` once, when no resource of the update is warming any longer. If none is warming now, at
+        once.
+        """
 
 
 #: Applies one update. Returning is the ACK, :class:`UpdateRejected` the NACK. Calls for one subscription never
@@ -103,12 +105,12 @@ class SubscriptionStats:
 
 
 class Subscription(Protocol):
-    """Interest in resources of one type; close it to end the interest."""
+    """A subscription to resources of one type. Closing it ends the subscription."""
 
     stats: SubscriptionStats
 
     def set_names(self, names: Iterable[str]) -> None:
-        """Replace the names asked for. Not for wildcard subscriptions."""
+        """Replace the requested names. Not valid for wildcard subscriptions."""
 
     def close(self) -> None:
         """Unsubscribe; ``receive`` is not called again."""
@@ -126,12 +128,12 @@ class ResourceSource(Protocol):
         initial_fetch_timeout_s: float = 15.0,
         on_initial_timeout: Callable[[], None] | None = None,
     ) -> Subscription:
-        """Ask for ``names`` of ``type_url``, or for all (``None``, the wildcard of LDS and CDS).
+        """Subscribe to ``names`` of ``type_url``, or to all (``None``, the wildcard of LDS and CDS).
 
         Args:
             type_url: full, ``type.googleapis.com/...``.
             names: resource names; ``None`` means wildcard.
             receive: see :data:`Receive`.
-            initial_fetch_timeout_s: 0 waits for ever.
+            initial_fetch_timeout_s: the time limit for the first update. 0: no limit.
             on_initial_timeout: called once if no update arrived in that time.
         """

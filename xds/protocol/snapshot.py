@@ -150,7 +150,7 @@ class ServerState(Protocol[Request, Response]):
     node: Node | None
 
     def receive(self, request: Response) -> Answered | None:
-        """Take one request; returns the verdict it carries."""
+        """Process one request. Return the client's verdict if the request is an ACK or NACK."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Replace what the client should have."""

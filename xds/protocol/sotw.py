@@ -131,7 +131,7 @@ class SotwClient:
             self._answer(state, response.nonce)
             return None
         if complete:
-            # A heartbeat stands for its resource; without it the resource would count as removed.
+            # A heartbeat counts as its resource, which otherwise would count as removed.
             resources.extend(renewed)
         state.unanswered += 1
         update = Update(
@@ -215,7 +215,7 @@ class SotwClient:
 def resources_of(
     response: DiscoveryResponse, type_url: str
 ) -> tuple[list[Resource], list[tuple[str, float | None]]]:
-    """Unwrap a response; returns its resources, and names and times to live of heartbeats.
+    """Unwrap a response. Return its resources, and the names and times to live of heartbeats.
 
     Raises:
         BadResponse: duplicates, other types, malformed resources.

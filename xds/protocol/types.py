@@ -69,10 +69,10 @@ _METHODS = {
 
 
 def name_of(body: AnyMessage) -> str:
-    """Return the resource's own name, which every type of this API keeps in field 1.
+    """Return the resource's own name, which every type of this API has in field 1.
 
-    Only the outermost fields are read, not the messages in them: a state-of-the-world response repeats
-    every resource of a mesh, and most turn out to be known. Compiling a resource finds the rest of its faults.
+    Only the outermost fields are read, not the messages in them: a state-of-the-world response repeats every
+    resource of a mesh, and most turn out to be known. Compiling a resource finds the rest of its faults.
 
     Raises:
         registry.UnknownType: its type is not known.

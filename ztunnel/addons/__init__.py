@@ -89,16 +89,16 @@ class Facts(NamedTuple):
         connection: a number that all hooks of one connection get, unique in the process.
         dialect: the front end: ``istio`` or ``envoy``.
         direction: which end of the connection this proxy serves.
-        path: how it leaves or came.
-        source: the workload that opened it.
-        source_address: its IP address.
-        source_port: its port.
-        source_identity: its SPIFFE identity. Inbound: proven by its certificate. Outbound: the pod's own.
-        destination: the workload that it leads to. Outbound: the endpoint that was drawn.
+        path: how the connection leaves or arrived.
+        source: the workload that opened the connection.
+        source_address: the source's IP address.
+        source_port: the source's port.
+        source_identity: the source's SPIFFE identity. Inbound: proven by its certificate. Outbound: the pod's own.
+        destination: the destination workload. Outbound: the chosen endpoint.
         destination_address: outbound: the IP address that the application dialled. Inbound: the application's.
-        destination_port: its port.
+        destination_port: the destination's port.
         destination_identity: outbound: the SPIFFE identity that the far end must prove. Inbound: the pod's own.
-        endpoint: ``host:port`` of the endpoint that was drawn (outbound).
+        endpoint: ``host:port`` of the chosen endpoint (outbound).
         service: the host name of the service.
         names: the names that the proxy's DNS resolved to this address for the pod (outbound).
         server_name: SNI of a TLS connection that is passed through. Only for addons with ``server_name`` in
@@ -181,7 +181,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Prefer:
-    """Draw the endpoint among those with these labels, if routing allows any; otherwise among all.
+    """Choose the endpoint among those with these labels, if routing allows any of them; otherwise among all.
 
     Attributes:
         labels: at least one.

@@ -183,7 +183,7 @@ class NodeConfig:
         return listener
 
     def _destinations(self, source: Pod, chains: dict[str, Json]) -> Json:
-        """The destination level of one source's part of the tree; adds the chains it leads to."""
+        """Return the destination level of one source's part of the tree, and add the chains to which it leads."""
         entries: Json = {}
         for service in self.mesh.services:
             ports = {}
@@ -655,7 +655,7 @@ def _listener(document: Json) -> Message:
     return parse_value(document, Listener).message
 
 
-#: As Istio's: Envoy's defaults would let a node open 1,024 connections to a service.
+#: Like in Istio. Envoy's defaults would let a node open only 1,024 connections to a service.
 _UNLIMITED = 4_294_967_295
 _LIMITS = dict.fromkeys(("max_connections", "max_pending_requests", "max_requests", "max_retries"), _UNLIMITED)
 

@@ -1,13 +1,12 @@
 """The part of the control plane that Istio's node proxies need beyond xDS: their authentication and their
 certificates.
 
-The rights of callers: a caller on a Unix socket, or in plain text on this host, is trusted like the socket. It can
-name its node, and get the certificate of any pod of the mesh. All other callers need a bearer token
-(:mod:`ztunnel.control_plane.tokens`), which names the node, and get the resources of that node and certificates of
-its pods. A token that is shown locally counts, too.
+A caller on a Unix socket, or in plain text on this host, is trusted. It can name its node, and get the certificate
+of any pod of the mesh. All other callers need a bearer token (:mod:`ztunnel.control_plane.tokens`), which names
+the node, and get the resources of that node and certificates of its pods. A token of a local caller counts, too.
 
-Unlike istiod, a request without ``ImpersonatedIdentity`` is for the identity its CSR names: a token here stands
-for a node and has none of its own. And trust domains are checked, since this authority serves one.
+Unlike in istiod, a request without ``ImpersonatedIdentity`` is for the identity in its CSR, because a token here
+is a node's and has no identity. Trust domains are checked, because this authority serves only one.
 """
 
 import logging

@@ -107,16 +107,17 @@ class ControlPlane:
     """The embedded control plane.
 
     Args:
-        path: the mesh file; edits in place and atomic renames are both noticed.
-        addresses: where to serve, ``unix:/path`` or ``host:port``.
-        ca_directory: where the root is, or is made.
+        path: the mesh file. Edits in place and atomic renames are both detected.
+        addresses: the addresses to serve, ``unix:/path`` or ``host:port``.
+        ca_directory: the folder of the root, which is created if it is missing.
         lifetime: the lifetime of leaf certificates, which are renewed at half their lifetime.
-        access_log: path the proxies' access logs get; ``log_json``: as JSON lines.
-        tls_hosts: names and addresses this is reached by: TCP then has TLS, and callers need tokens. Clients trust
+        access_log: the path of the proxies' access logs, sent to proxies.
+        log_json: access logs are JSON lines.
+        tls_hosts: this server's names and addresses. If given, TCP uses TLS and callers need tokens. Clients trust
             ``root-cert.pem`` of the authority's directory.
         reviews: reviews tokens of service accounts. None refuses them.
-        policy_folder: has a socket for each node, ``NODE.sock``, on which PolicySync serves the file's policies to
-            that node's proxy. None serves them to no proxy.
+        policy_folder: the folder of a socket for each node, ``NODE.sock``, on which PolicySync serves the file's
+            policies to that node's proxy. None serves no policies.
         ready: set once serving.
     """
 

@@ -1,8 +1,8 @@
-"""Judges callers by tokens of service accounts as well, which the API server reviews.
+"""Authenticates callers also by tokens of service accounts, which the API server reviews.
 
-Tokens of :mod:`ztunnel.control_plane.tokens` are judged as without a cluster. Nothing is remembered of a review: a
-token is shown once for a stream and once for a certificate, and an account that was deleted is refused at the
-next.
+Tokens of :mod:`ztunnel.control_plane.tokens` are handled as without a cluster. The results of reviews are not
+cached: a token is sent once for a stream and once for a certificate, and a deleted account is refused at the next
+request.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ class Api(Protocol):
 
 
 class KubeRegistrar:
-    """A :class:`Registrar` that takes tokens of service accounts, too.
+    """A :class:`Registrar` that also accepts tokens of service accounts.
 
     Args:
-        registrar: judges all other callers, and signs.
+        registrar: authenticates all other callers, and signs certificates.
         api: its role needs ``create`` of tokenreviews (``system:auth-delegator``).
         trust_domain: the current one.
-        audience: that tokens must be for.
+        audience: the required audience of tokens.
         node_accounts: ``namespace/name`` of node proxies.
     """
 
@@ -85,7 +85,7 @@ class KubeRegistrar:
         )
 
     async def _account(self, caller: Caller) -> Account | None:
-        """Return the service account of a caller's token. None if there is no token, or a node's.
+        """Return the service account of a caller's token. None if there is no token, or the token is a node's.
 
         Raises:
             NotAdmitted: the token is refused, or the API server does not answer.

@@ -31,7 +31,7 @@ from ztunnel.kube.objects import Object
 PAGE: Final = 250
 _REQUEST_TIMEOUT_S: Final = 30.0
 #: API servers send a bookmark about once a minute. A watch that is silent for longer has probably lost its
-#: connection without a FIN; to watch again from the last version costs one request.
+#: connection without a FIN. Watching again from the last version costs one request.
 _SILENT_S: Final = 150.0
 #: The longest line of a watch: etcd accepts objects of 1.5 MiB, and their JSON is at most a few times longer.
 _MAX_LINE: Final = 16 * 1024 * 1024
@@ -96,8 +96,8 @@ async def connect(
         kubeconfig: the file. None is the pod's service account if there is one, else $KUBECONFIG, else
             ~/.kube/config, in lightkube's order.
         context: a context of the file. None is its current one.
-        as_user: to impersonate. Empty for anonymous requests. limit_s: the time limit of a request; the default is
-        30 s.
+        as_user: the user to impersonate. Empty for anonymous requests.
+        limit_s: the time limit of a request; the default is 30 s.
 
     Raises:
         BadKubeconfig: before any request, with one line that names the file.
@@ -173,7 +173,8 @@ class Client:
             timeout_s: the API server ends the stream after this.
 
         Raises:
-            ApiRefused: also for an ERROR event; with status 410 the version is too old, and a list is due.
+            ApiRefused: also for an ERROR event. Status 410 means that the version is too old and a new list is
+                needed.
         """
         path = selection.kind.path(selection.namespace)
         params = {

@@ -102,7 +102,7 @@ class EventWriter:
             what = next((what for what in self._waiting if due_s.get(what, 0.0) <= now_s), None)
             if what is None:
                 self._news.clear()
-                # Nothing is due: until something is, or something new comes.
+                # If no write is due, wait for new events.
                 wait_s = min(due_s.values()) - now_s if due_s else None
                 try:
                     await asyncio.wait_for(self._news.wait(), wait_s)

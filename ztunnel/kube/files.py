@@ -45,20 +45,21 @@ class _Fault:
 
 
 class FileObjects:
-    """An :class:`~ztunnel.kube.objects.ObjectSource` over files; subfolders are not entered.
+    """An :class:`~ztunnel.kube.objects.ObjectSource` over files; subfolders are not read.
 
-    A document, or an item of a list, that is not recognisable as an object is left out alone and reported once. As
-    it can be any object, objects that disappear in the same reading keep their last good form until it is
+    A document, or an item of a list, that is not recognisable as an object is left out alone and reported once. It
+    could be any object. So objects that disappear in the same reading keep their last good form until it is
     repaired. The other documents and files apply at once. If such a part exists from the start, the source is not
     synced before the repair, because the part could be the policy that closes a pod.
 
     Args:
-        paths: folders and files. Files in a folder whose names end in one of ``suffixes`` hold objects, ``---``
-            between them, or in lists. Of two files with the same object, the first by name has it. Two different
-            forms in one file are a fault.
+        paths: folders and files. In a folder, files whose names end in one of ``suffixes`` contain objects,
+            separated by ``---`` or in lists. If two files have the same object, the first file by name counts. Two
+            different forms in one file are a fault.
         kinds: the kinds to report. None reports all.
         refused: called with API group and kind of an object outside these kinds. Returns why that is a fault, or
-            the empty string to ignore the object. None ignores all faults. suffixes: of file names.
+            the empty string to ignore the object. None ignores all such objects.
+        suffixes: endings of file names.
     """
 
     def __init__(
@@ -240,7 +241,7 @@ class FileObjects:
                 found[key], places[key] = body, place
         if faults and (elsewhere := belongs_elsewhere(text, FileKind.OBJECTS)):
             return {}, {}, [_Fault("", "", elsewhere)]
-        # Which of two forms is meant is not known, and one may allow more than the other.
+        # It is unknown which of the two forms is intended, and one can allow more than the other.
         return {key: value for key, value in found.items() if key not in unclear}, places, faults
 
     def _recognised(self, item: object) -> tuple[ObjectKey, Object] | None:

@@ -1,9 +1,9 @@
 """Follows objects of an API server: a list, then a watch from the list's version. Implements ObjectSource.
 
-Per kind: the list comes in pages; objects that were known and are not in it are gone. Then a watch, which the API
-server ends after some minutes, and which is continued from the version of the last event or bookmark. A version
-that the API server no longer has (410 Gone, after compaction) or not yet (it was restored from a backup) makes the
-list due again. Whatever fails is tried again, with growing random waits; the objects that are known stay known
+For each kind the list is read in pages. Known objects missing from it have been deleted. Then a watch starts,
+which the API server ends after some minutes, and which continues from the version of the last event or bookmark.
+If the API server no longer has that version (410 Gone, after compaction), or not yet (it was restored from a
+backup), a new list is read. Every failure is retried, with growing random waits. Known objects stay known
 meanwhile.
 
 The reader gets the latest state of each changed object, so a slow reader costs one entry per object. An object
@@ -110,7 +110,7 @@ class Informer:
         return {self._selections[index].kind.plural: fault for index, fault in self._faults.items()}
 
     def known(self, key: ObjectKey) -> Known | None:
-        """Return what identifies the object's latest state, None if there is no such object."""
+        """Return the identification of the object's latest state. None if there is no such object."""
         return next((known[key] for known in self._known if key in known), None)
 
     async def next(self) -> Changes:
@@ -155,7 +155,7 @@ class Informer:
                 await asyncio.sleep(backoff.next(self._random()))
 
     async def _list(self, index: int) -> str:
-        """List all pages and report what differs from what is known; the version to watch from."""
+        """List all pages, report the differences from the known objects, and return the version to watch from."""
         selection, known = self._selections[index], self._known[index]
         seen: set[ObjectKey] = set()
         continued = ""

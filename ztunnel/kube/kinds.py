@@ -80,11 +80,11 @@ class Selection:
         labels: a label selector in the API's notation, such as ``app=web,tier!=test``.
         fields: a field selector, such as ``spec.nodeName=worker``.
         keep: reduces an object to the reader's needs, to save heap. Called once for each change. If it raises for
-            a malformed object, the error is logged and the whole object is passed for the reader to judge.
+            a malformed object, the error is logged and the whole object is passed to the reader.
         optional: the API might not have the kind (a custom resource that is not installed). Then there are no
-        objects. dispensable: a role without access to the kind causes no delay. It is reported as a fault, and
-        there are no
-            objects in the meantime.
+            objects.
+        dispensable: if the role has no access to the kind, readers do not wait for it. It is reported as a fault,
+            and there are no objects in the meantime.
     """
 
     kind: Kind

@@ -17,8 +17,8 @@ class ObjectKey:
     """The key of an object. Kinds of different groups never share a name here.
 
     Attributes:
-        kind: such as ``Pod``; with its API group behind a dot where two groups have kinds of one name.
-        namespace: empty for objects that are in none.
+        kind: such as ``Pod``. If two groups have a kind of this name, followed by a dot and the API group.
+        namespace: empty for objects outside namespaces.
     """
 
     kind: str
@@ -34,9 +34,9 @@ class Changes:
     """The changes since the last read: the latest state of each object, without intermediate ones.
 
     Attributes:
-        objects: by key. None for a deleted object.
+        objects: the objects by key. None for a deleted object.
         synced: every object that existed when the source started has been reported, now or before. Once true, it
-            stays true: while the API server is away the last known state is the best one.
+            stays true: while the API server is unreachable the last known state is used.
     """
 
     objects: Mapping[ObjectKey, Object | None] = field(default_factory=dict)

@@ -149,7 +149,9 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return values that a condition needs: a connection must have one of these. ``None`` if there are none."""
+    """Return the values of which a connection must have one to satisfy a condition. ``None``: any connection can
+    satisfy it.
+    """
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None
 

@@ -150,8 +150,9 @@ class Denial(NamedTuple, Generic[PairT]):
     """How often a pair was denied.
 
     Attributes:
-        pair: a front end's own words for who was denied what; hashable.
-        times: number of connections. last_s: the last one's time, in seconds of the wall clock.
+        pair: the denied client and destination, as a hashable value of the front end.
+        times: number of connections.
+        last_s: the time of the last one, in seconds of the wall clock.
         address: the source address of the last one.
     """
 

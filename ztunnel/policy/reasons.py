@@ -10,7 +10,7 @@ from xds.model.facts import ConnectionFacts
 from xds.model.strings import StringMatch
 from ztunnel.policy.engine import attributes, holds
 
-#: The most failed alternatives that are listed one by one; of more, only the number is given.
+#: The largest number of failed alternatives that are listed one by one. For more, only their number is given.
 _MOST_NAMED: Final = 3
 _COMPARED = {
     "exact": "is {}",

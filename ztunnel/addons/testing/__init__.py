@@ -65,7 +65,7 @@ def outbound(source: str | Workload = "client", destination: str | Workload = "s
 
 
 def inbound(source: str | Workload = "client", destination: str | Workload = "server", **more: Any) -> Facts:
-    """Return facts of a connection that comes to a pod, as ``accepting`` gets them; see :func:`outbound`."""
+    """Return the facts of an inbound connection, as ``accepting`` gets them; see :func:`outbound`."""
     values: dict[str, Any] = {"destination_address": "10.244.2.20"}
     return _facts(_side(source), _side(destination), Direction.INBOUND, values | more)
 
@@ -112,7 +112,7 @@ class Playbook:
 
     Args:
         addon: its class.
-        options: as ``--addon-option`` gives them, or of their own types.
+        options: texts as given by ``--addon-option``, or values of the options' types.
 
     Attributes:
         addon: the object.
@@ -134,7 +134,7 @@ class Playbook:
 
         Args:
             facts: ``None`` means the facts of :func:`outbound`.
-            expect: a verdict, the class of one, or ``None``. Left out: any verdict is right.
+            expect: a verdict, the class of one, or ``None``. If omitted, any verdict is accepted.
 
         Raises:
             HookFault: the hook fails, or returns another verdict.

@@ -105,10 +105,11 @@ class UnaryServer:
         return f"{address.rpartition(':')[0]}:{sock.getsockname()[1]}"
 
     def _bound_path(self, path: str) -> socket.socket:
-        """Return a socket at a path, in place of a stale one; no other file is replaced unless that is wished.
+        """Return a socket bound to a path, in place of a stale socket. Another file is replaced only if that is
+        configured.
 
-        A name beside the path is bound, and that file is then moved over the path. Thus the path always has a
-        socket, and always with the right mode.
+        The socket is bound to another name in the same folder, and that file is then moved to the path. Thus the
+        path always has a socket with the right mode.
         """
         with suppress(FileNotFoundError):
             mode = os.stat(path).st_mode

@@ -88,7 +88,7 @@ class _Call:
 
 
 class SharedBuffers:
-    """Output buffers that connections lend one another: each needs one while it has something to send.
+    """Output buffers shared by connections. A connection borrows one while it has something to send.
 
     Allocating one for each answer would take longer than the answer, because the kernel must map its pages.
     """

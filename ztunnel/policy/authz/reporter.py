@@ -1,7 +1,7 @@
 """Reports evaluated flows and their deciding rules to the PolicySync server, every five seconds and once per flow.
 
-A server that has no collector says so, and is asked again in the next interval. Undeliverable reports are dropped
-and counted, so that they neither delay checks nor fill memory.
+A server without a collector refuses reports, and is tried again in the next interval. Undeliverable reports are
+dropped and counted, so that they neither delay checks nor fill memory.
 """
 
 import asyncio

@@ -32,7 +32,7 @@ CHECK_METHODS: Final = tuple(f"/envoy.service.auth.{version}.Authorization/Check
 _CURRENT: Final = CHECK_METHODS[0]
 READINESS: Final = "/dikastes.Healthz/CheckReadiness"
 LIVENESS: Final = "/dikastes.Healthz/CheckLiveness"
-#: ``grpc.health.v1``, whose answers are one enum: SERVING is 1, NOT_SERVING 2.
+#: ``grpc.health.v1``: its answers have one enum, SERVING (1) or NOT_SERVING (2).
 HEALTH: Final = "/grpc.health.v1.Health/Check"
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
@@ -64,17 +64,17 @@ class PolicyServer:
 
     Args:
         addresses: ``unix:/path`` and ``host:port``.
-        follower: whose store answers; the caller runs it.
+        follower: its store answers checks. The caller runs it.
         clock: for rates of log lines, and the times of answers.
         socket_mode: the mode of Unix sockets.
-        reporter: gets every flow; the caller runs it.
+        reporter: gets every flow. The caller runs it.
 
     Attributes:
         answers: number of checks by answer.
-        uses: the same by policy.
+        uses: number of checks by policy.
 
     Raises:
-        ServeError: on entering.
+        ServeError: raised on entering.
     """
 
     def __init__(

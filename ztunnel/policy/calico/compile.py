@@ -457,7 +457,7 @@ def policy_selector(policy: ApiPolicy) -> Selector:
 
 
 def _peer_selector(entity: Entity, namespace: str) -> Selector | None:
-    """Return the endpoint selector for one side of a rule. None if the side does not select any."""
+    """Return the endpoint selector for one side of a rule. None if the side does not select endpoints."""
     accounts: list[Node] = []
     if entity.account_selector.strip():
         accounts.append(parse_selector(entity.account_selector).prefixed(_OF_ACCOUNT).root)

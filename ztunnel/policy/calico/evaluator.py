@@ -1,6 +1,7 @@
-"""Evaluates a store's policies for flows, fast: rules are compiled when they arrive and found by what they need.
+"""Evaluates a store's policies for flows, fast: rules are compiled when they arrive and indexed by required
+values.
 
-The answers equal :mod:`ztunnel.policy.calico.walk`'s, which reads every rule; tests compare the two. Of
+The answers equal those of :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests compare the two. Of
 20,000 rules a flow reads those whose rarest clause it could satisfy (an IP set that contains its address, a
 network, a service account, a port), in the order of tiers, policies and rules. An answer that did not depend on
 HTTP is cached for connections with the same ends, until the next change.
@@ -108,7 +109,9 @@ _place = attrgetter("place")
 
 
 class _Tier:
-    """One tier and direction: its rules, indexed by what they need; shared by endpoints with the same policies."""
+    """One tier and direction. Its rules are indexed by required values. Endpoints with the same policies share
+    it.
+    """
 
     def __init__(
         self,
@@ -138,7 +141,7 @@ class _Tier:
         self._lengths: dict[str, dict[tuple[int, int], int]] = {}
 
     def put(self, policy_id: c.PolicyId, policy: c.Policy | None) -> None:
-        """Recompile a policy of this tier. None means that the store does not have it."""
+        """Recompile a policy of this tier. None: the store does not have the policy."""
         old = self._compiled.pop(policy_id, None)
         if old is not None:
             for rule, needs in zip(old.rules, old.needs, strict=True):
@@ -296,7 +299,7 @@ class Evaluator:
     """Evaluates flows by a store's policies, which it keeps compiled.
 
     Args:
-        store: changed by :meth:`apply` only from now on.
+        store: from now on only :meth:`apply` may change it.
         trust_domains: the trust domains of accepted principals. Empty accepts all, like Calico.
         connections_only: no HTTP will be seen; see :mod:`ztunnel.policy.calico.clauses`.
     """
@@ -307,7 +310,7 @@ class Evaluator:
         self.store = store
         self.connections_only = connections_only
         self._trust_domains = trust_domains
-        # Weak: endpoints with the same policies share a tier, and the last one's plan takes it along.
+        # Weak, because endpoints with the same policies share a tier. It is freed with the last endpoint's plan.
         self._tiers: WeakValueDictionary[Hashable, _Tier] = WeakValueDictionary()
         self._plans: dict[tuple[c.EndpointId, c.Direction], _Plan] = {}
         self._kept = 0
@@ -340,7 +343,7 @@ class Evaluator:
 
         Args:
             endpoint: None if the caller could not find it, which denies.
-            enforced: False evaluates staged policies as if they were enforced, to say what they would do.
+            enforced: False evaluates staged policies as if they were enforced, to find their effect.
         """
         if not self.store.in_sync:
             return Verdict(Code.UNAVAILABLE, "no policy has been received yet")

@@ -22,7 +22,7 @@ class Party:
     """The source or destination of the flow in a question.
 
     Attributes:
-        name: as it is printed.
+        name: the printed name.
         endpoint: None if it is not a known pod.
         address: None if only an identity was given.
     """
@@ -38,7 +38,7 @@ class UnknownParty(ValueError):
 
 
 class BadQuestion(ValueError):
-    """A question that cannot be asked; the text names the parameter."""
+    """A question is invalid. The text names the parameter."""
 
 
 def explain(
@@ -82,15 +82,15 @@ def explain_both(
 
 
 def answer(made: Evaluator, asked: Mapping[str, str]) -> tuple[bool, list[str]]:
-    """Answer a question that came to a running server.
+    """Answer a question to a running server.
 
     Args:
-        made: the evaluator that answers there.
+        made: the server's evaluator.
         asked: ``from`` and ``to`` as for ``ztunnel policy explain``; ``port``, ``source_port``, ``protocol``,
             ``method``, ``path``, ``staged`` (``true``) and ``trust_domain``, each optional.
 
     Raises:
-        BadQuestion: a parameter is missing, unknown, or makes no sense.
+        BadQuestion: a parameter is missing, unknown or invalid.
     """
     known = ("from", "to", "port", "source_port", "protocol", "method", "path", "staged", "trust_domain")
     for name in asked:
@@ -186,10 +186,10 @@ def port_text(flow: c.Flow) -> str:
 
 
 def icmp_of(text: str) -> tuple[int, int]:
-    """Return type and code of ICMP, given as ``TYPE`` or ``TYPE/CODE``; the code is 0 unless it is given.
+    """Return type and code of ICMP, given as ``TYPE`` or ``TYPE/CODE``. The default code is 0.
 
     Raises:
-        BadQuestion: the text is neither.
+        BadQuestion: the text has another form.
     """
     kind, _, code = text.partition("/")
     numbers = [int(part) for part in (kind, code or "0") if part.isascii() and part.isdigit() and len(part) <= 3]

@@ -78,12 +78,12 @@ def updates_of(compiled: Compiled) -> Iterator[c.Update]:
 
 
 class FilePolicies:
-    """The resources that files describe, kept while the files change.
+    """The policy resources in files, updated while the files change.
 
     Calls can come from any thread, one at a time.
 
-    A part that cannot be used is left out alone: see :class:`~ztunnel.kube.files.FileObjects` for documents that
-    cannot be read, and :class:`~ztunnel.policy.calico.objects.PolicyObjects` for faulty objects.
+    An unusable part is left out alone: see :class:`~ztunnel.kube.files.FileObjects` for documents that cannot be
+    read, and :class:`~ztunnel.policy.calico.objects.PolicyObjects` for faulty objects.
 
     Args:
         paths: YAML files and folders.
@@ -160,7 +160,9 @@ class Files:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the files have had a fault; 0 while they have none, and before the first good ones."""
+        """Seconds since the files became faulty. 0 while they have no fault, and before they were first read
+        without one.
+        """
         return 0.0 if self._lost_at is None else self._clock.monotonic() - self._lost_at
 
     async def run(self) -> None:

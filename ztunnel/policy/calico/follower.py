@@ -35,7 +35,7 @@ OBJECTS: Final = 5_000_000
 #: The message bytes of other objects equal to one member in memory: a rule of 100 bytes takes a kilobyte when it
 #: is compiled.
 _BYTES_PER_MEMBER: Final = 8
-#: Updates applied before other tasks get their turn, and members of one update, about 4 ms.
+#: The number of updates, or of members in one update, that are applied before other tasks run: about 4 ms.
 _BATCH: Final = 64
 _SLICE: Final = 4096
 #: The time after which a line reports an incomplete snapshot. Felix waits for its datastore.
@@ -69,12 +69,12 @@ class Follower:
         clock: for :attr:`age_s`.
         trust_domains, connections_only: see :class:`~ztunnel.policy.calico.evaluator.Evaluator`.
         changed: called after each change of :attr:`evaluator` or its store.
-        backoff: between streams. By default 0.2 s, doubling to 0.8 s, with a random fifth. The server is on
-            the same node, and checks are refused until it has sent its snapshot.
+        backoff: the waits between streams. By default 0.2 s, doubling to 0.8 s, with a random fifth. They are
+            short, because the server is on the same node, and checks are refused until it has sent its snapshot.
 
     Attributes:
-        evaluator: over the last complete store. Before the first, it answers UNAVAILABLE.
-        in_sync: the stream is open and its store answers.
+        evaluator: uses the last complete store. Before the first, it answers UNAVAILABLE.
+        in_sync: the stream is open and its store is in use.
         error: why the last stream ended.
     """
 
@@ -176,7 +176,7 @@ class Follower:
     async def _apply(self, pending: Evaluator, update: c.Update, weights: "_Weights") -> None:
         """Apply one update. A large one is applied in slices, between which other tasks run.
 
-        A set is filled under a name of its own meanwhile: a partly filled set must not be used.
+        Meanwhile a set is filled under a temporary name, because a partly filled set must not be used.
 
         Raises:
             ConfigError: the store has become too large.

@@ -1,13 +1,14 @@
 """Decides by Calico's policies whether the tunnel proxy may carry a connection, and counts decisions. Pure.
 
-The list of a pod's tiers and profiles is one more source of policy beside Istio's and Envoy's: all must allow. Its
-evaluator judges connections only (see :mod:`ztunnel.policy.calico.clauses`).
+A pod's tiers and profiles are one more source of policy beside Istio's and Envoy's: all must allow. The evaluator
+judges connections only (see :mod:`ztunnel.policy.calico.clauses`).
 
-A source of Kubernetes' policies sends its node's addresses, too (:data:`~xds.model.calico.NODE_ADDRESSES`). Then
-the node and its own pods always reach each other, and a pod itself, as in the kernel's table. A tunnel whose outer
-source is the node is no connection of the node: it carries a workload's identity, and isolation holds.
+A source of Kubernetes' policies also sends its node's addresses (:data:`~xds.model.calico.NODE_ADDRESSES`). Then
+the node can always reach its own pods and they the node, and a pod itself, like in the kernel's table. A tunnel
+whose outer source is the node does not count as a connection of the node: it carries a workload's identity, so
+policies apply.
 
-A pod that the policies do not know is denied, like Calico's drop for an interface without an endpoint, because its
+A pod unknown to the policies is denied, like Calico's drop for an interface without an endpoint, because its
 policies have possibly not arrived. ``allow_unknown`` is for meshes only partly covered by the policies.
 """
 
@@ -72,8 +73,8 @@ class Decision:
     """The answer about a connection.
 
     Attributes:
-        pending: it denies because a part that can still arrive is missing.
-        staged: what staged policies would have done, if not the same; for a field of the access line.
+        pending: it denies because a part is missing that can still arrive.
+        staged: the decision of staged policies, if it differs; for a field of the access line.
     """
 
     verdict: Verdict
@@ -192,7 +193,8 @@ def _always_allowed(store: Store, direction: c.Direction, flow: c.Flow) -> bool:
         return True
     if direction is c.Direction.EGRESS:
         return sets.holds(c.NODE_ADDRESSES, flow.destination_ip)
-    # With a principal the connection came through a tunnel, and the node's address does not stand for the node.
+    # With a principal the connection came through a tunnel, so the node's address does not prove that the node
+    # opened it.
     return not flow.source_principal and sets.holds(c.NODE_ADDRESSES, flow.source_ip)
 
 

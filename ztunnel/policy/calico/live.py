@@ -1,7 +1,7 @@
-"""Calico's active policies in one process of the tunnel proxy: where they come from, and what follows a change.
+"""Calico's active policies in one process of the tunnel proxy: their source, and the reviews after a change.
 
-A change of the store is followed by a review: every live connection is judged again and ended if it is not allowed
-any more. Changes that come shortly after a review are one further review.
+A change of the store starts a review: every live connection is judged again, and ended if it is no longer allowed.
+Changes shortly after a review share one further review.
 """
 
 import asyncio
@@ -93,7 +93,7 @@ class LivePolicies:
         return state_of(source.name, source.error, source.age_s, in_sync=source.in_sync)
 
     def watch(self, review: Review) -> None:
-        """Have live connections reviewed after each change, until :meth:`unwatch`; idempotent."""
+        """Review live connections after each change, until :meth:`unwatch`; idempotent."""
         self._reviews[review] = None
 
     def unwatch(self, review: Review) -> None:

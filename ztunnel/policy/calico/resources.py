@@ -26,12 +26,12 @@ LAST: Final = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class Entity:
-    """One side of a rule, as written; see :class:`~xds.model.calico.PeerMatch` for what clauses mean.
+    """One side of a rule, as written; see :class:`~xds.model.calico.PeerMatch` for the meaning of the clauses.
 
     Attributes:
         ports: ranges, and names of ports.
         service: namespace and name of a Service. None if the rule names none.
-        nodes: a selector of nodes, which stands for their addresses. None if the rule does not select nodes.
+        nodes: a selector of nodes, whose addresses match. None if the rule does not select nodes.
     """
 
     nets: tuple[IpNetwork, ...] = ()
@@ -106,7 +106,7 @@ class ApiProfile:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSet:
-    """Networks with labels; selectors select them like endpoints. ``namespace`` is empty for a global one."""
+    """Networks with labels, which selectors select like endpoints. ``namespace`` is empty for a global set."""
 
     namespace: str
     name: str
@@ -129,7 +129,7 @@ class Pod:
 
     Attributes:
         uid: the name of its PolicySync socket. Empty without one.
-        addresses: none while it has none, and when it has finished.
+        addresses: empty before it has any, and after it has finished.
         host_network: such a pod is no endpoint.
         captured: the mesh's node agent has redirected its traffic to the node's proxy.
         created: the creation time in the API server's form, which sorts as text. Empty if unknown.
@@ -175,10 +175,10 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class HostEndpoint:
-    """Interfaces of a node under Calico's policy; here only what selectors select, like a network set.
+    """Interfaces of a node under Calico's policy. They are used only as targets of selectors, like a network set.
 
     Attributes:
-        profiles: names of the profiles whose labels it has beside its own.
+        profiles: names of the profiles whose labels it inherits.
     """
 
     name: str

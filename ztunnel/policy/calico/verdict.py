@@ -51,8 +51,8 @@ class Verdict:
     """The result of evaluating one flow; only ``Code.OK`` allows it.
 
     Attributes:
-        message: why, for codes other than OK; names the rule or what is missing. For OK empty, or the rule whose
-            HTTP clause was left to a waypoint, and that one's name.
+        message: the reason for codes other than OK: the rule, or the missing part. For OK it is empty, or names
+            the rule whose HTTP clause was left to a waypoint, and the waypoint.
         rule: the rule that decided, or None if no rule could.
     """
 
@@ -175,10 +175,9 @@ class Facts:
 
     Attributes:
         read_http: whether a clause has read method or path, so that the answer holds for this request only.
-        unseen: the first rule that would allow some requests of this connection, where only the connection is
-            judged.
+        unseen: the first rule that would allow some requests of this connection, if only the connection is judged.
         left_to: the proxy that evaluates the requests of this connection. Empty if none is known.
-        left: the rule that matched because its HTTP clause is left to them.
+        left: the rule that matched because its HTTP clause is left to that proxy.
     """
 
     __slots__ = (
@@ -215,7 +214,7 @@ class Facts:
 
     @property
     def normal_path(self) -> bytes | None:
-        """The normal form of the request's path. None if it has none."""
+        """Return the normal form of the request's path. None if it has none."""
         if self._path is False:
             self._path = normal_path(self.path or "")
         assert not isinstance(self._path, bool)
@@ -223,10 +222,10 @@ class Facts:
 
 
 def with_unseen(verdict: Verdict, facts: Facts) -> Verdict:
-    """Return a verdict whose message names the rule that asked for HTTP, if there is one.
+    """Return a verdict whose message names the rule with an HTTP clause, if there is one.
 
-    Evaluators and walks of connections call it last. It distinguishes a policy about requests from a policy
-    without a match for this client. For an allow it names the proxy that judges the requests.
+    Called last for connections. The message distinguishes a policy about requests from a policy without a match
+    for this client. For an allow it names the proxy that judges the requests.
     """
     if facts.left is not None and verdict.allowed:
         return Verdict(verdict.code, f"{facts.left} is about HTTP, left to {facts.left_to}", verdict.rule)

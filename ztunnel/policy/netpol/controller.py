@@ -67,7 +67,7 @@ class _Work:
         return self.builder.build(self.compiler.compiled, self.node, notes)
 
     def excerpt(self, ours: set[IpAddress]) -> Compiled:
-        """Return a copy of what this node's proxies need to judge as the table does.
+        """Return a copy of everything that this node's proxies need in order to judge like the table.
 
         Args:
             ours: the node's own addresses.
@@ -142,7 +142,7 @@ class Controller:
                 following.cancel()
 
     async def _turn(self, group: asyncio.TaskGroup, following: "asyncio.Task[Changes]") -> "asyncio.Task[Changes]":
-        """Wait for one event and handle it; return the task that waits for the source."""
+        """Wait for one event and handle it. Return the task that waits for the source."""
         disturbed = group.create_task(self._table.disturbed.wait(), name="netpol disturbed")
         try:
             done, _ = await asyncio.wait(
@@ -215,7 +215,9 @@ class Controller:
             await self._judge_again(built)
 
     async def _judge_again(self, built: Built) -> None:
-        """End connections that the table would not let begin now; NetworkPolicy leaves that open."""
+        """End open connections that the table would not allow to begin now. (NetworkPolicy permits either
+        behaviour.)
+        """
         self._judge = False
         self._judged_at = time.monotonic()
         try:
@@ -249,9 +251,9 @@ def _key_of(policy: c.PolicyId) -> ObjectKey:
 
 
 def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
-    """Delete the conntrack entries of policed pods' connections that a table would not let begin; blocks.
+    """Delete the conntrack entries of policed pods' connections that a table would not allow to begin. Blocks.
 
-    The node's own connections are not judged, as its own packets are not: they pass no forward hook.
+    The node's own connections are excluded, like in the table: their packets pass no forward hook.
 
     Raises:
         TproxyError: see :func:`~tproxy.aio.conntrack.forget_flows`.

@@ -30,13 +30,13 @@ def explained(
     *,
     source_port: str = "",
 ) -> tuple[bool, list[str]]:
-    """Return whether a connection is allowed, and lines that say why.
+    """Return whether a connection is allowed, and lines with the reasons.
 
     Args:
-        source: ``namespace/pod`` or an address; likewise ``destination``.
+        source, destination: ``namespace/pod`` or an address.
         port: see :func:`~ztunnel.policy.calico.explain.flow_of`. ``0`` is a port that no rule names.
         protocol: ``tcp``, ``udp``, ``sctp``, ``icmp``, ``icmpv6`` or a number.
-        source_port: likewise; :data:`~ztunnel.policy.calico.explain.EPHEMERAL_PORT` if empty.
+        source_port: the source's port; :data:`~ztunnel.policy.calico.explain.EPHEMERAL_PORT` if empty.
 
     Raises:
         BadQuestion: no such pod, protocol, port or common IP version.

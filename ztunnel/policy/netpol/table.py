@@ -97,10 +97,10 @@ class _Policy:
     """The chains and rules of one policy in one direction.
 
     Attributes:
-        source: the compiled policy, by identity.
+        source: the compiled policy, compared by identity.
         parts: chains of deciding rules, and between them the passing rules, which leave the tier's chain.
         shapes: the shapes of the IP sets that it names. Its rules depend on them.
-        sets: names of those sets here, and the sets of its own.
+        sets: the names of these sets in the table, and of the policy's own sets.
     """
 
     source: c.Policy
@@ -240,8 +240,8 @@ class TableBuilder:
                 itself = (*e.addresses_in(family, f"self{version}"), *e.accept())
                 rules.append(Rule(itself, "a pod to itself"))
                 if out:
-                    # A connection whose entry was deleted because it is no longer allowed. Conntrack would take it
-                    # up again by its next packet, of either direction (nf_conntrack_tcp_loose), as a new one.
+                    # A connection whose entry was deleted because it is no longer allowed. At its next packet, of
+                    # either direction, conntrack would track it as a new connection (nf_conntrack_tcp_loose).
                     for source in (True, False):
                         middle = (*e.connection_state(e.CT_NEW), *e.continues_unknown_connection())
                         whose = e.address_in(family, f"policed{version}", source=source)
@@ -565,7 +565,7 @@ class _RuleCompiler:
                 yield (*e.address_and_port_in(family, name, source=source), *rest)
 
     def _addresses(self, peer: c.PeerMatch, family: Family | None, *, source: bool) -> Phrase | None:
-        """Return the clauses about addresses. None if no address of the family matches them."""
+        """Return the address conditions of one side of a rule. None if no address of the family can match."""
         if family is None:
             return ()
         version = _VERSIONS[family]

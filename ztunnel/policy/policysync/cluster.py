@@ -22,14 +22,14 @@ class Publisher(Protocol):
 class ClusterPolicies:
     """Keeps a server's policies equal to the policies of a cluster.
 
-    Nothing is published before every object has been read, because a missing object could be the policy that
+    Policies are published only after every object has been read, because a missing object could be the policy that
     closes a pod. While the source is unreachable, the last state is served.
 
     Args:
         source: the source of objects, such as an informer of :data:`~ztunnel.policy.policysync.kinds.SERVED`.
         server: receives its own copy after each effective change.
-        node: the node whose pods are served. None serves the policies of every node. events: reports objects that
-        are not enforced as written.
+        node: the node whose pods are served. None serves the policies of every node.
+        events: reports objects that are not enforced as written.
         nodes: whether the source includes Node objects.
 
     Attributes:

@@ -281,10 +281,10 @@ async def _serve(args: argparse.Namespace, from_files: "FilePolicies | None") ->
 
 
 async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None", stop: asyncio.Event) -> None:
-    """Follow changes until ``stop`` is set; sockets of pods, and their credentials, are looked for beside that.
+    """Follow changes until ``stop`` is set. Sockets of pods, and their credentials, are searched for concurrently.
 
     Raises:
-        The first error of what is followed, bare.
+        The first error of any of these tasks, bare.
     """
     from ztunnel.policy.calico import files
 

@@ -1,9 +1,8 @@
 """The PolicySync server: a socket for each pod, whose identity is the socket, and one for a node's proxy.
 
-A stream's next message is computed when it can be written, from its client's state and the current one: a slow
-client needs no queue and gets the newest state when it catches up. The last stream of a pod's socket wins, like in
-Felix, and the one before ends without an error. A node's socket serves all processes of a proxy, and other
-clients.
+A stream's next message is computed when it can be written, from the client's state and the current state. So a
+slow client needs no queue and gets the newest state when it catches up. A new stream on a pod's socket ends the
+previous one without an error, like in Felix. A node's socket serves all processes of a proxy, and other clients.
 """
 
 import asyncio
@@ -154,7 +153,7 @@ class PolicySyncServer:
                     await context.write(encode(c.InSync(), self._form))
                     in_sync = True
                 if known and not view.endpoints:
-                    return  # the pod and its client are gone
+                    return  # the pod and its client have ended
                 known = bool(view.endpoints)
             await stream.changed.wait()
 

@@ -61,7 +61,8 @@ def view_of(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> View:
 
 
 def excerpt(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> Compiled:
-    """Return a copy of what servers of these endpoints need; later changes of ``compiled`` do not reach it.
+    """Return a copy of everything that servers of these endpoints need. Later changes of ``compiled`` do not
+    affect it.
 
     For a compiler that works in another thread than the server: tables are copied, and their values never change.
     Service accounts and namespaces are copied whole, because selectors can read any label.

@@ -203,7 +203,7 @@ class AddonHost:
         (hooks, place, verdict), asked.undecided = asked.undecided, None
         for addon, hook in hooks[place:]:
             if verdict is not None:
-                pass  # of the first one, which has been asked
+                pass  # of the first hook, which was already called
             elif hook.waits:
                 asked.waited = True
                 with held(life):

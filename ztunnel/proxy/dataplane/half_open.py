@@ -237,7 +237,7 @@ class HalfOpen:
 
     Attributes:
         rejected: the total number of connections closed by a limit.
-        handshakes: under way.
+        handshakes: the number of handshakes in progress.
         finished: called with the seconds of each handshake that ends, and whether it succeeded.
     """
 
@@ -287,7 +287,7 @@ class HalfOpen:
         self.poller.requeue(self)
 
     def may_begin(self, now_s: float) -> bool:
-        """Take one unfinished handshake from the budget of the process. Return False if none is left."""
+        """Take one unfinished handshake from the budget of the process. Return False if the budget is used up."""
         return self._unfinished.affords(now_s)
 
     def gives_way(self, now_s: float) -> bool:

@@ -247,7 +247,7 @@ class Lives(Generic[LifeT]):
             self._look_again(verdict.until_s)
 
     def _look_again(self, until_s: float) -> None:
-        """Schedule all entries to be judged again at a time. An earlier time replaces a later one."""
+        """Schedule a review of all entries at a time. An earlier time replaces a later one."""
         self._stop_timer()
         self._until_s = until_s
         self._timer = asyncio.get_running_loop().call_at(until_s, self._time_is_over)

@@ -442,7 +442,7 @@ class Proxy:
                 await stack.enter_async_context(self.ads)
             self._add_static()
             start = self._tasks.start(self._start(), "start")
-            # Not ready for ever would be worse than an end that the supervisor sees.
+            # Ending the process is better than being unready for ever, because a supervisor notices the end.
             start.add_done_callback(
                 lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
             )

@@ -193,7 +193,7 @@ class Giver:
             self._ready.set_result(None)
 
     def close(self) -> None:
-        """Fail all pending offers, because the taker is gone. Idempotent."""
+        """Fail all pending offers, because the taker has disconnected. Idempotent."""
         self.gone = True
         for future in (*self._answers.values(), self._ready):
             if future is not None and not future.done():
@@ -279,10 +279,10 @@ class Giver:
             self._lose()
 
     async def _begin_slice(self) -> None:
-        """Wait until the taker reads only offers. No connection stops before that.
+        """Wait until the taker reads only offers. No connection is paused before that.
 
         Raises:
-            TakerGone: the taker is gone, or does not answer.
+            TakerGone: the taker has disconnected, or does not answer.
         """
         if self.gone:
             raise TakerGone

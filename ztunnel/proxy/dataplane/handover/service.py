@@ -219,7 +219,7 @@ class Handover:
             log.error("the hand-over ends: the predecessor sent an unreadable message error=%s", error)
             return False
         except OSError:
-            return False  # asked again, and then it is gone
+            return False  # the caller tries again, and then it has disconnected
         finally:
             self._poller.resume()
             taker.close()

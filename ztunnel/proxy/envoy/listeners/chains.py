@@ -193,7 +193,7 @@ class _Counted(NamedTuple):
     by_class: tuple[Counter, ...]
 
 
-#: Statistics that are others under another name, as every connection and request here is one of HTTP/2.
+#: Statistics with the same value as another one, because every connection and request here is HTTP/2.
 _DERIVED = (
     Declared("rq_total", Counter, lambda counted: counted.requests.value),
     Declared("downstream_rq_http2_total", Counter, lambda counted: counted.requests.value),
@@ -479,7 +479,7 @@ class LiveChain:
             rbac.check(info, facts, None if self.sinks else self._lines, live=live)
 
     def asked(self, facts: ConnectionFacts, *, port_known: bool) -> Iterator[tuple[LiveRbac, ConnectionFacts]]:
-        """Yield the RBAC filters that judge a connection, in order, with its facts; see :meth:`judge`."""
+        """Yield the RBAC filters that apply to a connection, in order, with its facts; see :meth:`judge`."""
         for rbac in self.rbac:
             if port_known or not rbac.reads_port:
                 yield rbac, facts

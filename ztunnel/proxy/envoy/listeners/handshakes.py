@@ -71,7 +71,7 @@ class Handshakes:
         try:
             return await waiting.turn
         except BaseException:
-            # Cancelled, perhaps after its handshake was to begin; or rejected, which is no news.
+            # Cancelled, possibly after its handshake was scheduled; or already rejected.
             limiter.reject(pending, "")
             sock.close()
             if waiting.turn.done() and not waiting.turn.cancelled():

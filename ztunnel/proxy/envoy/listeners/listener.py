@@ -80,11 +80,11 @@ class LiveListener:
     Attributes:
         body: the message as received, for dumps.
         sockets: the accepting sockets. They move to the successor on an update.
-        draining: it was replaced or removed, and its connections end by themselves.
+        draining: it was replaced or removed. Its open connections continue.
         successor: the version that has replaced it. ``None`` also if it was removed.
         filters: listener filters in order. ``None`` stands for a filter not yet delivered by ECDS.
         reads_bytes: a filter waits for bytes of the client.
-        ends_tunnels: a chain terminates tunnels. Its clients are other nodes.
+        ends_tunnels: a chain terminates tunnels, so its clients are other nodes.
 
     Raises:
         ConfigError: a chain's TLS context cannot be built. Names its place.

@@ -346,8 +346,8 @@ class ListenerManager:
                 del self._warming[listener.name]
                 self._promote(listener)
         except Exception as error:
-            # A bug of ours. The response was answered long ago and can no longer be refused; but the start of
-            # the proxy waits for every listener that warms, and must not wait for this one.
+            # A bug of ours. The response was answered earlier and can no longer be refused. The start of the proxy
+            # waits for every warming listener, and must not wait for this one.
             log.exception("listener %s cannot become active", listener.name)
             reason = f"internal error: {type(error).__name__}: {error}"
             self._failed(listener.name, listener.body, reason, listener.version)
@@ -525,7 +525,7 @@ class ListenerManager:
             log.info("listener %s replaced, the old one drains", new.name)
 
     def start(self) -> None:
-        """Start listening on all warm listeners; later ones start when they are warm."""
+        """Start listening on all warm listeners. Others start when they are warm."""
         self._listening = True
         for listener in self._table:
             self._start(listener)

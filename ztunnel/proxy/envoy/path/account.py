@@ -43,7 +43,8 @@ class Account:
 
     Args:
         capacity: entries that the flight recorder keeps; 0 keeps none.
-        clock: the clock of end times. node, cluster: names of this node and its cluster, for flows.
+        clock: the clock of end times.
+        node, cluster: names of this node and its cluster, for flows.
 
     Attributes:
         ring: the flight recorder.
