@@ -6,12 +6,13 @@ Exit status 1: an application saw something, or a connection stayed behind.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import sys
 import tempfile
 from pathlib import Path
 from statistics import linear_regression
+
+import uvloop
 
 from tests.handover import envoy
 from tests.handover.generations import Report, run
@@ -87,7 +88,7 @@ def main() -> int:
         print(f"NOT TESTED: PostgreSQL; this machine has no {missing} (Debian: apt install postgresql)")
         args.sessions = 0
     with tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(
+        report = uvloop.run(
             run(
                 Path(folder),
                 connections=args.connections,
@@ -103,7 +104,7 @@ def main() -> int:
 
 def _of_envoy(args: argparse.Namespace) -> Report:
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(
+        return uvloop.run(
             envoy.run(
                 Path(folder),
                 connections=args.connections,

@@ -29,7 +29,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from tests.handover.generations import Replacement, Report, cpu_s, descriptors, drained, reasons, rss_kib
-from tests.handover.traffic import KINDS, PORT, client, serving, short_connections
+from tests.handover.traffic import KINDS, PORT, client, paced, serving, short_connections
 from tests.hbone.certificates import Authority
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.harness import (
@@ -294,7 +294,7 @@ async def run(
     """
     report = Report()
     outcome = report.outcome
-    pace_s = 0.02 * max(1.0, connections / 100)
+    pace_s = paced(connections)
     async with running(folder, far_envoy=far_envoy) as (near, far, application):
         ways = [(node, way) for node in (near, far) for way in WAYS.values()]
         async with contextlib.AsyncExitStack() as stack:

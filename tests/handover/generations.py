@@ -17,7 +17,7 @@ from typing import Any
 
 from deploy.lab import Place, Worker
 from tests.handover import harness
-from tests.handover.traffic import KINDS, Outcome, client, serving, short_connections
+from tests.handover.traffic import KINDS, Outcome, client, paced, serving, short_connections
 from tests.netns.istio import ROOT, AmbientMesh, NodeProxy, eventually, mesh_of
 
 NODES = {"w1": ["client", "near"], "w2": ["far", "outside"]}
@@ -143,14 +143,14 @@ def said(proxy: NodeProxy, text: str) -> list[str]:
     return [str(line["message"]) for line in proxy.log() if text in str(line.get("message"))]
 
 
-async def measured(mesh: AmbientMesh, node: str, **env: str) -> Replacement:
-    """Replace a node's proxy, and wait until the old process has ended."""
+async def measured(mesh: AmbientMesh, node: str, limit_s: float, **env: str) -> Replacement:
+    """Replace a node's proxy, and wait until the old process has ended, at most ``limit_s``."""
     loop = asyncio.get_running_loop()
     pid, build_before = mesh.proxies[node].process.pid, _build(mesh.proxies[node])
     before_kib, before_count = rss_kib(pid), descriptors(pid)
     before = await replaced(mesh, node, **env)
     began_s = loop.time()
-    await eventually(lambda: before.process.poll() is not None, "the old process has ended", 60.0)
+    await eventually(lambda: before.process.poll() is not None, "the old process has ended", limit_s)
     took_s = loop.time() - began_s
     (line,) = [each for each in before.log() if "connections handed over" in str(each.get("message"))][:1] or [{}]
     text = " ".join(f"{key}={value}" for key, value in line.items())
@@ -202,7 +202,8 @@ async def run(
     """
     report = Report()
     outcome = report.outcome
-    pace_s = 0.02 * max(1.0, connections / 100)  # this process plays most applications
+    pace_s = paced(connections)
+    limit_s = 60.0 + connections / 100
     others = connections // (len(KINDS) + 2) // len(PROGRAM_PAIRS)
     replaced_nodes = [node for node in NODES if not rival or node != RIVAL_NODE]
     async with running(folder, rival) as mesh, contextlib.AsyncExitStack() as stack:
@@ -232,7 +233,7 @@ async def run(
                 node = replaced_nodes[number % len(replaced_nodes)]
                 tree = builds[number // len(NODES) % len(builds)] if builds else None
                 build = {"PYTHONPATH": tree, "PYTHONSAFEPATH": "1"} if tree else {}
-                report.replacements.append(await measured(mesh, node, **build))
+                report.replacements.append(await measured(mesh, node, limit_s, **build))
                 report.during_s += drained(outcome.round_trips_s)
                 await asyncio.sleep(pause_s)
                 report.between_s += drained(outcome.round_trips_s)

@@ -24,6 +24,8 @@ _METHOD = "/test.Numbers/Exchange"
 #: One connection each per channel, and none that was there before.
 _OWN = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 _PACE_S = 0.25
+_FAST = 50
+"""From this number of connections of a kind on, all together are used as often, so each one less often."""
 Ask = Callable[[int], Awaitable[bool]]
 
 
@@ -82,6 +84,7 @@ class Client:
         self.done: dict[str, int] = {}
         self.failures: list[str] = []
         self._stop = asyncio.Event()
+        self._pace_s = _PACE_S * max(1.0, count / _FAST)
         self._silent = 2 * count + postgres
         self._kinds = [("grpc", self._grpc)] * count + [("websocket", self._websocket)] * count
         self._kinds += [("postgres", self._postgres)] * postgres
@@ -112,7 +115,7 @@ class Client:
                 if not self._silent:
                     print("open", flush=True)
             number += 1
-            await asyncio.sleep(_PACE_S)
+            await asyncio.sleep(self._pace_s)
         return number
 
     async def _grpc(self) -> None:

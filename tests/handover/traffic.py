@@ -38,6 +38,15 @@ _PACE_S = 0.02
 _CHUNK = os.urandom(65_536)
 
 
+def paced(connections: int) -> float:
+    """Return the seconds between two sends of a connection.
+
+    One process plays most applications. From 100 connections on all together send the same, and from 4,000 on
+    less, because proxies need processors, too.
+    """
+    return _PACE_S * max(1.0, connections / 100) * max(1.0, connections / 4000)
+
+
 class Where(Protocol):
     """A pod, or this machine."""
 
@@ -87,7 +96,7 @@ class _Stream:
         return data
 
     async def some(self) -> bytes:
-        return await self._loop.sock_recv(self.sock, 1 << 18)
+        return await self._loop.sock_recv(self.sock, 1 << 16)
 
     def eof(self) -> None:
         self.sock.shutdown(socket.SHUT_WR)
