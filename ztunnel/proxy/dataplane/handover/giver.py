@@ -45,10 +45,6 @@ ANSWER_S: Final = 2.0
 _AGAIN_S: Final = 0.02
 #: The number of slices in a row with an unanswered offer after which the taker is considered stuck.
 _MOST_UNANSWERED: Final = 3
-#: The aim for the length of a slice, in seconds. A shorter slice doubles the connections of the next one, a longer
-#: one halves them.
-_SLICE_AIM_S: Final = 0.005
-_MOST_OF_SLICE: Final = 64
 _NO_ANSWER: Final = "no answer in time"
 _NO_TAKER: Final = "no taker"
 
@@ -112,6 +108,32 @@ class _Offering:
     def connections(self) -> int:
         """The number of its pod connections; 1 for a tunnel connection without any."""
         return max(1, self.unit.entries)
+
+
+class SliceSize:
+    """How many connections are offered in one slice. It follows the length of the previous slice.
+
+    The aim is 5 ms. Where processors are busy, it is half of the time since the previous slice, at most 50 ms:
+    there even a slice of one connection waits for a processor several times, and a hand-over of 10,000 connections
+    in such slices takes minutes.
+    """
+
+    #: 16 plain connections take about 5 ms of CPU of both processes together.
+    FEWEST: Final = 16
+    MOST: Final = 128
+    _SHORT_S: Final = 0.005
+    _LONG_S: Final = 0.05
+
+    def __init__(self) -> None:
+        self.connections = self.FEWEST
+
+    def ended(self, took_s: float, gap_s: float) -> None:
+        """Adapt to a slice that took ``took_s`` and began ``gap_s`` after the end of the previous one."""
+        aim_s = min(max(self._SHORT_S, gap_s / 2), self._LONG_S)
+        if took_s > aim_s:
+            self.connections = max(self.FEWEST, self.connections // 2)
+        elif took_s < aim_s / 2:
+            self.connections = min(self.MOST, self.connections * 2)
 
 
 @dataclass(slots=True)
@@ -179,7 +201,8 @@ class Giver:
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[str]] = {}
         self._ready: asyncio.Future[None] | None = None
-        self._slice_connections = 1
+        self._size = SliceSize()
+        self._ended_s = clock.monotonic()
         self._unanswered = 0
         self.gone = False
 
@@ -243,7 +266,7 @@ class Giver:
         """Remove the offers of the next slice from the queue: at least one."""
         offers = [waiting.popleft()]
         count = offers[0].connections
-        while waiting and (count := count + waiting[0].connections) <= self._slice_connections:
+        while waiting and (count := count + waiting[0].connections) <= self._size.connections:
             offers.append(waiting.popleft())
         return offers
 
@@ -269,10 +292,8 @@ class Giver:
                 result = "given" if each.given else "kept"
                 each.pause_s = ended_s - each.frozen_s
                 self._statistics.offered(result, each.reason, each.connections, each.pause_s)
-        if ended_s - began_s > _SLICE_AIM_S:
-            self._slice_connections = max(1, self._slice_connections // 2)
-        elif ended_s - began_s < _SLICE_AIM_S / 2:
-            self._slice_connections = min(_MOST_OF_SLICE, self._slice_connections * 2)
+        self._size.ended(ended_s - began_s, began_s - self._ended_s)
+        self._ended_s = ended_s
         unanswered = any(each.reason == _NO_ANSWER for each in offers)
         self._unanswered = self._unanswered + 1 if unanswered else 0
         if self._unanswered >= _MOST_UNANSWERED:
