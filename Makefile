@@ -109,8 +109,9 @@ soak: $(STAMP) ## a mesh under load and constant change for MINUTES=n (30): what
 keepalive: $(STAMP) ## quiet connections to a server of grpc-go for MINUTES=n (10), nightly; needs Go
 	$(PY) -m tests.keepalive --minutes $(or $(MINUTES),10)
 
-bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved
+bench: $(STAMP) ## our pair of proxies against a pair of Envoys, interleaved; then what a hand-over costs
 	$(PY) -m bench.compare
+	$(PY) -m bench.handover
 
 bench-start: $(STAMP) ## from exec to the first connection served, in meshes of 10, 1,000 and 10,000 workloads; COUNT=n each
 	$(PY) -m tests.soak.recovery $(if $(COUNT),--count $(COUNT))
