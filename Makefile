@@ -177,7 +177,8 @@ promtool: .tools/promtool ## Prometheus's checker for the tests of metrics pages
 man: $(STAMP) ## manual pages of all commands, into dist/man1
 	$(PY) -m deploy.manpages dist/man1
 
-hubble: .tools/hubble .tools/hubble-relay ## the commands of Hubble, for the tests of flows; needs Go, minutes once
+hubble: $(STAMP) .tools/hubble .tools/hubble-relay ## Hubble's own command and relay over the proxies of two nodes, with mTLS and without; needs Go, minutes once
+	$(PY) -m pytest -q -rs tests/ztunnel/ask/flows/test_hubble.py tests/ztunnel/proxy/flows/test_observer.py tests/netns/test_istio_hubble.py
 
 HUBBLE := github.com/cilium/cilium
 .tools/hubble .tools/hubble-relay &:

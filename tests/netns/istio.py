@@ -243,6 +243,7 @@ class AmbientMesh:
                     "node": name,
                     "addresses": [str(address) for address in worker.place.addresses],
                     "service_account": "ztunnel",
+                    "workload": "ztunnel",
                 }
                 for name, worker in self.lab.workers.items()
             },

@@ -46,8 +46,8 @@ esac
 
 
 @contextlib.contextmanager
-def bridge(mesh: AmbientMesh, node: str, port: int) -> Iterator[int]:
-    """Yield a port of this namespace that leads to a loopback port of a node's proxy, as a port-forward does."""
+def bridge(mesh: AmbientMesh, node: str, port: int, here: int = 0) -> Iterator[int]:
+    """Yield a port of this namespace (``here``, or a free one) that leads to a loopback port of a node's proxy."""
     place = mesh.proxies[node].place
 
     def pump(source: socket.socket, sink: socket.socket) -> None:
@@ -57,14 +57,14 @@ def bridge(mesh: AmbientMesh, node: str, port: int) -> Iterator[int]:
             sink.shutdown(socket.SHUT_WR)
 
     def serve(client: socket.socket) -> None:
-        with client, place.socket() as server:
+        with client, place.socket() as server, contextlib.suppress(ConnectionRefusedError):
             server.connect(("127.0.0.1", port))
             back = threading.Thread(target=pump, args=(server, client))
             back.start()
             pump(client, server)
             back.join()
 
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with socket.create_server(("127.0.0.1", here)) as listener:
 
         def accept() -> None:
             with contextlib.suppress(OSError):

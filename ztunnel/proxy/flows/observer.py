@@ -259,7 +259,8 @@ class Observer:
         """
         known: dict[str, Peer] = {}
         while True:
-            found = {each.name: each for each in (self._own, *self._settings.peers, *self._found())}
+            # Configured peers replace discovered ones.
+            found = {each.name: each for each in (self._own, *self._found(), *self._settings.peers)}
             for name, peer in found.items():
                 if known.get(name) != peer:
                     await self._announce(context, peer, PEER_UPDATED if name in known else PEER_ADDED)

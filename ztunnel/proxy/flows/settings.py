@@ -51,8 +51,11 @@ class HubbleSettings:
 
     @property
     def port(self) -> int:
-        """The TCP port, or 0 for a Unix socket."""
-        return 0 if self.address.startswith("unix:") else host_and_port(self.address, least_port=0)[1]
+        """The TCP port that other nodes can reach; 0 for a Unix socket or an address of loopback."""
+        if self.address.startswith("unix:"):
+            return 0
+        host, port = host_and_port(self.address, least_port=0)
+        return 0 if _is_loopback(host) else port
 
 
 def hubble_settings(env: Mapping[str, str]) -> tuple[HubbleSettings | None, list[str]]:

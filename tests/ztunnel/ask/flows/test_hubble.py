@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.hbone.certificates import Authority
-from tests.ports import free_port
 from tests.programs import needed
-from tests.ztunnel.proxy.flows.observers import fill, secret, serving
+from tests.ztunnel.proxy.flows.observers import fill, relaying, secret, serving
 from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.admin.test_server import harness as harness_of_another
 from ztunnel.cli import main
@@ -20,8 +19,6 @@ from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 
 #: Between two looks at a program that starts.
 AGAIN_S = 0.1
-#: Flags of the relay for its own certificate, and the files of a Secret.
-CLIENT_FILES = (("cert", "tls.crt"), ("key", "tls.key"))
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +122,11 @@ def test_the_program_shows_the_service(answers: tuple[Path, dict[str, str]]) -> 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["plain", "mTLS"])
 def test_an_unmodified_relay_shows_two_proxies(secured: bool, tmp_path: Path) -> None:
-    relay, root, port = needed("hubble-relay"), Authority(), free_port()
+    needed("hubble-relay")  # before the proxies start
+    root = Authority()
     names = [Peer(name=f"c1/{node}", address="x").server_name for node in ("n1", "n2")]
     tls = str(secret(tmp_path / "server", root, *names, "hubble-peer.c1.hubble-grpc.cilium.io")) if secured else ""
     client = secret(tmp_path / "client", root, "relay")
-
-    async def ask(*words: str) -> str:
-        return await asyncio.to_thread(run_hubble, tmp_path, *words, "--server", f"127.0.0.1:{port}")
 
     async def check(harness: Harness) -> None:
         fill(harness)
@@ -141,23 +136,11 @@ def test_an_unmodified_relay_shows_two_proxies(secured: bool, tmp_path: Path) ->
                 peers = (Peer(name="c1/n2", address=far.address),)
                 settings = HubbleSettings(address="127.0.0.1:0", tls=tls, peers=peers)
                 async with serving(harness, settings) as near:
-                    files = [f"--tls-hubble-client-{kind}-file={client / name}" for kind, name in CLIENT_FILES]
-                    files += [f"--tls-hubble-server-ca-files={client / 'ca.crt'}"]
-                    options = files if secured else ["--disable-client-tls"]
-                    process = await asyncio.create_subprocess_exec(
-                        relay,
-                        "serve",
-                        f"--peer-service={near.address}",
-                        "--cluster-name=c1",
-                        "--disable-server-tls",
-                        f"--listen-address=127.0.0.1:{port}",
-                        f"--health-listen-address=127.0.0.1:{free_port()}",
-                        *options,
-                        stdout=asyncio.subprocess.DEVNULL,
-                        stderr=asyncio.subprocess.DEVNULL,
-                        env={**os.environ, "HOME": str(tmp_path)},
-                    )
-                    try:
+                    with relaying(near.address, "c1", client if secured else None) as relay:
+
+                        async def ask(*words: str) -> str:
+                            return await asyncio.to_thread(run_hubble, tmp_path, *words, "--server", relay)
+
                         while True:
                             await asyncio.sleep(AGAIN_S)
                             with suppress(AssertionError):
@@ -168,10 +151,6 @@ def test_an_unmodified_relay_shows_two_proxies(secured: bool, tmp_path: Path) ->
                         nodes = await ask("list", "nodes")
                         assert "c1/n1" in nodes
                         assert "c1/n2" in nodes
-                    finally:
-                        if process.returncode is None:
-                            process.kill()
-                        await process.wait()
 
     served(check)
 

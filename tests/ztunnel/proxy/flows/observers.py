@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+import os
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
+from typing import Any, Final
 
 from tests.hbone.certificates import Authority
+from tests.ports import free_port
+from tests.programs import needed
 from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
 from tests.ztunnel.proxy.istio.admin.test_server import Harness
 from xds.model.address import SocketAddress
@@ -17,6 +22,9 @@ from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.flows import shape
 from ztunnel.proxy.istio.accounting.outcome import Failed
+
+#: Flags of the relay for its own certificate, and the files of a Secret.
+_FILES: Final = (("cert", "crt"), ("key", "key"))
 
 
 def fill(harness: Harness) -> None:
@@ -61,3 +69,38 @@ def secret(folder: Path, root: Authority, *names: str) -> Path:
     for name, content in (("tls.crt", leaf.chain_pem), ("tls.key", leaf.key_pem), ("ca.crt", root.pem)):
         (folder / name).write_bytes(content)
     return folder
+
+
+@contextmanager
+def relaying(
+    peer_service: str, cluster: str, client: Path | None, run: Callable[..., Any] = subprocess.Popen
+) -> Iterator[str]:
+    """Run Hubble's own relay; yield its address.
+
+    Args:
+        peer_service: the address of a proxy.
+        cluster: the name of the cluster.
+        client: a folder with the relay's certificate and the root of the proxies. None: plain text.
+        run: starts the program, for example in another network namespace.
+    """
+    address = f"127.0.0.1:{free_port()}"
+    options = ["--disable-client-tls"]
+    if client is not None:
+        options = [f"--tls-hubble-client-{kind}-file={client}/tls.{name}" for kind, name in _FILES]
+        options += [f"--tls-hubble-server-ca-files={client}/ca.crt"]
+    process = run(
+        [
+            *(needed("hubble-relay"), "serve", f"--peer-service={peer_service}", f"--cluster-name={cluster}"),
+            *("--disable-server-tls", f"--listen-address={address}"),
+            f"--health-listen-address=127.0.0.1:{free_port()}",
+            *options,
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HOME": "/nonexistent"},  # it reads a configuration there
+    )
+    try:
+        yield address
+    finally:
+        process.kill()
+        process.wait()

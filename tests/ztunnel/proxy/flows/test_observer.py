@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 
 from tests.hbone.certificates import Authority
 from tests.ztunnel.proxy.envoy.harness import run
+from tests.ztunnel.proxy.flows import hubble_ui
 from tests.ztunnel.proxy.flows.observers import fill, secret, serving
 from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
 from tests.ztunnel.proxy.istio.path.test_route import CLIENT
@@ -236,15 +237,15 @@ def test_peers_of_an_istio_mesh_are_the_proxies_of_its_nodes(
 
     async def check(harness: Harness) -> None:
         harness.proxy.mesh.apply([proxy("n1", "10.0.0.1"), proxy("n2", "::2"), proxy("n2", "10.0.0.9", "istiod")])
-        settings = HubbleSettings(address="127.0.0.1:4244")
+        settings = HubbleSettings(address="0.0.0.0:4244")
         found = list(peers_in(harness.proxy.mesh, harness.proxy.config, settings.port))
         assert sorted((each.name, each.address) for each in found) == [
             ("c1/n1", "10.0.0.1:4244"),
             ("c1/n2", "[::2]:4244"),
         ]
-        assert (
-            list(peers_in(harness.proxy.mesh, harness.proxy.config, HubbleSettings(address="unix:/x").port)) == []
-        )
+        for address in ("unix:/x", "127.0.0.1:4244"):  # which other nodes cannot reach
+            settings = HubbleSettings(address=address)
+            assert list(peers_in(harness.proxy.mesh, harness.proxy.config, settings.port)) == []
         peers = {"n": Peer(name="c1/n2", address="a:1")}
         served_here = HubbleSettings(address=f"unix:{tmp_path}/s")
         async with (
@@ -257,6 +258,18 @@ def test_peers_of_an_istio_mesh_are_the_proxies_of_its_nodes(
             changes.append(ChangeNotification.FromString(await call.read()))
             peers.clear()
             changes.append(ChangeNotification.FromString(await call.read()))
+            call.cancel()
+        configured = (Peer(name="c1/n2", address="c:1"),)
+        peers["n"] = Peer(name="c1/n2", address="b:1")
+        async with (
+            serving(
+                harness, replace(served_here, peers=configured), found=lambda: tuple(peers.values())
+            ) as observer,
+            plain(observer) as client,
+        ):
+            call = client.notified()
+            told = [ChangeNotification.FromString(await call.read()) for _ in range(2)]
+            assert told[1].address == "c:1", "a configured peer replaces the discovered one"
             call.cancel()
         assert [each.type for each in changes] == [PEER_ADDED, PEER_ADDED, PEER_UPDATED, PEER_DELETED]
 
@@ -342,3 +355,18 @@ def test_hubble_settings_are_parsed() -> None:
     assert found is not None
     assert [each.address for each in found.peers] == ["10.0.0.2:4244", "[::2]:4244"]
     assert found.peers[0].server_name == "n-2.c-1.hubble-grpc.cilium.io"
+
+
+def test_page_of_hubble_ui_shows_the_flows_of_a_namespace(tmp_path: Path) -> None:
+    async def body(client: Client, harness: Harness) -> None:
+        call = client.stream(hubble_ui.request("shop"))
+        shown = [hubble_ui.flow_of(GetFlowsResponse.FromString(await call.read())) for _ in range(2)]
+        assert hubble_ui.check(shown) == {("client", "back", 8080)}
+        fill(harness)
+        shown += [hubble_ui.flow_of(GetFlowsResponse.FromString(await call.read())) for _ in range(2)]
+        hubble_ui.check(shown)
+        call.cancel()
+        every = [hubble_ui.flow_of(each) for each in await client.flows()]
+        assert ("world", "world", 443) in hubble_ui.check(every)  # plain, from and to the outside
+
+    asked(tmp_path, body)

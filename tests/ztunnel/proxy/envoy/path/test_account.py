@@ -27,6 +27,7 @@ from tests.ztunnel.proxy.envoy.harness import (
     tcp,
     tunnel,
 )
+from tests.ztunnel.proxy.flows import hubble_ui
 from xds.model.address import SocketAddress
 from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
@@ -139,6 +140,7 @@ def test_a_tunnel_has_an_entry_at_each_end(tmp_path: Path) -> None:
                 ("ztunnel_handshake_seconds_bucket", "ok", "server"),
             }
             assert {flow["trace_context"]["parent"]["trace_id"] for flow in found.values()} == {trace_id}
+            assert {link[:2] for link in hubble_ui.check(found.values())} == {("client", "server")}
 
     run(tmp_path, body)
 
