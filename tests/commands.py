@@ -1,10 +1,12 @@
-"""Runs ``ztunnel`` in processes that need not import it: one process has done so, and forks for each of them.
+"""Runs ``ztunnel`` in processes that need not import it: one process has imported it, and forks for each command.
 
-An interpreter with the modules of a command takes half a second of processor time to start, and a run of all tests
-starts more than a thousand. A forked process has its own descriptors, environment, network namespace, exit status
-and end of the interpreter, so a shell would see the same; ``sys.argv`` is that of ``python -m ztunnel``.
-``tests/test_examples.py`` and ``tests/test_architecture.py`` start commands without this, and so do tests of what
-an interpreter imports, of its memory and of its command line in ``/proc``.
+An interpreter takes half a second of processor time to start and import a command's modules, and a run of all
+tests starts more than a thousand commands. A forked process has its own descriptors, environment, network
+namespace, exit status and interpreter shutdown, so a shell would see no difference; ``sys.argv`` is that of
+``python -m ztunnel``.
+
+``tests/test_examples.py`` and ``tests/test_architecture.py`` start commands without this, and so do tests of an
+interpreter's imports, of its memory and of its command line in ``/proc``.
 """
 
 import ctypes
@@ -55,13 +57,13 @@ def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 class Ztunnel(subprocess.Popen[bytes]):
-    """``ztunnel ARGS`` as a running process, with what tests use of :class:`subprocess.Popen`.
+    """``ztunnel ARGS`` as a running process, with the part of :class:`subprocess.Popen` that tests use.
 
-    It starts in the network namespace of the calling thread. It is a child of the process that forks, which keeps
-    its status until somebody asks: its pid names no other process before :meth:`poll` or :meth:`wait` returned it.
+    It starts in the network namespace of the calling thread. It is a child of the forking process, which keeps its
+    status until :meth:`poll` or :meth:`wait` has returned it, so its pid is not reused before.
 
     Args:
-        args: what follows the program's name.
+        args: the arguments after the program's name.
         stdout, stderr: files; without one, this process's own.
         env, cwd: like those of :class:`subprocess.Popen`.
     """
@@ -93,7 +95,7 @@ class Ztunnel(subprocess.Popen[bytes]):
         self._ended = os.pidfd_open(self.pid)
 
     def poll(self) -> int | None:
-        """Return the exit status; None while it runs."""
+        """Return the exit status, or None while the process runs."""
         if self.returncode is None and (status := _asked({"status": self.pid})) != _RUNS:
             self.returncode = status
             os.close(self._ended)
@@ -144,7 +146,7 @@ def _asked(request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
 
 @functools.cache
 def _server(_pid: int) -> socket.socket:
-    """The process that forks; it ends with this one, when the other end of its socket closes."""
+    """Run the forking process. It ends when the other end of its socket closes, together with the test process."""
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "tests.commands", str(theirs.fileno())]
@@ -162,7 +164,7 @@ def _exactly(server: socket.socket, size: int) -> bytes:
 
 
 def _serve(server: socket.socket) -> list[str] | None:
-    """Answer requests: fork, or tell the exit status of a process.
+    """Answer requests: fork, or return the exit status of a process.
 
     Returns:
         In a new process its arguments; in the first one None, when there are no more requests.

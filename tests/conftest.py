@@ -14,7 +14,7 @@ from tests.generated import examples
 from tests.lanes import Lanes
 from tests.selection import is_core
 
-# How long an example takes says what else the machine does.
+# No deadline for an example, because its duration depends on other work of the machine.
 hypothesis.settings.register_profile(
     "here",
     max_examples=examples(100),
@@ -26,7 +26,7 @@ hypothesis.settings.load_profile("here")
 
 @pytest.fixture(autouse=True)
 def _root_logger_stays_as_it_was() -> Iterator[None]:
-    """A test may change the process's log level, as an administrator would; the next one has the default."""
+    """Restore the process's log level, which a test can change like an administrator."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
     yield
@@ -38,7 +38,7 @@ def _root_logger_stays_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _collector_stays_as_it_was() -> Iterator[None]:
-    """A process that expects many objects sets the collector's thresholds; the next test has the default ones."""
+    """Restore the garbage collector's thresholds, which a process that expects many objects changes."""
     thresholds = gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
@@ -56,7 +56,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
-    """Replace ``--dist loadgroup``'s scheduler; the other kinds stay as they are."""
+    """Replace the scheduler of ``--dist loadgroup``. Other kinds of distribution are unchanged."""
     return Lanes(config, log) if config.getoption("dist") == "loadgroup" else None
 
 

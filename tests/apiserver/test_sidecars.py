@@ -1,4 +1,6 @@
-"""Sidecars through a real API server: its selectors, what it takes and refuses, the texts of what goes wrong."""
+"""Sidecars through a real API server: which pods it selects, which ones it accepts or refuses, and its error
+texts.
+"""
 
 import asyncio
 import base64
@@ -49,7 +51,7 @@ async def namespace(client: Client, name: str, labels: dict[str, str]) -> None:
 
 
 async def register(client: Client, made: dict[str, Any], port: int, ca: bytes, **changes: Any) -> None:
-    """Create a configuration; there is no service network here."""
+    """Create a webhook configuration that calls a URL, because the test has no service network."""
     for entry in made["webhooks"]:
         path = entry["clientConfig"]["service"]["path"]
         url = f"https://127.0.0.1:{port}{path}"
@@ -144,7 +146,7 @@ def test_the_four_entries_and_a_tag_and_what_the_api_server_makes_of_sidecars(
 
 @contextlib.asynccontextmanager
 async def misbehaving(pair: Pair, respond: Callable[[dict[str, Any]], bytes | None]) -> AsyncIterator[int]:
-    """A webhook that answers what it likes; None: never."""
+    """Run a webhook with arbitrary answers. None: it never answers."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(pair.certificate, pair.key)
     running: set[asyncio.Task[Any] | None] = set()

@@ -1,4 +1,4 @@
-"""deploy/kustomize/agent: the role is what the agent asks of the API server, and no more."""
+"""deploy/kustomize/agent: the role permits exactly the agent's requests to the API server."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def test_the_container_has_what_its_work_needs_and_nothing_else() -> None:
     assert mounts["/host/proc"]["readOnly"] is True
     assert mounts["/var/run/netns"]["mountPropagation"] == "HostToContainer"
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    # The agent's own pods are never enrolled, whatever their namespace says.
+    # The agent's own pods are never enrolled, whatever the labels of their namespace.
     labels = documents("daemonset.yaml")["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
     assert labels["istio.io/dataplane-mode"] == "none"
 
@@ -84,7 +84,7 @@ def test_the_arguments_are_the_commands_with_and_without_the_plugin() -> None:
 
 
 def rendered(*options: str) -> dict[str, Any]:
-    """The chart's objects; of two of a kind the last one."""
+    """Return the chart's objects by kind. Of two objects of a kind only the last one is returned."""
     command = [needed("helm"), "template", "agent", str(CHART), "--namespace", "istio-system", *options]
     built = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return {document["kind"]: document for document in yaml.safe_load_all(built)}

@@ -1,4 +1,4 @@
-"""However a demo ends: no process of it is left, and no folder with its keys."""
+"""A demo leaves no process and no folder with keys, whatever way it ends."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def until(holds: Callable[[], bool]) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process runs; one that has ended and waits for its parent does not."""
+    """Return whether a process runs. A zombie, which waits for its parent, does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -78,7 +78,7 @@ def test_a_signal_leaves_neither_programs_nor_keys(number: signal.Signals) -> No
         try:
             demo.wait(WAIT_S)
         finally:
-            demo.kill()  # else a failure here is also one of whatever test comes next
+            demo.kill()  # otherwise a failure here would disturb the next tests
     until(lambda: not runs(program) and not folder.exists())
 
 

@@ -1,4 +1,4 @@
-"""What README.md and docs/ say of variables, commands and files is what the code has."""
+"""Variables, commands and files that README.md and docs/ mention exist in the code."""
 
 import re
 from pathlib import Path

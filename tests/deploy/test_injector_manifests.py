@@ -91,7 +91,7 @@ def test_two_revisions_can_be_installed_side_by_side() -> None:
         each["metadata"]["name"]: each for each in wanted
     }
     assert f"--service={name}.mesh" in arguments(found, name)
-    # Nothing of the other revision's has one of these names.
+    # No object of the other revision has the same name.
     assert not set(found) & set(rendered('sidecars={"enabled":true}'))
 
 

@@ -1,7 +1,7 @@
-"""What is deployed: the contract that istiod, istio-cni and kubelet hold the node proxy to, field by field.
+"""The deployed manifests follow the contract of istiod, istio-cni and kubelet with the node proxy, field by field.
 
-The kustomize base is read as YAML. The chart is a text with templates: without a ``helm`` binary only what it
-refers to can be checked; with one it must come out as the base does.
+The kustomize base is read as YAML. The chart is a text with templates: without a ``helm`` binary only the names it
+refers to can be checked; with one its output must equal the base.
 """
 
 import json
@@ -68,7 +68,7 @@ def _container(pod: Object) -> Object:
 
 
 def environment(container: Object) -> dict[str, str]:
-    """As the process sees it; what Kubernetes fills in gets a value of its kind."""
+    """Return the environment as the process sees it. Values that Kubernetes fills in are replaced by examples."""
     filled = {
         "metadata.name": "ztunnel-x7k2p",
         "metadata.namespace": "istio-system",

@@ -1,4 +1,6 @@
-"""Manifests of network policy: the role is what the command asks for, and the chart is as the kustomization."""
+"""Manifests of network policy: the role permits exactly the command's requests, and the chart equals the
+kustomization.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""The manifests of the PolicySync server: the role is what the command asks for, and the process gets no more."""
+"""The manifests of the PolicySync server: the role permits exactly the command's requests, and the process has no
+other privilege.
+"""
 
 from argparse import ArgumentParser
 

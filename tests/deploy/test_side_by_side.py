@@ -1,7 +1,7 @@
-"""The distribution installed with others that have its import names or its messages, in one environment of pip.
+"""Installs the distribution with others that have its import names or its messages, in one environment of pip.
 
-``xds-protos`` has a top-level package ``xds``, too: each install replaces the other's ``xds/__init__.py``, and
-removing one takes it away. In every such state both must import in either order, and our command must work.
+``xds-protos`` has a top-level package ``xds``, too: each installation replaces the other's ``xds/__init__.py``,
+and removing one deletes it. In every such state both must import in either order, and our command must work.
 """
 
 import os
@@ -85,7 +85,7 @@ class Environment:
 
 @pytest.fixture(scope="module", autouse=True)
 def pip_compiles_nothing() -> Iterator[None]:
-    """Half of an installation's time; what is imported is compiled then."""
+    """Stop pip from compiling, which takes half of an installation's time. Imports compile the needed modules."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIP_NO_COMPILE", "0")  # the value of --compile: pip's variables of negative flags are so
         yield

@@ -2,8 +2,8 @@
 
 Prints a line per target and exits with 1 if there was a finding: an exception that the module does not declare,
 more than 100 ms of processor time for one input, or memory that grows by more than 64 MiB after the first 10,000
-inputs (the fuzzer's own corpus takes a part of that). Inputs of findings are in ``.run/fuzz``; one that is mended
-goes to ``tests/fuzz/corpus/<target>/``, where ``make test`` runs it for ever.
+inputs (the fuzzer's own corpus takes a part of that). Inputs of findings are in ``.run/fuzz``. After a fix the
+input is moved to ``tests/fuzz/corpus/<target>/``, where ``make test`` runs it.
 """
 
 from __future__ import annotations

@@ -72,10 +72,10 @@ _DATA = _HERE.parent / "data"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What reads, and what it reads.
+    """A reader of bytes, and its inputs.
 
     Attributes:
-        run: called with each input; raises what is a finding.
+        run: called with each input; raises an exception for a finding.
         seeds: returns valid inputs.
         most_bytes: the longest input to try.
     """
@@ -268,7 +268,7 @@ def _dns_response(query: dns.Query, response: bytes) -> None:
 def _dns_answer(data: bytes) -> None:
     query = dns.read_query(_question())
     _dns_response(query, data)
-    # As it comes from the network its id is ours; the fuzzer should not have to guess it.
+    # A response is only parsed if its id is the query's, which the fuzzer should not have to guess.
     _dns_response(query, query.wire[:2] + data[2:])
     dns.first_address(data)
 

@@ -1,4 +1,4 @@
-"""The fuzz targets with a few thousand inputs each, the same ones every time; ``make fuzz`` runs them for long."""
+"""Runs the fuzz targets with a few thousand fixed inputs each; ``make fuzz`` runs them for longer."""
 
 import gc
 import logging

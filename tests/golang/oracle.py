@@ -1,7 +1,7 @@
-"""Go's own readers as a process: what Kubernetes, Istio and container runtimes make of a value.
+"""Go's own parsers as a process: returns the value that Kubernetes, Istio and container runtimes would read.
 
-Built once from main.go beside this file, with modules from the Go proxy that go.sum holds to their checksums; the
-program stays in the cache. Without Go or the proxy, tests that need it are skipped and say so.
+Built once from main.go beside this file, with modules from the Go proxy, checked by go.sum; the program stays in
+the cache. Without Go or the proxy, tests that need it are skipped with a message.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Refused(Exception):
 
 
 class Oracle:
-    """Asks the program; one question at a time."""
+    """Sends questions to the program, one at a time."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

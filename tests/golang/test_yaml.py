@@ -1,4 +1,6 @@
-"""YAML beside sigs.k8s.io/yaml: the reader takes what Go takes, the writer's text means the same to Go."""
+"""Compares our YAML with sigs.k8s.io/yaml: the reader accepts the same, and Go reads the writer's text as the same
+value.
+"""
 
 import json
 import math
@@ -79,7 +81,9 @@ DOCUMENTS = [
 
 
 def both(go: Oracle, text: str) -> tuple[Any, Any]:
-    """Return what Go makes of a document, and what ours does; a refusal is the class Refused."""
+    """Return a document's value as read by Go and by our reader. If it is refused, the value is the class
+    Refused.
+    """
     try:
         theirs = go.ask("yaml", text)
     except Refused:

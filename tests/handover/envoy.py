@@ -60,7 +60,7 @@ _SEEN = re.compile(
 
 @dataclass(slots=True)
 class Local:
-    """A place on this machine, as :mod:`tests.handover.traffic` wants one."""
+    """A place on this machine, with the interface that :mod:`tests.handover.traffic` needs."""
 
     name: str
     netns: None = None
@@ -84,7 +84,7 @@ class Node:
     process: asyncio.subprocess.Process | None = None
 
     def address(self, last: int) -> str:
-        """Return one of its addresses; those of concurrent test runs differ."""
+        """Return one of its addresses, which differ between concurrent test runs."""
         return f"127.{100 + os.getpid() % 100}.{self.number}.{last}"
 
     @property
@@ -289,8 +289,8 @@ async def measured(node: Node) -> Replacement:
 async def run(
     folder: Path, *, connections: int, replacements: int, pause_s: float, far_envoy: bool = False
 ) -> Report:
-    """Hold connections of every kind over every way, and replace proxies in turn meanwhile; see
-    :func:`tests.handover.generations.run`. An Envoy stays, and has seen only ends in order.
+    """Hold connections of every kind over every path, and replace proxies in turn meanwhile; see
+    :func:`tests.handover.generations.run`. An Envoy is not replaced, and must see only orderly ends.
     """
     report = Report()
     outcome = report.outcome

@@ -68,9 +68,10 @@ class Report:
 
 
 class BesideRival(AmbientMesh):
-    """A mesh in which another program serves the second node: it takes the environment of Istio's ztunnel.
+    """A mesh in which another program serves the second node, with the environment of Istio's ztunnel.
 
-    It wants TLS and a token for its control plane, which is a second one of the same mesh file and authority.
+    That program needs TLS and a token for its control plane, so it gets a second control plane with the same mesh
+    file and authority.
     """
 
     def __init__(self, rival: str, *args: Any, **options: Any) -> None:
@@ -106,7 +107,9 @@ class BesideRival(AmbientMesh):
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, rival: str = "", **env: str) -> AsyncIterator[AmbientMesh]:
-    """The mesh, with a folder per node in which generations meet; ``rival`` is another program for one node."""
+    """Yield the mesh, with a folder per node in which generations meet. ``rival`` is another program for one
+    node.
+    """
     for node in NODES:
         (folder / f"handover-{node}").mkdir()
     env = {"ZTUNNEL_HANDOVER_DIR": f"{folder}/handover-{{node}}", "ZTUNNEL_WORKER_THREADS": "1", **env}
@@ -116,7 +119,7 @@ async def running(folder: Path, rival: str = "", **env: str) -> AsyncIterator[Am
 
 
 async def started(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
-    """The next generation of a node's proxy, beside the old one; its log is a file of its own."""
+    """Start the next generation of a node's proxy beside the old one. Its log is a separate file."""
     worker, before = mesh.lab.worker(node), mesh.proxies[node]
     place = worker.ztunnel if before.place is worker.place else worker.place
     count = len(list(mesh.folder.glob(f"{node}-*.log")))
@@ -130,7 +133,7 @@ async def started(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
 
 
 async def replaced(mesh: AmbientMesh, node: str, **env: str) -> NodeProxy:
-    """Replace a node's proxy; return the old one, which was asked to end."""
+    """Replace a node's proxy. Return the old one, which was requested to end."""
     proxy, before = await started(mesh, node, **env), mesh.proxies[node]
     await eventually(lambda: said(proxy, "waiting for the connections of a predecessor"), "they have met")
     before.process.send_signal(signal.SIGTERM)
@@ -189,16 +192,16 @@ async def run(
     builds: Sequence[str] = (),
     rival: str = "",
 ) -> Report:
-    """Hold connections of every kind over every pair, and replace proxies in turn meanwhile.
+    """Hold connections of every kind over every pair of pods, and replace proxies in turn meanwhile.
 
     Args:
         folder: for logs and sockets.
-        connections: all of them, sessions of psql excluded.
-        replacements: how many, of the two nodes in turn.
-        pause_s: between two.
-        sessions: of psql, from one node to the other.
+        connections: the number of connections, without sessions of psql.
+        replacements: the number of replacements, of the two nodes in turn.
+        pause_s: the time between two replacements.
+        sessions: the number of psql sessions from one node to the other.
         builds: source trees that the generations run from, in turn; by default this one.
-        rival: a program that serves one node and stays; only the other node's proxy is replaced.
+        rival: a program that serves one node and is not replaced; only the other node's proxy is.
     """
     report = Report()
     outcome = report.outcome

@@ -25,7 +25,9 @@ _PROGRAM = (sys.executable, "-m", "tests.handover.programs")
 
 
 def missing_of_postgres() -> str:
-    """Return what this machine lacks for a PostgreSQL server and client; empty if nothing."""
+    """Return the programs that a PostgreSQL server and client need and this machine lacks. Empty if there are
+    none.
+    """
     wanted = [name for name in ("initdb", "postgres", "psql", "setpriv") if shutil.which(name) is None]
     users = [] if any(user.pw_name == "postgres" for user in pwd.getpwall()) else ["the user postgres"]
     return ", ".join(wanted + users)
@@ -93,7 +95,7 @@ async def serve(place: Place) -> None:
 
 @contextlib.asynccontextmanager
 async def using(place: Place, host: object, count: int, sessions: int, outcome: Outcome) -> AsyncIterator[None]:
-    """Connections of each kind, open within the block; then what they saw is in the outcome."""
+    """Hold connections of each kind within the block. Afterwards the outcome has their results."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = place.popen(
         [*_PROGRAM, "use", str(host), str(count), str(sessions)],

@@ -156,7 +156,7 @@ async def _answer(sock: socket.socket, stop: asyncio.Event) -> None:
 
 @contextlib.asynccontextmanager
 async def serving(place: Where, outcome: Outcome, host: str = "::") -> AsyncIterator[None]:
-    """Serve every kind in a pod; what the server finds wrong is a failure, too."""
+    """Serve every kind of connection in a pod. Faults that the server detects count as failures, too."""
     loop = asyncio.get_running_loop()
 
     async def one(client: socket.socket) -> None:
@@ -243,7 +243,7 @@ _CLIENTS: dict[str, Callable[[_Stream, float, Outcome], Awaitable[None]]] = {
 
 
 async def client(place: Where, host: object, kind: str, outcome: Outcome, pace_s: float = _PACE_S) -> None:
-    """One connection of a kind, from a pod to another; ``pace_s`` between what it sends."""
+    """Run one connection of a kind from a pod to another; ``pace_s`` is the time between its messages."""
     try:
         with await connect((str(host), PORT), netns=place.netns) as sock:
             stream = _Stream(sock)

@@ -39,7 +39,9 @@ def reachable() -> set[Pair]:
 
 
 def rows() -> Iterator[str]:
-    """The table as the documentation has it: what does not change is empty, unreachable rows are left out."""
+    """Return the table as the documentation prints it: unchanged states are empty, and unreachable rows are left
+    out.
+    """
     yield "| source | sink | " + " | ".join(event.value for event in EndEvent) + " |"
     yield "|---" * (2 + len(EndEvent)) + "|"
     for source, sink in product(SourceState, SinkState):

@@ -356,7 +356,7 @@ def test_graceful_drain_in_two_steps() -> None:
     assert events == [PingAcknowledged(ping[3])]
     assert engine.drain_seen
     assert take(engine) == b""
-    # A request that the peer's other threads had under way is still taken; when to stop is up to the caller.
+    # A request that the peer's other threads had already sent is still accepted. The caller decides when to stop.
     assert any(isinstance(event, RequestReceived) for event in engine.receive_data(request(5)))
     engine.goaway()
     assert split(take(engine)) == [(frames.GOAWAY, 0, 0, frames.TWO_U32.pack(5, 0))]

@@ -42,7 +42,7 @@ CONNECT = [(b":method", b"CONNECT"), (b":authority", b"10.0.0.2:8080"), (b"bagga
 
 
 class Side:
-    """What one implementation was told to send and has received, per stream."""
+    """The data that one implementation was made to send, and the data it has received, per stream."""
 
     def __init__(self) -> None:
         self.sent: dict[int, bytearray] = {}

@@ -1,4 +1,4 @@
-"""Budgets and the shares of peers, alone: what each call takes, and at which number it says no."""
+"""Budgets and the quotas of peers in isolation: the cost of each call, and the number at which it is refused."""
 
 from dataclasses import replace
 

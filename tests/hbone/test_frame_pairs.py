@@ -104,7 +104,7 @@ FRAMES: dict[Role, dict[str, bytes]] = {
 
 
 class Lent:
-    """Lends output buffers and counts those that are out."""
+    """Lends output buffers, and counts those that were not returned."""
 
     def __init__(self) -> None:
         self.out = 0
@@ -177,7 +177,7 @@ def fed(role: Role, reads: Iterable[bytes], *, taking: bool = False) -> tuple[ob
     output += b"".join(engine.output.views())
     engine.output.taken()
     states = tuple(engine.stream_state(stream_id) for stream_id in range(1, 13, 2))
-    # Nothing is left of streams that are over, and no buffer of an engine that has nothing to say.
+    # Ended streams leave no state, and an idle engine has no buffer.
     live = [state for state in states if state not in (StreamState.IDLE, StreamState.CLOSED, StreamState.RESET)]
     assert engine.open_streams == len(live)
     for stream_id in range(1, 13, 2):

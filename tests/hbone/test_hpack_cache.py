@@ -126,7 +126,9 @@ def test_a_block_that_empties_the_table_is_not_remembered() -> None:
 
 @pytest.mark.parametrize("indexing", [True, False])
 def test_a_list_over_the_limit_is_decoded_for_the_tables_sake(indexing: bool) -> None:
-    """What stands in its place says so; the next block may refer to the table that this one filled."""
+    """A placeholder reports the excess. The list is decoded nevertheless, because the next block can refer to the
+    table entries that it added.
+    """
     theirs, decoder = Encoder(), BlockDecoder(100, lambda fields: fields, None)
     long = ((b"a", b"v" * 200),)
     for _ in range(2):

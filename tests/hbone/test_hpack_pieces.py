@@ -12,7 +12,7 @@ from hbone.hpack_cache import LONG_BLOCK_BYTES, TOLERATED_LIST_BYTES, BlockDecod
 from hbone.hpack_pieces import HUFFMAN_OCTETS, PIECE_FIELDS, PIECE_OCTETS, Unreadable, next_piece, plain_length
 
 LIMIT = 65_536
-#: Names and values that come again, so that blocks refer to the dynamic table, and new ones.
+#: Recurring names and values, so that blocks refer to the dynamic table, and new ones.
 FIELDS = st.lists(
     st.tuples(
         st.sampled_from([b":method", b"via", b"baggage", b"x" * 200]),

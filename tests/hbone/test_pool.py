@@ -195,7 +195,7 @@ def test_pool_limits_and_close() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Peers and time do what they may; a model of what the shell would hold checks every answer."""
+    """Random actions of peers and time. A model of the shell's connections checks every result."""
 
     def __init__(self) -> None:
         super().__init__()

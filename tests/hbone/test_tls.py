@@ -403,7 +403,7 @@ def test_sessions_are_never_resumed() -> None:
 
 
 def test_cached_names_do_not_keep_certificates_alive() -> None:
-    """Peers rotate; what is remembered of a certificate keeps neither it nor what was parsed of it."""
+    """Peers rotate certificates. The cache of names keeps neither a certificate nor its parsed form alive."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([])
     now = datetime.now(UTC)

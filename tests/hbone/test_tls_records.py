@@ -1,4 +1,6 @@
-"""TLS connections that move from OpenSSL to our record layer; OpenSSL, at the other end, notices nothing."""
+"""TLS connections that move from OpenSSL to our record layer, without any difference for OpenSSL at the other
+end.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ def opened(stream: TlsStream, *pieces: bytes) -> bytes:
 
 
 def shaken(suite: str = "128", half_rtt_data: bytes = b"") -> tuple[TlsSession, TlsSession]:
-    """A client and a server after their handshake; the server's tickets are on their way in neither direction."""
+    """Return a client and a server after their handshake, with no ticket of the server left to deliver."""
     client = TlsSession(CONTEXTS[suite, Role.CLIENT])
     server = TlsSession(CONTEXTS[suite, Role.SERVER], half_rtt_data)
     client.handshake()

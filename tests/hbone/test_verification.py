@@ -1,4 +1,6 @@
-"""Chains judged without a handshake, against the handshake itself: every way in which a chain can be unfit."""
+"""Compares chains judged without a handshake with real handshakes, for every way in which a chain can be
+invalid.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ class Chain:
 
 
 def handshake_accepts(chain: Chain, anchors: Sequence[x509.Certificate], role: Role) -> bool:
-    """Whether a real handshake does; the other side's certificate is in order."""
+    """Return whether a real handshake accepts the chain. The other side's certificate is valid."""
     peer = PEER_ROOT.issue("spiffe://td/ns/a/sa/peer")
     judge = TlsSettings(
         certificate_chain_pem=peer.chain_pem,

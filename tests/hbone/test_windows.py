@@ -79,7 +79,7 @@ class Wire:
             self.exchange()
 
     def push(self, stream_id: int, size: int) -> int:
-        """Send ``size`` bytes as far as they go; return the number of round trips."""
+        """Send ``size`` bytes as fast as the windows permit. Return the number of round trips."""
         trips = 0
         while size > 0:
             sent = self.sender.send_data(stream_id, CHUNK if size >= len(CHUNK) else bytes(size))
@@ -151,7 +151,9 @@ def test_bulk_gets_the_whole_window_of_a_stream() -> None:
 
 
 def test_credit_of_a_connection_comes_back_relative_to_what_is_left() -> None:
-    """Nothing is left but a little, and no reader moves: the credit that was not worth a frame before is now."""
+    """When the remaining window is small and no reader reads, an amount of credit is sent that was too small for a
+    frame before.
+    """
     wire = Wire(Role.SERVER)
     live = wire.open(1 << 40)
     wire.push(live, 300 * 1024)

@@ -1,4 +1,6 @@
-"""What a peer pays for the work that it causes: slices, pauses, the end; and that honest peers never notice."""
+"""The cost that a peer is charged for its work: slices, pauses, the end of the connection; and that honest peers
+are not affected.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def test_events_do_not_depend_on_slices(units: int) -> None:
 
 @pytest.mark.parametrize("units", [0, 100, SLICE])
 def test_a_long_header_block_is_decoded_in_slices(units: int) -> None:
-    """1,700 inserts took seven milliseconds in one go; what comes behind them waits its turn."""
+    """1,700 table insertions took seven milliseconds in one call. Later frames wait for the rest of the block."""
     block = Encoder().encode([(b":method", b"CONNECT"), (b":authority", b"a:1")]) + b"\x40\x01a\x00" * 1700
     wire = frame(frames.HEADERS, frames.END_HEADERS, 3, block) + frame(frames.PING, 0, 0, bytes(8)) + SMALL
     whole = opened().receive_data(wire)
@@ -251,9 +253,9 @@ def test_expensive_peers_are_paused_then_disconnected(attack: Callable[[], Itera
         take(engine)
         now_s += engine.pause_s
         assert now_s < 60.0
-    # The bound on the work of an attack: the burst, and the rate for as long as it was allowed to go on. Of time
-    # only the pauses pass here, so that an attack that was never slowed down would never end. While the burst
-    # lasts, blocks that cost much are followed by a rest, which is no pause of the budget's.
+    # The work of an attack is bounded by the burst, and the rate for the time that it was allowed to continue. In
+    # this test time passes only during pauses, so an attack that is never slowed down would never end. During the
+    # burst, expensive blocks are followed by a break that is not charged as a pause.
     assert 0.9 * most.stall_burst_s <= now_s <= 1.1 * most.stall_burst_s + 1.0
 
 
@@ -261,7 +263,7 @@ def test_expensive_peers_are_paused_then_disconnected(attack: Callable[[], Itera
 
 
 def honest(engine: Engine, wire: Iterator[bytes], *, per_second: int, seconds: int, batch: int = 100) -> None:
-    """Feed ``per_second`` pieces; the engine must never ask for a pause."""
+    """Feed ``per_second`` pieces. The engine must never request a pause."""
     for number, piece in enumerate(wire):
         now_s = number // batch * batch / per_second
         if now_s >= seconds:

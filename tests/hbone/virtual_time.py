@@ -1,8 +1,8 @@
 """An event loop whose time passes at once when nothing else happens.
 
-A test that waits for a time limit of 15 s takes a millisecond, and one that does not wait for any never meets it.
-Sockets are real, so the loop first gives the kernel a moment; everything that a test waits for must be in its own
-process (no threads).
+A test that waits for a time limit of 15 s takes a millisecond, and a test that waits for no limit never reaches
+one. Sockets are real, so the loop first gives the kernel some time. Everything that a test waits for must be in
+its own process (no threads).
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-#: What a socket pair of this machine may need to show what was written to it; a guess.
+#: The time that a socket pair of this machine can need to deliver written bytes. A guess.
 _QUIET_S = 0.002
 #: A test that lets more time pass than this waits for something that does not come.
 _MOST_S = 3600.0

@@ -1,10 +1,11 @@
 """``python -m tests.hostile``: every attack with a bystander beside it, against ours and against Envoy.
 
-Figures are of this machine and this minute, so that only columns of one run compare. Verdicts: the bystander's
-p99 is below three times its p99 alone (in this row or the median of the rows until then, at least a millisecond),
-nothing of it failed, memory grew by less than the row allows, and who floods was told ENHANCE_YOUR_CALM or was
-held to the share of a core that one connection may cost (``Limits.work_rate``). A slow build holds a flood to that
-share before it has caused enough pauses to be told. Status 1 when a row of ours has another.
+Figures depend on the machine and its load, so compare only columns of one run. A row passes if the bystander's p99
+is below three times its p99 without the attack (in this row, or the median of the rows until then, at least a
+millisecond), none of its requests failed, memory grew by less than the row permits, and a flooding client got
+ENHANCE_YOUR_CALM or was held to the share of a core that one connection may cost (``Limits.work_rate``). A slow
+build holds a flood to that share before enough pauses have passed for closing it. The status is 1 if a row of ours
+does not pass.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def _row(
     seconds: float,
     alone_p99: list[float],
 ) -> list[str]:
-    """Run one attack; ``alone_p99`` has those of the rows before, and gets that of this one."""
+    """Run one attack. ``alone_p99`` has the values of earlier rows, and gets that of this row."""
     with open_target(files=attack.files) as target:
         cpu_s = target.cpu_s()
         alone = _alone(target, seconds)
@@ -58,7 +59,7 @@ def _row(
             seen = queue.get(timeout=60)
         during, used_s = bystander.seen, target.cpu_s() - cpu_s
     wrong = []
-    # Of 800 requests the p99 is a matter of eight: what all rows say together is nearer to the truth.
+    # With 800 requests the p99 depends on eight of them. The median of all rows is more precise.
     if during.p(0.99) > 3 * max(alone.p(0.99), statistics.median(alone_p99), _LEAST_S):
         wrong.append("slow")
     if during.failed:

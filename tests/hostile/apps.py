@@ -1,7 +1,7 @@
 """The applications behind a proxy under attack: ``python -m tests.hostile.apps NAME ...`` prints their ports.
 
-The bystander's application has a process of its own: one interpreter lets its threads wait for each other by
-milliseconds, which would be measured as the proxy's.
+The bystander's application has its own process: threads of one interpreter delay each other by milliseconds, which
+would be measured as the proxy's delay.
 """
 
 from __future__ import annotations

@@ -450,7 +450,7 @@ def _data(wire: Wire, stream_id: int, piece: bytes, cost: int) -> Iterator[bytes
 
 
 def run(attack: Attack, target: Target, seconds: float) -> Queue[Seen]:
-    """Start an attack in a process of its own, which puts what it has seen into the queue when it is over."""
+    """Start an attack in its own process. When it is over, the process puts the results into the queue."""
     queue: Queue[Seen] = _SPAWN.Queue()
     arguments = (ATTACKS.index(attack), target, time.monotonic() + seconds, queue)
     _SPAWN.Process(target=_play, args=arguments, daemon=True).start()

@@ -1,9 +1,11 @@
-"""The proxy under attack, as a process of its own, so that its memory and its processor time are its own.
+"""The proxy under attack, as a separate process, so that its memory and its processor time can be measured.
 
 ``python -m tests.hostile.ours '{"folder": ..., "ports": {...}, "limits": {...}}'`` prints the ports that it
-listens on, as JSON: tunnels of two pods, names, pages. It has the parts of a proxy that strangers meet.
+listens on, as JSON: tunnels of two pods, names, pages. It has the parts of a proxy that are reachable for
+strangers.
+
 A CONNECT to ``NAME:1`` goes to the application of that name; any other is refused with 503. ``/healthz/ready`` is
-readiness, ``/push`` a control plane that sends 20,000 services.
+readiness, and ``/push`` acts as a control plane that sends 20,000 services.
 """
 
 from __future__ import annotations

@@ -83,12 +83,12 @@ _CLUSTER = """
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server that runs, and what its clients need.
+    """A running server, with the values that its clients need.
 
     Attributes:
-        port: tunnels of the pod that is attacked.
-        bystander_port: those of another pod of the same proxy.
-        dns_port, pages_port: names and pages; 0: it has none.
+        port: the port for tunnels of the attacked pod.
+        bystander_port: the port for tunnels of another pod of the same proxy.
+        dns_port, pages_port: the ports for names and pages. 0: it has none.
     """
 
     port: int

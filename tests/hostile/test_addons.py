@@ -101,7 +101,7 @@ def listener(name: str, port: int, *, denied: bool = False) -> dict[str, object]
 
 
 class Echo:
-    """An application that gives back what comes, in threads."""
+    """An application that echoes, in threads."""
 
     def __init__(self) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -127,7 +127,7 @@ class Echo:
 
 
 def ask(port: int) -> bytes:
-    """Open a connection, ask, and return the answer; empty if it is refused."""
+    """Open a connection, send a request, and return the answer. Empty if the connection is refused."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
             sock.sendall(b"ping")

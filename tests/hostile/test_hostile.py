@@ -50,7 +50,7 @@ def _attacked(attack: Attack, target: Target) -> None:
         for attempt in range(_TRIES):
             seen = run(attack, target, _SECONDS * (1 + 2 * attempt)).get(timeout=90)  # longer on a busy machine
             if seen.connections >= attack.connections and (not attack.calm or seen.ends["ENHANCE_YOUR_CALM"]):
-                break  # else the machine was too busy for the attacker to go beyond what a peer may do
+                break  # otherwise the machine was too busy for the attacker to exceed the limit
         growth = target.rss_bytes() - before
         # After the attack, too, and not only beside it.
         done = len(bystander.seen.requests), len(bystander.seen.connections)

@@ -1,4 +1,4 @@
-"""A client of a tunnel server as frames over TLS: blocking, one thread, and without any manners of its own."""
+"""A client of a tunnel server as frames over TLS: blocking, one thread, and without any checks of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Wire:
 
     Attributes:
         goaway: the code of the last GOAWAY; None: there was none.
-        credit: bytes that may be sent, by stream; 0 is the connection.
+        credit: the bytes that can be sent, by stream; 0 is the connection.
         next_stream: number of the next stream.
         answers: statuses of answers (as their encoded blocks), and ``RST`` with its code.
         received: payload by stream.
@@ -112,10 +112,10 @@ class Wire:
                 self._idle(writes=False)
 
     def poll(self) -> bool:
-        """Read what has come; return whether there was anything.
+        """Read available frames. Return whether there were any.
 
         Raises:
-            Ended: see there.
+            Ended: the connection has ended.
         """
         if time.monotonic() > self.until_s:
             raise Ended
@@ -137,7 +137,7 @@ class Wire:
         select.select([self.sock], [self.sock] if writes else [], [], min(left_s, 0.05))
 
     def _drain(self) -> None:
-        """Read what came before the end: it has the GOAWAY."""
+        """Read the frames sent before the end, which include the GOAWAY."""
         try:
             while data := self.sock.recv(1 << 20):
                 self._take(data)

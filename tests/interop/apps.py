@@ -239,12 +239,12 @@ def rest(sock: socket.socket) -> str:
 
 
 class Reply:
-    """What an application said by HTTP, or how it failed to.
+    """An application's HTTP response, or the reason for its absence.
 
     Attributes:
         status: as text; ``closed``, ``reset`` or ``still open`` without an answer.
-        pod, peer: who answered, whom it saw.
-        port: the client's, to find the connection in access logs.
+        pod, peer: the application that answered, and the client's address as it saw it.
+        port: the client's port, to find the connection in access logs.
     """
 
     def __init__(self, status: str, pod: str, peer: str, port: int) -> None:

@@ -1,7 +1,8 @@
-"""RBAC by principals and permissions: whom Envoy and this proxy let in, for random policies and eight clients.
+"""RBAC by principals and permissions: the clients that Envoy and this proxy admit, for random policies and eight
+clients.
 
 One process of each kind has a listener per policy; all clients connect to each. A policy is a random tree over
-atoms that clients tell apart, so that each atom also stands below ``not`` and in ``DENY``.
+atoms that distinguish clients, so each atom also occurs below ``not`` and in ``DENY``.
 """
 
 from __future__ import annotations
@@ -243,7 +244,7 @@ def _greet(sock: socket.socket) -> None:
 
 @contextlib.contextmanager
 def verdicts(kind: str, rules: list[Json]) -> Iterator[list[dict[str, bool]]]:
-    """Run a proxy with a listener per policy; yields whom each policy lets in."""
+    """Run a proxy with a listener per policy. Yield the admitted clients of each policy."""
     with contextlib.ExitStack() as stack, Running(kind) as running:
         certificates = Certificates(running.folder)
         ports = [free_port() for _ in rules]

@@ -1,4 +1,5 @@
-"""Runs scenarios by Envoy and by this proxy from the same bootstrap, and compares what clients and logs see.
+"""Runs scenarios with Envoy and with this proxy from the same bootstrap, and compares the results for clients and
+the logs.
 
 A scenario is a listener with a log of its own, and its clients. A suite is the scenarios of one bootstrap.
 """
@@ -175,13 +176,13 @@ def differences(
     logs: Mapping[str, str],
     clients: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, tuple[str, str]]:
-    """Return what each of the two saw in the scenarios that end differently.
+    """Return the results of both proxies for the scenarios that end differently.
 
-    A difference that is expected and has gone is one, too.
+    A scenario whose expected difference did not occur is included, too.
 
     Args:
-        logs: the scenarios in which the logs alone differ on purpose.
-        clients: those in which clients see something else on purpose.
+        logs: the scenarios in which only the logs differ on purpose.
+        clients: those in which clients get different results on purpose.
     """
     found = {}
     for name, theirs in envoy.items():
@@ -211,10 +212,10 @@ class Suite:
     """Scenarios in one bootstrap.
 
     Attributes:
-        bootstrap: what there is beside the scenarios' listeners.
-        applications: what is started first; their ports.
-        different_logs: scenarios in which clients see the same and the logs differ on purpose, and why.
-        different: scenarios in which clients see something else on purpose, and why.
+        bootstrap: the parts beside the scenarios' listeners.
+        applications: starts the applications, and returns their ports.
+        different_logs: scenarios in which clients get the same and the logs differ on purpose, and the reason.
+        different: scenarios in which clients get different results on purpose, and the reason.
     """
 
     scenarios: Mapping[str, Scenario]
@@ -225,14 +226,14 @@ class Suite:
 
 
 def compared(suite: Suite) -> dict[str, tuple[str, str]]:
-    """Run a suite by both proxies at once; what each saw in the scenarios that end differently."""
+    """Run a suite with both proxies at once. Return both results of the scenarios that end differently."""
     with ThreadPoolExecutor(2) as pool:
         envoy, ours = pool.map(lambda kind: observed(kind, suite), ("envoy", "ours"))
     return differences(envoy, ours, suite.different_logs, suite.different)
 
 
 def observed(kind: str, suite: Suite) -> dict[str, str]:
-    """Run all scenarios by one kind of proxy; what happened in each."""
+    """Run all scenarios with one kind of proxy. Return the result of each."""
     with contextlib.ExitStack() as stack, Running(kind) as running:
         Certificates(running.folder)
         apps = suite.applications(stack, running.folder)

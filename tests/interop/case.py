@@ -39,10 +39,10 @@ class Case(Generic[SiteT]):
     """One row.
 
     Attributes:
-        number: of the row in its table.
-        stimulus: in a few words.
-        run: applies it and says what was seen, in words that compare.
-        expected: by column; a column that is absent does not apply.
+        number: the row's number in its table.
+        stimulus: its description in a few words.
+        run: applies it and returns the observation as a text that can be compared.
+        expected: the expected text by column; a missing column does not apply.
         early: takes long and disturbs no other case; it starts with the site, so that its wait costs nothing.
     """
 
@@ -54,7 +54,7 @@ class Case(Generic[SiteT]):
 
 
 class Runner(Generic[SiteT]):
-    """Runs cases of one column on its site; those that are ``early`` in the background from the start."""
+    """Runs cases of one column on its site. Those that are ``early`` run in the background from the start."""
 
     def __init__(self, site: SiteT, cases: Sequence[Case[SiteT]], column: object) -> None:
         early = [case for case in cases if case.early and column in case.expected]

@@ -1,8 +1,9 @@
-"""How an Envoy of the ambient generation behaves, row by row, and where our native mode departs.
+"""The behaviour of an Envoy of the ambient generation, row by row, and the intentional differences of our native
+mode.
 
-Both nodes run the same kind. Expectations of the column ``envoy`` were measured on Envoy 1.40; ``compat`` must
-equal them, but for what no client can act on; ``native`` departs where Envoy's behaviour loses connections or
-lets a tunnel reach a pod it was not opened to.
+Both nodes run the same kind. Expectations of the column ``envoy`` were measured on Envoy 1.40. ``compat`` must
+equal them, except for differences that clients cannot act on. ``native`` differs where Envoy's behaviour loses
+connections or lets a tunnel reach a pod it was not opened to.
 """
 
 import socket
@@ -118,7 +119,7 @@ def probe(site: Site) -> str:
 def client(
     site: Site, server: str = "reviews-v2", account: str = "bookinfo-productpage", **more: Any
 ) -> TunnelClient:
-    """A tunnel client of our own, on the other node, outside all interception."""
+    """Return a tunnel client of our own, on the other node, outside of all interception."""
     certificate, root = site.certificate(account), site.authority.root_pem
     return TunnelClient(site.pod("outsider-1"), site.ip(server), root, certificate, **more)
 

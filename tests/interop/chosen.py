@@ -1,6 +1,6 @@
-"""Which of a server's certificates a client is shown, and what a filter that is discovered (ECDS) does.
+"""The certificate that a server with several presents to a client, and the effect of a filter discovered by ECDS.
 
-Both proxies have the same listeners: one per list of certificates, and one per file from which a filter comes.
+Both proxies have the same listeners: one per list of certificates, and one per file with a filter.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ ABSENT: Json = {}
 
 @dataclass(frozen=True, slots=True)
 class Discovered:
-    """The versions of a filter that follow each other, and what new connections meet at the end.
+    """The consecutive versions of a filter, and their effect on new connections at the end.
 
     Attributes:
-        place: more of the place where the filter comes from.
+        place: further fields of the filter's source.
         why: the reason for a difference.
     """
 

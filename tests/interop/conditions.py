@@ -1,8 +1,8 @@
-"""CEL conditions of the RBAC filter: what Envoy and this proxy decide about the same connections.
+"""CEL conditions of the RBAC filter: the decisions of Envoy and this proxy about the same connections.
 
-Each row is one expression, the condition of a policy; it meets two connections, one over mTLS with a server name
-and one of plain TCP. Envoy takes expressions as trees; here the compiler of the evaluator's own package makes them
-from text.
+Each row is one expression, the condition of a policy. Two connections test it, one over mTLS with a server name
+and one of plain TCP. Envoy takes expressions as trees, which the compiler of the evaluator's package makes from
+text here.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from xds.proto.well_known import Any as AnyMessage
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """An expression, and which connections each proxy lets through: ``tls``, ``plain``, ``tls plain`` or ``none``.
+    """An expression, and the connections that each proxy admits: ``tls``, ``plain``, ``tls plain`` or ``none``.
 
     Attributes:
-        envoy, ours: or ``refused``, when it is configured; ours is Envoy's if empty.
+        envoy, ours: or ``refused``, if the configuration is refused. Ours is Envoy's if empty.
         why: the reason for a difference.
-        action: of the policy.
-        field: of the policy which has the expression.
+        action: the policy's action.
+        field: the policy's field with the expression.
         ids: number the nodes of the tree, as compilers do and people do not.
     """
 
@@ -171,7 +171,7 @@ class Conditions(Running):
         self._client = context(self.folder, "client", ssl.PROTOCOL_TLS_CLIENT)
 
     def expected(self, row: Row) -> str:
-        """Return what a row says of this proxy."""
+        """Return the expected result of this proxy for a row."""
         return row.envoy if self.kind == "envoy" else row.ours or row.envoy
 
     def _listeners(self, number: int, row: Row) -> list[Json]:

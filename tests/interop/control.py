@@ -1,6 +1,7 @@
-"""One control plane, both kinds of proxy, both variants of the protocol: edits, refusals, absence.
+"""One control plane, both kinds of proxy, both variants of the protocol: edits, refusals, outages.
 
-The heading says what opens the tunnels (productpage's node) and what ends them (reviews-v1's node).
+The heading names the kind that opens the tunnels (productpage's node) and the kind that ends them (reviews-v1's
+node).
 """
 
 import threading
@@ -78,7 +79,7 @@ def policy_permits_and_cuts(site: Site) -> str:
     site.edit(lambda mesh: principals(mesh).append(principal))
     words.append("200" if eventually(lambda: ask() == "200") else "still refused")
     site.edit(lambda mesh: principals(mesh).remove(principal))
-    # Envoy judges a connection once: tunnels on an old one are permitted until its chain has drained.
+    # Envoy judges a connection once: tunnels on an old connection are permitted until its chain has drained.
     words.append("closed" if eventually(lambda: ask() == "closed", 3.0 * DRAIN_S) else "still permitted")
     return ", ".join(words)
 
@@ -115,7 +116,9 @@ def control_plane_away(site: Site) -> str:
 
 
 def refused_listener(site: Site) -> str:
-    """A pattern no proxy can compile: inbound is refused and stays as it was, all else is taken up."""
+    """Send a pattern that no proxy can compile. The inbound listener is refused and stays, and all other changes
+    apply.
+    """
     before = site.control_plane_log.count(" refused ")
 
     def broken(mesh: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ def accepted_fields() -> set[str]:
 
 
 def fields_of(bootstrap: Json) -> set[str]:
-    """Return the fields that a bootstrap sets; none of one that our reader refuses."""
+    """Return the fields that a bootstrap sets. Empty if our reader refuses it."""
     try:
         message = parse_value(bootstrap, Bootstrap).message
     except ConfigError:

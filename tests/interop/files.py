@@ -1,4 +1,4 @@
-"""The reference configuration from files, as it stands, loaded by each kind; and what its edits do.
+"""The reference configuration from files, unchanged, loaded by each kind of proxy; and the effects of editing it.
 
 The node of reviews-v1 has a route timeout of 2 s and a stream idle timeout of 3 s instead of Envoy's defaults.
 """
@@ -153,7 +153,7 @@ def _cut(sock: socket.socket, expected_s: float) -> str:
 
 
 def new_endpoints(site: Site) -> str:
-    """The next connection uses the new set; a running one goes on."""
+    """The next connection uses the new endpoints; an open one continues."""
     proxy = site.proxies["worker2"]
 
     def only_v1(text: str) -> str:

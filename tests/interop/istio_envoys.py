@@ -96,7 +96,7 @@ class Credentials:
         )
 
     def client(self, account: str | None, server: str, trust_domain: str = TRUST_DOMAIN) -> Config:
-        """A client's transport socket, for a server that must be one service account."""
+        """Return a client's transport socket, for a server that must have one service account."""
         kind = "envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext"
         common = self.tls(account, {"exact": str(SpiffeId(TRUST_DOMAIN, "default", server))}, trust_domain)
         return typed("envoy.transport_sockets.tls", kind, common_tls_context=common)

@@ -1,6 +1,6 @@
-"""Envoy opens tunnels, and our node proxy ends them.
+"""Envoy opens tunnels, and our node proxy terminates them.
 
-The listeners of the dialling Envoy say what their tunnels are for, rightly or wrongly.
+The listeners of the dialling Envoy set the tunnels' targets, some of them wrong on purpose.
 """
 
 import signal
@@ -49,7 +49,7 @@ def another_request(site: IstioSite, name: str, head: bytes) -> str:
 
 
 def many_requests(site: IstioSite) -> str:
-    """Envoy's coder uses its table and Huffman's code; every request is one of ours to read."""
+    """Envoy's encoder uses its dynamic table and Huffman codes. Our proxy must decode every request."""
     statuses = {site.through("server").status for _ in range(300)}
     envoy = site.envoys["dialler"]
     made, failed = (envoy.stat(f"cluster.server.upstream_cx_{what}") for what in ("total", "connect_fail"))
@@ -74,7 +74,9 @@ def envoy_drains(site: IstioSite) -> str:
 
 
 def we_drain(site: IstioSite) -> str:
-    """SIGTERM while the next generation is there: Envoy goes over to it, and what is open goes on to its end."""
+    """SIGTERM while the next generation is running: Envoy switches to it, and open connections continue to their
+    end.
+    """
     before = site.proxy("server")
     process = site.mesh.start_proxy(site.lab.worker("w2"), site.lab.worker("w2").ztunnel)
     after = NodeProxy(site.lab.worker("w2").ztunnel, site.folder, process, before.agent, before.pods)

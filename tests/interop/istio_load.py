@@ -1,4 +1,4 @@
-"""Clients that go on asking while something changes, and what becomes of bytes, ends and resets on a path."""
+"""Clients that send requests while something changes, and the transfer of bytes, ends and resets on a path."""
 
 import hashlib
 import threading
@@ -19,10 +19,10 @@ _CLIENTS = 4
 
 
 class Load:
-    """``with Load(ask) as load: ...``: short requests from several threads, until left.
+    """``with Load(ask) as load: ...``: short requests from several threads, until the block ends.
 
     Attributes:
-        done, failed: how many requests, and the statuses of those that were not answered 200.
+        done, failed: the number of requests, and the statuses other than 200.
     """
 
     def __init__(self, ask: Callable[[], Reply]) -> None:
@@ -88,7 +88,9 @@ class Bytes:
         return self.up(site, _SMALL)
 
     def up(self, site: IstioSite, length: int) -> str:
-        """So many bytes to the server, which says what it has got once the client has ended."""
+        """Send this number of bytes to the server, which reports what it has received once the client has
+        ended.
+        """
         with _command(site, self._dial, "sum") as sock:
             sock.settimeout(60.0)
             for block in pattern(length):
@@ -141,7 +143,9 @@ class Bytes:
             return f"client sees {rest(sock)}"
 
     def at_once(self, site: IstioSite, count: int, meanwhile: Callable[[], str]) -> str:
-        """So many connections together, each with its own bytes; and what is true while all are open."""
+        """Open this number of connections together, each with its own bytes. Return facts observed while all are
+        open.
+        """
         with ExitStack() as stack:
             socks = [stack.enter_context(_command(site, self._dial, "echo")) for _ in range(count)]
             payloads = [f"{number:04}".encode() * 4096 for number in range(count)]

@@ -43,7 +43,7 @@ def small_request(site: IstioSite) -> str:
 
 
 def headers(site: IstioSite) -> str:
-    """All that Envoy was sent, in its order; what is random by its shape."""
+    """Return all headers that Envoy received, in order. Random ones are replaced by their shape."""
     envoy = site.envoys["terminator"]
     envoy.admin("/logging?http=debug", "POST")
     try:
@@ -89,9 +89,10 @@ def denied_by_policy(site: IstioSite) -> str:
 
 
 def denied_in_the_handshake(site: IstioSite) -> str:
-    """Envoy refuses the certificate, of which a client of TLS 1.3 learns only afterwards.
+    """Envoy refuses the certificate, which a client of TLS 1.3 learns only after its handshake.
 
-    Its alert overtakes what we have sent by then, or a reset overtakes the alert: then others are asked too.
+    Its alert arrives after we have sent the request, or a reset overtakes the alert: then other endpoints are
+    tried, too.
     """
     envoy, mark = site.envoys["terminator"], site.mark("stranger")
     stat = "listener.[__]_15008.ssl.fail_verify_san"
@@ -103,7 +104,7 @@ def denied_in_the_handshake(site: IstioSite) -> str:
 
 
 def drained_under_load(site: IstioSite) -> str:
-    """An Envoy that has failed its health check says GOAWAY on every connection, while it takes new ones."""
+    """An Envoy that has failed its health check sends GOAWAY on every connection, while it accepts new ones."""
     envoy = site.envoys["terminator"]
     stat = "http.hbone.downstream_cx_drain_close"
     before = envoy.stat(stat)

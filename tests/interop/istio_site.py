@@ -85,7 +85,7 @@ SERVICES = {
     "shop": 8,
     "server": 9,
 }
-#: What the dialling Envoy listens on, by what it does with a connection; below the ports of clients.
+#: The listeners of the dialling Envoy, by their effect on a connection. Their ports are below clients' ports.
 DIALS = {
     name: 10000 + number
     for number, name in enumerate(
@@ -267,10 +267,10 @@ class IstioSite(Opened):
         return len(self.proxy(pod).access())
 
     def line(self, pod: str, direction: str, since: int = 0, **wanted: str) -> dict[str, Any]:
-        """The first access line of our proxy, on a pod's node, whose fields contain what is wanted.
+        """Return the first access line of our proxy, on a pod's node, whose fields contain the given ones.
 
         Raises:
-            LookupError: it does not come.
+            LookupError: there is none in time.
         """
         found: list[dict[str, Any]] = []
 
@@ -322,7 +322,7 @@ def _allow(name: str, *accounts: str) -> Config:
 
 
 def _local(mesh: AmbientMesh, version: int) -> Mapping[str, Any]:
-    """The near network's file; writes the far one's besides."""
+    """Return the near network's mesh file, and write the far network's."""
     shop = {"subjectAltNames": [IDENTITY.format("remote")]}
     everyone = {workload["name"]: workload for workload in mesh.workloads()}
     here = {"network": FAR, "services": dict(_of("shop"))}
@@ -418,7 +418,9 @@ def _spare(site: IstioSite) -> Described:
 
 
 def _waypoint(site: IstioSite) -> Described:
-    """As Istio's: the tunnel ends, what was dialled is matched, and a tunnel of the waypoint's own leads on."""
+    """Return an Envoy like Istio's waypoints: it terminates the tunnel, matches the dialled address, and opens a
+    tunnel of its own.
+    """
     guarded = site.ip("guarded")
     length = 32 if site.version == 4 else 128
     meant = [*((site.vip(name), 80, HTTP) for name in ("by-address", "by-hostname")), (guarded, HTTP, HTTP)]
@@ -450,9 +452,10 @@ def _waypoint(site: IstioSite) -> Described:
 
 
 def _sandwich(site: IstioSite) -> Described:
-    """A waypoint in a captured pod: PROXY protocol tells it who comes and what was dialled.
+    """Return a waypoint in a captured pod. A PROXY header has the client's identity and the dialled address.
 
-    It dials the same again; what it opens is captured, and leaves with the pod's own identity for the endpoint.
+    It dials the same address again. That connection is captured, and leaves for the endpoint with the pod's own
+    identity.
     """
     proxy_protocol = typed(
         "proxy_protocol",

@@ -23,7 +23,7 @@ def workload_waypoint(site: IstioSite) -> str:
 
 
 def _through_waypoint(site: IstioSite, ask: Callable[[], Reply]) -> str:
-    """What the waypoint is told, and whom the policy of the pod behind it lets in."""
+    """Return what the waypoint receives, and which clients the policy of the destination pod admits."""
     envoy, mark = site.envoys["waypoint"], site.mark("guarded")
     since = envoy.log_size
     reply = ask()
@@ -34,10 +34,10 @@ def _through_waypoint(site: IstioSite, ask: Callable[[], Reply]) -> str:
 
 
 def sandwiched(site: IstioSite, *, crossed: bool = False) -> str:
-    """The header of the PROXY protocol is all that this Envoy knows of the client.
+    """Return what this Envoy learns about the client, which is only the header of the PROXY protocol.
 
     Args:
-        crossed: the service is dialled by the other version of IP than the one its waypoint is reached by.
+        crossed: the service is dialled with another IP version than the one used to reach its waypoint.
     """
     envoy, mark = site.envoys["sandwich"], site.mark("server")
     since = envoy.log_size

@@ -98,8 +98,8 @@ class Filters(Running):
 
     def through(self, name: str) -> str:
         """The ends that a filter let through."""
-        # All loggers of a connection write in one go, and each file is written as often: what has not come with
-        # the unfiltered line and one more interval does not come.
+        # All loggers of a connection write at the same time, and each file is flushed equally often. A line that
+        # is missing one interval after the unfiltered line will not be written.
         if not FILTERS[name][1]:
             until(lambda: all(self._has(kind, "no health check") for kind in KINDS))
         else:

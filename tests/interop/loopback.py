@@ -58,7 +58,7 @@ class Running(Opened):
 
 @contextlib.contextmanager
 def serving(kind: str, path: Path, *, admin: bool = False) -> Iterator[None]:
-    """Run a proxy with a bootstrap file; ``admin``: it has an admin server, where the file says."""
+    """Run a proxy with a bootstrap file; ``admin``: it has an admin server, at the address in the file."""
     off = dict.fromkeys(("ZTUNNEL_READINESS_ADDRESS", "ZTUNNEL_METRICS_ADDRESS"), "off")
     if not admin:
         off["ZTUNNEL_ADMIN_ADDRESS"] = "off"
@@ -122,12 +122,12 @@ def application(serve: Serve, stack: contextlib.ExitStack) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Behaviour:
-    """One connection: what its application does, what its client does, and the settings between.
+    """One connection: the behaviour of its application and its client, and the settings of the proxy.
 
     Attributes:
-        envoy, ours: what the client sees and the log says.
+        envoy, ours: the client's result and the log line.
         why: the reason for a difference.
-        tunnel: ends here (a connection manager) or begins here (``tunneling_config``).
+        tunnel: terminated here (a connection manager) or opened here (``tunneling_config``).
     """
 
     serve: Serve
@@ -182,7 +182,7 @@ class Behaviours(Running):
 
 
 def behave(site: Behaviours, name: str) -> str:
-    """Run one; how it ended for the client, and the lines of the log."""
+    """Run one behaviour. Return how it ended for the client, and the lines of the log."""
     row = BEHAVIOURS[name]
     _said.clear()
     with socket.create_connection(("127.0.0.1", site.ports[name])) as sock:
@@ -362,7 +362,7 @@ def says_and_cuts(sock: socket.socket) -> None:
 
 
 def tunnelled(*, ended: bool = False, leave: Callable[[Tunnels], object] = lambda client: None) -> Any:
-    """A client that opens one tunnel, speaks, and leaves in some way."""
+    """A client that opens one tunnel, sends, and leaves in some way."""
 
     def client(tunnels: Tunnels) -> None:
         tunnels.connect(1)
@@ -388,7 +388,7 @@ def disconnects(tunnels: Tunnels) -> None:
 
 
 def with_a_long_head(size: int, count: int) -> Any:
-    """A client whose second request is too long; the first tunnel and a third one must not notice."""
+    """A client whose second request is too long. The first tunnel and a third one must be unaffected."""
 
     def client(tunnels: Tunnels) -> None:
         tunnels.connect(1)
@@ -489,7 +489,7 @@ def _behaviour_cases() -> tuple[Case[Behaviours], ...]:
     def run(name: str) -> Callable[[Behaviours], str]:
         def case(site: Behaviours) -> str:
             seen = behave(site, name)
-            # Of tunnels beside each other only what the client saw has an order.
+            # With concurrent tunnels only the client's results have a fixed order.
             return seen.partition(";")[0] if "head of" in name else seen
 
         return case

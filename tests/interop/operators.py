@@ -217,7 +217,7 @@ def context(folder: Path, name: str, role: int) -> ssl.SSLContext:
 
 
 class Operators(Running):
-    """Both proxies, one after the other, each with both connections; ``lines[column]`` are their values."""
+    """Both proxies, one after the other, each with both connections. ``lines[column]`` are their logged values."""
 
     def __init__(self, _: str) -> None:
         super().__init__("envoy")
@@ -310,7 +310,7 @@ class Pair(Running):
         return _cluster(name, {"address": on_loopback(application(serve, self._stack))})
 
     def values(self) -> dict[str, Json]:
-        """Make the connections, one after the other; what was logged of each."""
+        """Make the connections one after the other. Return the log line of each."""
         client = context(self.folder, "client", ssl.PROTOCOL_TLS_CLIENT)
         with (
             socket.create_connection(("127.0.0.1", self._tls), WAIT_S) as plain,

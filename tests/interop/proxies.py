@@ -122,10 +122,10 @@ class Proxy:
         return self.place.popen(words, start=start, stdout=out, stderr=err, cwd=self._directory)
 
     def wait_until_ready(self) -> None:
-        """Wait until ``/ready`` says LIVE.
+        """Wait until ``/ready`` answers LIVE.
 
         Raises:
-            RuntimeError: it ended, or took too long; with the end of its log.
+            RuntimeError: the proxy ended, or took too long. Has the end of its log.
         """
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
@@ -195,10 +195,10 @@ class Proxy:
         return self._out.stat().st_size
 
     def line(self, since: int = 0, timeout_s: float = WAIT_S, **wanted: str) -> Fields:
-        """The first such line; waits for it.
+        """Wait for a matching line, and return the first one.
 
         Raises:
-            LookupError: it does not come.
+            LookupError: there is none in time.
         """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

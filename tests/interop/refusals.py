@@ -58,7 +58,7 @@ def with_cluster(**more: Any) -> Json:
 
 
 def matched(predicate: Json, **more: Any) -> Json:
-    """A listener whose only chain is chosen by a matcher; ``more`` of what follows."""
+    """Return a listener whose only chain is chosen by a matcher. ``more`` are further fields."""
     name = {"name": "one", "typed_config": {"@type": T + "google.protobuf.StringValue", "value": "one"}}
     rows = [{"predicate": predicate, "on_match": {"action": name, **more}}]
     matcher = {"matcher_list": {"matchers": rows}}

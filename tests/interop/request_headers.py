@@ -32,7 +32,7 @@ OWN = "0a1b2c3d-1111-4222-8333-444455556666"
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request, and the manager that it comes to; ``matched`` is a header that its first route asks for."""
+    """A request, and the manager that receives it. ``matched`` is a header that its first route requires."""
 
     name: str
     expected: str

@@ -22,7 +22,7 @@ from tests.ztunnel.proxy.envoy.harness import Json, T, cluster, endpoint
 #: Criteria of a TLS socket, towards an endpoint whose metadata has ``true``. The application speaks plain text.
 CRITERIA = (True, 1, "true", [True], None)
 LB = f"{T}envoy.extensions.load_balancing_policies"
-#: What a cluster has beside its name and one host; each is a scenario.
+#: The fields of a cluster besides its name and one host. Each is a scenario.
 OF_CLUSTERS: dict[str, Json] = {
     "limits of priority HIGH": {"circuit_breakers": {"thresholds": [{"priority": "HIGH", "max_connections": 0}]}},
     **{f"lb_policy {name}": {"lb_policy": name} for name in ("LEAST_REQUEST", "RANDOM", "RING_HASH", "MAGLEV")},
@@ -59,7 +59,8 @@ def _http(**options: Any) -> Json:
     return {"typed_extension_protocol_options": {HTTP_OPTIONS: {"@type": f"{T}{HTTP_OPTIONS}", **options}}}
 
 
-#: As :data:`OF_CLUSTERS`, but what the setting changes is not seen by these clients: it is accepted, and served.
+#: Like :data:`OF_CLUSTERS`, but the effect is not visible for these clients: the setting is accepted, and the
+#: cluster serves.
 SERVED: dict[str, Json] = {
     "limits of requests": {
         "circuit_breakers": {
@@ -340,6 +341,6 @@ def _wake(port: int) -> None:
 
 
 def applications(stack: contextlib.ExitStack, _: Path) -> dict[str, int]:
-    """Start what the scenarios reach until ``stack`` ends; the ports."""
+    """Start the applications of the scenarios until ``stack`` ends. Return their ports."""
     apps = {name: application(_named(name), stack) for name in ("one", "two", "three")}
     return apps | {"echo": application(_echo, stack), "dns": name_server(stack)}

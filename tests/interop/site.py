@@ -173,7 +173,7 @@ class Site(Opened):
             raise RuntimeError(f"no control plane: {self.control_plane_log}")
 
     def kill_control_plane(self) -> None:
-        """SIGKILL; nobody says goodbye."""
+        """Kill the control plane with SIGKILL, so that it ends no stream in order."""
         assert self._control_plane is not None
         self._control_plane.kill()
         self._control_plane.wait()
@@ -223,7 +223,7 @@ class Site(Opened):
             )
         root = {"trusted_ca": {"inline_string": self.authority.root_pem.decode()}}
         self._write_secret("ROOTCA", {"name": "ROOTCA", "validation_context": root})
-        # Envoy's default limits are minutes; the node of reviews-v1 has short ones.
+        # Envoy's default timeouts are minutes. The node of reviews-v1 has short ones.
         self.edit_file(
             "w1/lds.yaml",
             lambda text: text.replace(
@@ -239,7 +239,7 @@ class Site(Opened):
         (self.directory / "certs" / f"sds-{name}.json").write_text(json.dumps(document))
 
     def edit_file(self, name: str, change: Callable[[str], str]) -> None:
-        """Change a configuration file; takes effect by the rename, as both proxies want it."""
+        """Change a configuration file. Both proxies require that it is renamed into place."""
         target = self.directory / name
         before = target.read_text()
         after = change(before)

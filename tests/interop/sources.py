@@ -1,7 +1,7 @@
-"""Scenarios of requests, and of configuration that comes from elsewhere: the second suite of ``beside``.
+"""Scenarios of requests, and of configuration from other sources: the second suite of ``beside``.
 
-Here are routes and connection managers, files and control planes that discovery reads, secrets, health checks by
-HTTP and gRPC, formats of logs, and what stands between: filter state, metadata, headers of tunnels.
+It covers routes and connection managers, files and control planes of discovery, secrets, health checks by HTTP and
+gRPC, log formats, filter state, metadata, and headers of tunnels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Headers = tuple[tuple[str, str], ...]
 
 
 def request(path: str = "/", *, method: str = "GET", headers: Headers = ()) -> Client:
-    """A client that makes one request of HTTP/2; the status, the server and the body."""
+    """Make one HTTP/2 request. Return the status, the server and the body."""
 
     def ask(port: int, _: Path) -> str:
         head = [(":method", method), (":scheme", "http"), (":authority", "a.example"), (":path", path)]
@@ -47,7 +47,7 @@ def request(path: str = "/", *, method: str = "GET", headers: Headers = ()) -> C
 
 
 def tunnel(*, headers: Headers = (), original: str = "", wait_s: float = WAIT_S) -> Client:
-    """A client that opens a tunnel, speaks and waits for its end; ``original``: the header that says where to."""
+    """Open a tunnel, send, and wait for its end. ``original``: the header with the destination."""
 
     def ask(port: int, folder: Path) -> str:
         app = json.loads((folder / "ports.json").read_text())["one"]
@@ -530,7 +530,7 @@ def _at_a_path(path: Path, stack: contextlib.ExitStack) -> None:
 
 
 def applications(stack: contextlib.ExitStack, folder: Path) -> dict[str, int]:
-    """As ``scenario_clusters.applications``, and what these scenarios reach."""
+    """Start the applications like ``scenario_clusters.applications``, and the other servers of these scenarios."""
     _at_a_path(folder / "unix", stack)
     more = {
         "mute": application(_mute, stack),

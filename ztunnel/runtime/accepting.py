@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 #: The most connections accepted per event and listener, so that a storm on one does not starve other sockets.
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.5
-#: How long a process out of turn waits for another process to accept a connection first. A guess between the need
-#: of an idle process, a tenth of this, and a delay that clients would notice.
+#: How long a process that has more connections waits for another process to accept first. A guess, between the
+#: time that an idle process needs (a tenth of this) and a delay that clients would notice.
 _COURTESY_S = 0.001
 #: The time between directing new connections to a successor and closing, for handshakes in progress. A guess.
 _HANDOVER_S = 0.2
@@ -55,7 +55,7 @@ class Gate(Protocol):
 
 
 class Gates:
-    """Several gates as one. All must admit a connection; each is asked only if its predecessors admit it."""
+    """Several gates as one. All must admit a connection; each is called only if the previous ones admit it."""
 
     def __init__(self, *gates: Gate) -> None:
         self._gates = gates
@@ -78,9 +78,9 @@ class ListeningSocket:
         address: its address, for logs.
         backlog: the length of its accept queue.
         poller: waits for connections.
-        is_ours: for a socket that other processes share, called before each connection: False leaves it to them
-            for ``_COURTESY_S``.
-        gate: asked before each connection; ``None``: all are accepted.
+        is_ours: for a socket shared with other processes, called before each connection. False leaves the
+            connection to them for ``_COURTESY_S``.
+        gate: called before each connection; ``None``: all are accepted.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class Backoff:
     _next_s: float = 0.0
 
     def next(self, random: float = 0.5) -> float:
-        """Return the next wait in seconds; ``random`` in [0, 1) is its deviation, one half is none."""
+        """Return the next wait in seconds. ``random`` in [0, 1) varies it; 0.5 gives the plain wait."""
         wait = min(max(self._next_s, self.first_s), self.limit_s)
         self._next_s = wait * 2
         return wait * (1 + self.spread * (2 * random - 1))

@@ -1,4 +1,6 @@
-"""Bounded counts by labels, which come and go with workloads and policies; drops the least recent. Pure."""
+"""Counts by labels that come and go with workloads and policies. Bounded: the least recently used is dropped.
+Pure.
+"""
 
 from collections.abc import Hashable
 from typing import Final, TypeVar

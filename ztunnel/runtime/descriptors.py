@@ -1,8 +1,8 @@
 """Shares of the process's descriptors: a pod that uses most descriptors stops accepting before they run out.
 
-A part of the descriptors is reserved. Below it, every pod accepts. Within its first half, pods with less than an
-equal share accept; other pods wait, and their clients wait in the accept queue. The second half is for dials of
-established connections, readiness, metrics and the control plane.
+A part of the descriptors is reserved. Until it is reached, every pod accepts. When its first half is in use, only
+pods with less than an equal share accept; clients of other pods wait in the accept queue. The second half is for
+dials of established connections, readiness, metrics and the control plane.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Descriptors:
 
     Attributes:
         reserve: the number of reserved descriptors.
-        paused: how often a pod was not allowed to accept, ever.
-        crowded: the reserved part is in use.
+        paused: how often a pod was not allowed to accept, since the start.
+        crowded: whether the reserved part is in use.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class Descriptors:
         """Return a new share for one pod; the caller closes it.
 
         Args:
-            name: for logs.
-            used: how many it has.
+            name: the pod's name, for logs.
+            used: the number of descriptors that it uses already.
         """
         share = DescriptorShare(self, name, used)
         self._users[share] = None

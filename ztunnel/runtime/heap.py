@@ -45,8 +45,8 @@ def expect_growth() -> None:
 def settle() -> None:
     """Exclude existing objects from garbage collection, and collect young ones less often; called after the start.
 
-    Without a collection before: it takes 16 to 60 ms of a start, longer in a big mesh, during which no pod is
-    served, and finds 9 objects in an Istio mesh, some 400 in Envoy's dialect.
+    There is no collection before this: it would take 16 to 60 ms of a start, longer in a big mesh, during which no
+    pod is served. It would find 9 objects in an Istio mesh, and some 400 in Envoy's dialect.
 
     Connections create no reference cycles (``tests/ztunnel/proxy/envoy/test_cycles.py``), so collections find no
     garbage. With the default thresholds they took 5 % of a connection's time.

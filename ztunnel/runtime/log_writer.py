@@ -71,7 +71,7 @@ class LogFile:
         self._lost = 0
 
     def append(self, line: bytes) -> bool:
-        """Queue one or more complete lines; return whether enough are queued for a write."""
+        """Queue one or more complete lines. Return whether enough are queued for a write."""
         self._lines.append(line)
         self._size += len(line)
         return self._size >= FLUSH_BYTES
@@ -100,7 +100,7 @@ class LogFile:
                 waiting.poll()
 
     def failed(self, error: OSError, lost: int, now_s: float) -> str | None:
-        """Count ``lost`` bytes; return the report to log, or None within ``COMPLAIN_EVERY_S`` of the last one."""
+        """Count ``lost`` bytes. Return a report to log, or None within ``COMPLAIN_EVERY_S`` of the last report."""
         self._lost += lost
         if self._complained_s is not None and now_s - self._complained_s < COMPLAIN_EVERY_S:
             return None
@@ -183,7 +183,9 @@ class LogWriter:
         self._queue.put((file, data))
 
     def reopen(self) -> None:
-        """Follow a rotation: earlier lines go to the old files, later ones to new files. Returns at once."""
+        """Open the files again after a rotation: earlier lines go to the old files, later ones to new files.
+        Returns at once.
+        """
         self.flush()
         for file in self._files.values():
             self._queue.put(file)

@@ -29,8 +29,8 @@ def forbid_core_dumps() -> None:
         OSError: the kernel refuses.
     """
     if os.geteuid():
-        # Undumpable, a process of another user could not read its own /proc/self/fd. With a limit of one byte the
-        # kernel writes no core, nor starts a program that takes one (core(5)).
+        # If the process were undumpable, a process of another user could not read its own /proc/self/fd. With a
+        # limit of one byte the kernel neither writes a core nor starts a program that receives one (core(5)).
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
         except ValueError as error:
@@ -56,15 +56,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) -> Mapping[str, str]:
-    """Put a holder of listening sockets above this process if configured; returns in the process that serves.
+    """Start a parent process that holds the listening sockets, if configured. Returns in the process that serves.
 
     Args:
         environment: this process's environment.
         wanted: a flag requests the holder; ``ZTUNNEL_HOLD_SOCKETS`` requests it, too.
-        serves: this process is to serve, and not only to check its configuration.
+        serves: whether this process will serve, instead of only checking its configuration.
 
     Returns:
-        The environment without what this has read.
+        The environment without the variables that this has read.
 
     Raises:
         ValueError: a variable has an invalid value, or the descriptor it names is not a holder's channel.
@@ -74,7 +74,7 @@ def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) 
         wanted = wanted or (bool(text) and boolean(text))
     except ValueError as error:
         raise ValueError(f"{_HOLD_SOCKETS}={text}: {error}") from error
-    from tproxy.aio import held_sockets  # the commands that ask have no sockets of this kind
+    from tproxy.aio import held_sockets  # only the serving process needs it
 
     own = (held_sockets.VARIABLE, held_sockets.CRASHES_VARIABLE)
     rest = {name: value for name, value in environment.items() if name not in (_HOLD_SOCKETS, *own)}
@@ -104,7 +104,7 @@ def start_again(*more: str) -> int:
         more: further arguments, if they were not given already.
 
     Returns:
-        The id of the new process, which is a session of its own, and outlives this one.
+        The id of the new process. It has a session of its own, and outlives this process.
 
     Raises:
         OSError: the process cannot be started.

@@ -64,7 +64,7 @@ class Tasks:
     ) -> asyncio.Task[Any]:
         """Run ``work()`` as a task, again after each failure, until it returns or the owner closes.
 
-        Not for what carries connections: half of a connection's state cannot be continued by a second attempt.
+        Not for tasks that carry connections: a second attempt cannot continue half of a connection's state.
 
         Args:
             work: called for each attempt. Its ``finally`` releases the resources of the attempt.
@@ -91,7 +91,7 @@ class Tasks:
                 return
 
     def run(self, poller: Poller, work: Coroutine[Any, Any, None], name: str) -> Fiber:
-        """Run ``work`` as a fiber, which resumes in the turns of ``poller``; for work on connections."""
+        """Run ``work`` as a fiber, which resumes in the turns of ``poller``. For work on connections."""
         fiber = Fiber(poller, work, f"{self._owner}: {name}", self._done)
         if self._closed:
             fiber.cancel()

@@ -15,7 +15,7 @@ async def turned(poller: Poller) -> None:
 
 
 class _Step:
-    """Settles a future in a turn; see :class:`hbone.aio.poller.Steppable`."""
+    """Resolves a future in a turn of the poller; see :class:`hbone.aio.poller.Steppable`."""
 
     def __init__(self, turned: asyncio.Future[None]) -> None:
         self._turned = turned

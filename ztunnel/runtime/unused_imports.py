@@ -63,7 +63,7 @@ def without_servers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _placeholders(*names: str, missing: tuple[str, ...] = ()) -> Iterator[None]:
-    """Put placeholders in the place of modules; let imports of the ``missing`` ones fail."""
+    """Replace modules by placeholders. Imports of the ``missing`` ones fail."""
     absent = [name for name in (*names, *missing) if name not in sys.modules]
     for name in absent:
         sys.modules[name] = _Placeholder(name) if name in names else None  # type: ignore[assignment]

@@ -55,12 +55,12 @@ class LoopDelays:
 
 
 class Watchdog:
-    """Watches the loop that it is entered on, until it is left; for one ``with`` only.
+    """Watches the loop on which it is entered. Use each object for one ``with`` only.
 
     Args:
         delays: receives the counts.
         flush: called by the thread after a report. Log lines that wait for a timer of the loop would wait for the
-            end of the stall, which may never come.
+            end of the stall, which might never come.
         culprit: returns the name of foreign code, such as an addon, that runs on the loop. Empty if none does.
         stall_s, beat_s: see the constants; tests give shorter ones.
     """
@@ -175,6 +175,6 @@ class _Check:
             return False
         gap_s = now_s - last_s
         if gap_s > self._beat_s + self._stall_s and cpu_s - last_cpu_s < _RAN * gap_s:
-            return False  # the process was stopped; if the loop does not beat now either, the next check says so
+            return False  # the process was stopped; if the loop is still blocked, the next check reports it
         self._reported_at_s = beat_s
         return True

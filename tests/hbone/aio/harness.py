@@ -48,7 +48,7 @@ def run(main: Callable[[], Coroutine[Any, Any, None]], loop: str = "uvloop") -> 
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Return when ``condition`` holds; a test that waits in vain fails. For what no future reports."""
+    """Wait until ``condition`` holds, within the test's time limit. For conditions that no future reports."""
     async with asyncio.timeout(WAIT_S):
         while not condition():
             await asyncio.sleep(0.001)
@@ -190,7 +190,7 @@ def request_frame(stream_id: int, *, ended: bool = False) -> bytes:
 
 
 class RawPeer:
-    """The other side of a connection without TLS, as frames: says what it is told, keeps what it reads."""
+    """The other side of a connection without TLS, as frames: sends given frames, and stores received ones."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -201,7 +201,7 @@ class RawPeer:
         self._pings = 0
 
     async def send(self, data: bytes) -> None:
-        """Send ``data`` with one call, which the other side gets in one read as long as it is small."""
+        """Send ``data`` with one call. If it is small, the other side gets it in one read."""
         await self._loop.sock_sendall(self.sock, data)
 
     async def read(self) -> bool:
@@ -218,16 +218,16 @@ class RawPeer:
         return bool(data)
 
     async def skip(self, size: int) -> None:
-        """Read what comes before the first frame."""
+        """Skip the bytes before the first frame."""
         while len(self._rest) < size:
             self._rest += await asyncio.wait_for(self._loop.sock_recv(self.sock, size - len(self._rest)), WAIT_S)
         self._rest = b""
 
     async def settle(self, data: bytes) -> bool:
-        """Send ``data`` and wait until the other side has acted on it; False when that ended the connection.
+        """Send ``data`` and wait until the other side has processed it. Return False if that ended the connection.
 
-        That is known by the answer to a PING. Fibers that the data started or cancelled have run by then, too:
-        they do before the answer is flushed.
+        The other side's PONG to a PING proves it. Fibers that the data started or cancelled have run by then, too,
+        because they run before the PONG is flushed.
         """
         self._pings += 1
         payload = self._pings.to_bytes(8)
@@ -261,7 +261,7 @@ async def raw_client(
 
 @contextlib.asynccontextmanager
 async def ends(kind: str, poller: Poller) -> AsyncIterator[tuple[End, End]]:
-    """Two ends of one kind, joined by the network: what goes into one comes out of the other."""
+    """Return two ends of one kind, connected by a network: bytes written into one come out of the other."""
     if kind == "plain":
         one, two = tcp_pair()
         near, far = PlainSocket(one, poller), PlainSocket(two, poller)

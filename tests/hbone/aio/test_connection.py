@@ -642,7 +642,9 @@ def test_what_was_received_in_full_is_delivered_after_the_connection_is_gone() -
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("reads", [1, 2])
 def test_a_request_reset_in_the_same_read_leaves_no_tunnel(reads: int, loop: str) -> None:
-    """In one read, the handler's fiber is cancelled before its first step; in two, while it waits."""
+    """If request and reset arrive in one read, the handler's fiber is cancelled before its first step; in two
+    reads, while it waits.
+    """
 
     async def main() -> None:
         handled: list[str] = []

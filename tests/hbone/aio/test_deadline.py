@@ -54,7 +54,7 @@ def test_a_block_that_is_late_ends_with_a_timeout_error(play: Play) -> None:
         assert deadline.passed
         assert LIMIT_S <= poller.loop.time() - began_s <= LIMIT_S * 1.1
         assert not len(poller.interval_timer(LIMIT_S))
-        await asyncio.sleep(2 * LIMIT_S)  # nothing is left that would cancel what follows
+        await asyncio.sleep(2 * LIMIT_S)  # no timer is left that would cancel the following code
 
     play(body)
 

@@ -1,4 +1,6 @@
-"""First bytes that go along with a CONNECT: what is sent, what is consumed, and what may be tried again."""
+"""First bytes that are sent along with a CONNECT: which bytes are sent and consumed, and which requests can be
+retried.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ async def pair_of(
     *,
     refuse: bool = False,
 ) -> AsyncIterator[Pair]:
-    """A pair whose client has heard its server's SETTINGS; an announcement of early data is there at once."""
+    """Return a pair of connections whose client has received its server's SETTINGS, including an announcement of
+    early data.
+    """
 
     async def refused(request: Request) -> None:
         request.refuse(503)

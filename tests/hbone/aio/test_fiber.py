@@ -1,4 +1,4 @@
-"""Fibers: coroutines that go on in the poller's turn, and behave as tasks in everything else."""
+"""Fibers: coroutines that resume in the poller's turn, and otherwise behave like tasks."""
 
 from __future__ import annotations
 
@@ -272,7 +272,9 @@ def test_cancelled_twice_before_its_first_step(run: Run, start: Start) -> None:
 
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_a_fiber_without_a_first_step_cleans_up_when_the_loop_ends(start: Start) -> None:
-    """``asyncio.run`` cancels what is left, also what has not begun: it begins, and ends."""
+    """``asyncio.run`` cancels remaining fibers, even those that have not begun. Such a fiber runs to its first
+    await and ends.
+    """
     noted: list[str] = []
 
     async def work() -> None:
@@ -342,7 +344,7 @@ def test_an_error_that_nobody_fetches_is_logged_at_once(run: Run, caplog: pytest
 
 
 def test_fibers_outlive_their_poller(run: Run) -> None:
-    """A program that ends cancels what still runs, in whatever order things close."""
+    """A program that ends cancels running fibers, whatever the order in which its objects close."""
 
     async def main(poller: Poller) -> None:
         never: OneShotFuture[None] = OneShotFuture(poller)

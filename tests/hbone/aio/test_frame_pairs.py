@@ -125,7 +125,7 @@ async def served(poller: Poller, reads: list[bytes]) -> tuple[object, ...]:
 
 
 async def asked(poller: Poller, reads: list[bytes]) -> tuple[object, ...]:
-    """What a client's CONNECT meets, and the application behind the tunnel if there is one."""
+    """Return the answer to a client's CONNECT, and the application's end of the tunnel if there is one."""
     near, far = tcp_pair()
     client = await connect(near, None, default_client(), poller)
     with far:
@@ -156,7 +156,7 @@ async def asked(poller: Poller, reads: list[bytes]) -> tuple[object, ...]:
 
 
 async def relayed(poller: Poller, tunnel: Tunnel) -> tuple[object, ...]:
-    """What an application gets from a tunnel that was opened, to which it says nothing."""
+    """Return what a silent application receives from an open tunnel."""
     near, inner = tcp_pair()
     near.setblocking(False)
     loop = asyncio.get_running_loop()

@@ -1,4 +1,6 @@
-"""How connections begin: what is said when, who is turned away, and what a beginning that fails leaves behind."""
+"""How connections begin: the first frames, refused handshakes, and the resources released after a failed
+handshake.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.hbone.aio.harness import CONNECT, LOOPS, contexts, identity, polling,
 
 
 def test_settings_come_with_the_end_of_the_handshake() -> None:
-    """In one write: what TLS has to say at its end is of no use to the client, and would wake it twice."""
+    """SETTINGS leave in one write with the end of TLS's handshake. Two writes would wake the client twice."""
 
     async def main() -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a read is a write of the other side
@@ -69,7 +71,8 @@ def test_slow_handshakes_end_in_time() -> None:
 
 @pytest.mark.parametrize("early_data", [False, True])
 def test_a_client_of_a_draining_server_gets_settings_then_goaway(*, early_data: bool) -> None:
-    # SETTINGS first (RFC 9113, 3.4), then GOAWAY; what was asked for before the client heard of it is carried.
+    # SETTINGS come first (RFC 9113, 3.4), then GOAWAY. Requests that the client sent before it received the GOAWAY
+    # are served.
     settings = ConnectionSettings(http2=Http2Settings(early_data=early_data))
 
     async def main() -> None:
@@ -213,7 +216,7 @@ def test_settings_follow_the_handshake_where_they_cannot_come_with_it() -> None:
 
 
 class ResetMeanwhile(socket.socket):
-    """Gives what has come, and finds the connection reset when it sends."""
+    """A socket that returns received bytes, and reports a reset when it sends."""
 
     def send(self, *_: object) -> int:
         raise ConnectionResetError(errno.ECONNRESET, "reset")

@@ -39,7 +39,7 @@ class Clockwork(asyncio.AbstractEventLoop):
         return len(self._timers)
 
     def advance(self, seconds: float) -> None:
-        """Move the time; each timer runs at its time, in a turn of its own."""
+        """Advance the time. Each timer fires at its time, in a separate turn."""
         until_s = self.now_s + seconds
         while due := [timer for timer in self._timers if timer.when() <= until_s]:
             timer = min(due, key=asyncio.TimerHandle.when)
@@ -51,7 +51,7 @@ class Clockwork(asyncio.AbstractEventLoop):
 
 
 class Seen:
-    """Notes when it was called; ``then`` is what a call does besides."""
+    """Records the times of its calls. ``then`` is called each time, too."""
 
     def __init__(self, loop: Clockwork, then: Callable[[Seen], None] | None = None) -> None:
         self.at: list[float] = []

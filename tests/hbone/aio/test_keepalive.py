@@ -1,4 +1,4 @@
-"""How soon a peer that vanished is noticed, and how long one may stand still, with the default times."""
+"""With the default times, how soon a vanished peer is detected, and how long a paused peer is kept."""
 
 import asyncio
 

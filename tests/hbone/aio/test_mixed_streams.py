@@ -1,8 +1,8 @@
-"""Streams of one connection that open, carry, half-close and reset in any order keep their bytes apart.
+"""Streams of one connection that open, transfer, half-close and reset in any order keep their bytes apart.
 
-A peer writes its frames itself, several streams' into one read, while the applications behind the tunnels send,
-end and reset. Whatever the order: an application gets what its own stream carried, from its beginning; all of it,
-and then the end, when nobody reset the stream. The same holds for what the peer gets.
+A peer writes its frames itself, those of several streams into one read, while the applications at the other ends
+of the tunnels send, end and reset. In every order, an application gets a prefix of its own stream's bytes; if no
+side reset the stream, it gets all of them and then the end. The same holds for the peer.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def scripts(draw: st.DrawFn) -> list[list[Step]]:
 
 @dataclass
 class Stream:
-    """One stream with the application behind it, and what each of both has said."""
+    """One stream with its application, and the bytes that each of the two has sent."""
 
     number: int
     app: App
@@ -98,7 +98,9 @@ class Stream:
         return part
 
     def step(self, what: str) -> bytes:
-        """Do what the application does, return what the peer writes; nothing where it would break the protocol."""
+        """Do the application's step, or return the peer's frames. Return nothing if the step would break the
+        protocol.
+        """
         peer_may = not self.ended and not self.reset
         if what == "data" and peer_may:
             return frames.frame(frames.DATA, 0, self.id, self.words(self.up, 3_000))
@@ -133,7 +135,7 @@ class Stream:
 
 
 async def received(app: App) -> tuple[bytes, bool]:
-    """Return what an application gets, and whether the end came and not a reset."""
+    """Return the bytes that an application received, and whether they ended in order instead of by a reset."""
     data = bytearray()
     try:
         while piece := await asyncio.wait_for(app.loop.sock_recv(app.sock, 1 << 20), WAIT_S):

@@ -192,7 +192,7 @@ def test_what_a_broken_network_does_not_take_was_not_sent() -> None:
             async with chain(poller, "tunnel") as found:
                 found.b.eof()
                 assert await found.a.read_all() == b""
-                found.b.close()  # reads no more: what comes now is answered by a reset
+                found.b.close()  # reads no more: later bytes are answered by a reset
                 while "left" not in found.at_b.events:
                     with contextlib.suppress(OSError):
                         await asyncio.wait_for(found.a.send(bytes(1 << 16)), WAIT_S)

@@ -140,7 +140,7 @@ def full_log() -> Iterator[None]:
 @pytest.mark.parametrize("error", [MemoryError, RuntimeError, Fault])
 @pytest.mark.usefixtures("full_log")
 def test_a_turn_survives_any_callback(error: type[BaseException], loop: str) -> None:
-    """Edges come once: the sockets behind the one that failed would wait for ever."""
+    """An edge is reported once: without this rule, sockets after the failing one would wait for ever."""
 
     async def main() -> None:
         with polling() as poller:
@@ -149,7 +149,7 @@ def test_a_turn_survives_any_callback(error: type[BaseException], loop: str) -> 
             for (near, far), handler in zip(pairs, handlers, strict=True):
                 far.setblocking(False)
                 poller.register(far.fileno(), handler)
-                near.send(b"x")  # all of them are one batch
+                near.send(b"x")  # all are in one batch
                 poller.requeue(handler)
                 poller.call_soon(handler)
                 poller.schedule_flush(handler)
@@ -257,7 +257,9 @@ def test_a_socket_with_more_to_read_has_one_place_in_the_run_queue(loop: str) ->
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_new_events_do_not_wait_for_all_that_have_more(loop: str) -> None:
-    """A turn has time for some of those in line; the others keep their places, and each gets its turn."""
+    """A turn handles some of the queued sockets. The others keep their places for later turns, and new events come
+    in between.
+    """
 
     class Slow(Served):
         def on_event(self, mask: int) -> None:
@@ -299,7 +301,9 @@ def test_new_events_do_not_wait_for_all_that_have_more(loop: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_new_events_do_not_wait_for_all_coroutines(loop: str) -> None:
-    """A storm of connections resumes hundreds at once; what a small flow has to read comes in between."""
+    """A storm of connections resumes hundreds of coroutines at once. Reads of a small flow are handled in
+    between.
+    """
 
     class Slow:
         def step(self) -> None:

@@ -29,7 +29,7 @@ ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 class Mesh:
-    """Dials loopback servers; their connections and what they were asked are seen here."""
+    """Dials loopback servers. Records their connections and the requests to them."""
 
     def __init__(self, poller: Poller, tasks: asyncio.TaskGroup, streams: int = 200) -> None:
         self.poller = poller

@@ -122,7 +122,7 @@ def test_half_close_passes_and_the_other_direction_goes_on(kind: str, first: str
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("resetter", ["a", "b"])
 def test_reset_of_an_application_is_a_reset_on_the_other_side(kind: str, resetter: str) -> None:
-    """Not an end, which would make what was cut look complete (RFC 9113, 8.5)."""
+    """An end instead would make truncated data look complete (RFC 9113, 8.5)."""
 
     async def main() -> None:
         with polling() as poller:
@@ -157,7 +157,7 @@ def test_a_reset_comes_after_what_was_received(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_end_before_a_reset_counts(kind: str) -> None:
-    """An application that said all it had to say, and only then is gone, has answered in full."""
+    """An application that sent everything and its end, and only then a reset, has answered completely."""
 
     async def main() -> None:
         with polling() as poller:
@@ -172,10 +172,10 @@ def test_an_end_before_a_reset_counts(kind: str) -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_application_that_ends_and_then_resets_is_gone(kind: str, at_once: bool) -> None:
-    """Its relay would wait for the other side, which may have nothing to say until it is told.
+    """Otherwise its relay would wait for the other side, which might not send anything until it is notified.
 
-    A stream says so. A socket that was shut down and is then closed says nothing before the other side sends; a
-    RST could overtake what the application has sent in full.
+    A stream reports the reset. A socket that was shut down and then closed reports nothing before the other side
+    sends, because a RST could overtake data that the application has sent completely.
     """
 
     async def main() -> None:
@@ -212,7 +212,7 @@ def test_an_application_that_ends_tls_and_then_resets_is_gone(at_once: bool) -> 
 
 
 async def _all_ended(relays: list[Relay]) -> None:
-    """Each entry is closed when its relay is over, as its owner does: that tells the network."""
+    """Close each entry when its relay is over, like its owner. This notifies the network."""
     entries = [(one._a, one._b) for one in relays]
 
     async def follow(one: Relay, ends: tuple[End | None, End | None]) -> None:
@@ -228,7 +228,9 @@ async def _all_ended(relays: list[Relay]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reader_that_is_gone_stops_an_endless_writer(kind: str) -> None:
-    """Not only after the linger: a download nobody reads would go on at full speed until then."""
+    """The writer stops at once, not only after the linger time: a download without a reader would continue at full
+    speed until then.
+    """
 
     async def main() -> None:
         with polling() as poller:

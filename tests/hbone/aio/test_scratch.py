@@ -1,4 +1,4 @@
-"""A read is acted on to its end before another one may use the scratch buffers that it lies in."""
+"""A read is processed completely before another read can use the same scratch buffers."""
 
 from __future__ import annotations
 

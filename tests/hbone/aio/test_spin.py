@@ -38,7 +38,7 @@ class Machine:
         return EVENT if self.now_s >= self.event_at_s else []
 
     def works(self) -> bool:
-        """Take one turn; whether it spins afterwards."""
+        """Take one turn. Return whether the poller spins afterwards."""
         self.now_s += WORK_S
         self.cpu_s += WORK_S
         self.spin.worked(self.now_s, REQUEST_BYTES)
@@ -57,7 +57,9 @@ class Machine:
             self.cpu_s += WAKE_S
 
     def serves(self, rest: Callable[[bool], float], until_s: float) -> float:
-        """Serve events that come ``rest(spins)`` seconds after each turn; return the share of turns that spun."""
+        """Handle events that arrive ``rest(spins)`` seconds after each turn. Return the share of turns that
+        spun.
+        """
         spun = turns = 0
         while self.now_s < until_s:
             spins = self.works()
@@ -67,7 +69,9 @@ class Machine:
         return spun / turns
 
     def paced(self, rest: Callable[[], float], until_s: float) -> float:
-        """Serve events that come at their own rate, ``rest()`` seconds apart; the processor time per event."""
+        """Handle events that arrive at a fixed rate, ``rest()`` seconds apart. Return the processor time per
+        event.
+        """
         cpu_s, events, due_s = self.cpu_s, 0, self.now_s
         while self.now_s < until_s:
             self.works()

@@ -55,7 +55,7 @@ def test_a_read_full_of_small_frames_is_worked_off_between_others(loop: str) -> 
             async with raw_client(poller, hold, few) as dear, raw_client(poller, hold, few) as bystander:
                 await dear.settle(request_frame(1))
                 await bystander.settle(request_frame(1))
-                # One read of some 6,000 frames, which are 120 slices; its own PING comes last.
+                # One read has some 6,000 frames, which take 120 slices. Its PING comes last.
                 served = 0
                 async with asyncio.TaskGroup() as tasks:
                     flood = tasks.create_task(dear.settle(SMALL * 6000))
@@ -117,7 +117,9 @@ def test_a_peer_that_keeps_overdrawing_gets_goaway(loop: str) -> None:
 def test_bulk_connections_share_a_turn_whose_events_come_together(
     loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each has an event in every turn, and a slice of a millisecond for it would add up to what others wait."""
+    """Each has an event in every turn. A full slice of a millisecond for each would add up to a long wait for
+    other connections.
+    """
     monkeypatch.setattr("hbone.aio.poller.REQUEUED_S", 0.0)
     served = turns_of(monkeypatch, Connection, "_take_turn")
 

@@ -98,8 +98,8 @@ class History:
         return Steps(self._first, tuple(tuple(self._grown[place : place + _WIDTH]) for place in places))
 
     def add(self, steps: Steps) -> None:
-        """Add the growth of another process. A history without samples takes over the other's steps; otherwise
-        only the steps within its own range are added.
+        """Add the growth counted by another process. A history without samples takes the other's steps; otherwise
+        only steps within its own range are added.
         """
         end = steps.first + len(steps.rows)
         if self._before is None and self._first == self._next:

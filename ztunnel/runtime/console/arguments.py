@@ -26,7 +26,7 @@ def seconds(text: str) -> float:
     """Parse seconds that are not negative.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not a number of seconds.
     """
     value = _number(text)
     if not 0 <= value <= _LONGEST_S:
@@ -38,7 +38,7 @@ def some_seconds(text: str) -> float:
     """Parse positive seconds.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not a positive number of seconds.
     """
     value = seconds(text)
     if not value:
@@ -50,7 +50,7 @@ def port(text: str) -> int:
     """Parse a port, 1 to 65535.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not a port.
     """
     value = whole_number(text)
     if not 1 <= value <= 65535:
@@ -62,7 +62,7 @@ def port_or_any(text: str) -> int:
     """Parse a port, or 0 to let the kernel choose one.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: the text is not a port.
     """
     return 0 if text == "0" else port(text)
 

@@ -157,7 +157,7 @@ def _cell(name: str, cell: str) -> Text:
 
 
 def _entry(text: str) -> Text:
-    """Return a coloured line of an outline; verdicts have colours of their own."""
+    """Return a coloured line of an outline. Verdicts are coloured by their value."""
     name, colon, value = text.partition(": ")
     if not colon:
         return _text(text, _NAME if text.endswith(":") else "")

@@ -35,7 +35,7 @@ def _but(value: object) -> str:
 
 
 class ConfigReader:
-    """Returns values of a loaded document; for a faulty one it records the fault and returns a harmless value.
+    """Returns values of a loaded document. For a faulty value it records the fault and returns a harmless value.
 
     Attributes:
         faults: the faults recorded so far, each beginning with its place.

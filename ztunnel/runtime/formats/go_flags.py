@@ -1,8 +1,8 @@
-"""Reads a command line as ``pflag`` does, the reader of commands that are written in Go with cobra. Pure.
+"""Parses a command line like ``pflag``, the parser of Go's cobra commands. Pure.
 
 ``--name=value``, ``--name value``, ``-n value``, ``-nvalue``, ``-n=value`` and switches joined as ``-abc``. A
-switch takes a value only behind ``=``, and any word can be a value, one with a dash too. Words that are no flags
-are permitted anywhere. The last of several values counts.
+switch takes a value only after ``=``. Any word can be a value, even one that begins with a dash. Words that are
+not flags are permitted anywhere. If a flag is repeated, its last value counts.
 """
 
 import argparse
@@ -21,7 +21,7 @@ def parse(
     """Return the flags that are given, with their values, and the other words.
 
     Args:
-        arguments: the command line behind the command.
+        arguments: the command line after the command.
         flags: by name, whether each is a switch, which is ``true`` without a value.
         shorthands: names of flags by their letter.
 

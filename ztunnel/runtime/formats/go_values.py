@@ -48,10 +48,10 @@ def parse_cidr(text: str) -> IpNetwork:
 
 
 def parse_cidr_or_address(text: str) -> IpNetwork:
-    """Return a network like :func:`parse_cidr`. A single address is a network of one.
+    """Return a network like :func:`parse_cidr`. A single address is a network of one address.
 
     Raises:
-        ValueError: neither.
+        ValueError: the text is neither a network nor an address.
     """
     if "/" in text:
         return parse_cidr(text)

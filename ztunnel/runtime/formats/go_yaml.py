@@ -92,7 +92,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One document of a file, read on its own.
+    """One document of a file, parsed separately.
 
     Attributes:
         line: the line on which it begins, from 1; its ``---`` if it has one.
@@ -132,10 +132,10 @@ def load_all(text: str) -> list[object]:
 
 
 def load_each(text: str) -> list[Part]:
-    """Return the documents of a file, each read on its own, so that a faulty one affects no other; never raises.
+    """Return the documents of a file, each parsed separately, so that a faulty one affects no other; never raises.
 
-    A ``---`` at the beginning of a line separates documents wherever it stands (YAML 1.2, 9.1.2), so a file is
-    split there if it cannot be read whole. A text that begins with ``{`` and is JSON is split between its values.
+    A ``---`` at the beginning of a line always separates documents (YAML 1.2, 9.1.2), so a file is split there if
+    it cannot be parsed as a whole. A text that begins with ``{`` and is JSON is split between its values.
     """
     try:
         found = load_json(text)
@@ -189,7 +189,7 @@ def load_documents(text: str, *, finite: bool = False, lines_before: int = 0) ->
     try:
         return list(_Composer(text, finite=finite).documents())
     except yaml.YAMLError as error:
-        # The parser calls what it reads "<unicode string>"; the caller knows the file.
+        # The parser calls its input "<unicode string>"; the caller knows the file's name.
         words = re.sub(
             r'in "<(?:unicode|byte) string>", line ([0-9]+)',
             lambda match: f"at line {int(match[1]) + lines_before}",

@@ -28,14 +28,14 @@ async def ask(
     """Send a request, and return the final response's status and body.
 
     Args:
-        send: takes the request.
+        send: called with the request's bytes.
         read: returns at most the requested number of bytes, none at the end of the connection.
-        headers: ``Host`` among them.
+        headers: include ``Host``.
         most_bytes: the longest body. With 0 the body is not read.
 
     Raises:
         BadAnswer: the response cannot be used.
-        OSError: the connection broke; any error of ``send`` and ``read`` passes.
+        OSError: the connection broke. Errors of ``send`` and ``read`` are passed on.
     """
     http = h11.Connection(h11.CLIENT)
     request = h11.Request(method=method, target=target, headers=list(headers))

@@ -128,7 +128,7 @@ def _compressed(pieces: Iterable[bytes], window_bits: int) -> Iterator[bytes]:
 def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
     """Yield ``process_*`` of this process, under the names that all client libraries use.
 
-    The client library's own collector knows one process only.
+    The client library's own collector supports only one process.
 
     Args:
         others: ids of its child processes, whose use is added.

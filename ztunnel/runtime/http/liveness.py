@@ -1,9 +1,9 @@
 """Answers ``/healthz/live``: whether the event loop and the data path in it still run.
 
-A kubelet restarts a container that fails this probe, which ends every connection of the node. So the page
-only checks conditions that a restart repairs, and neither the control plane nor the node agent nor a pod. An
-answer proves that the event loop runs. A step in an iteration of the poller proves the same of the data path,
-which uses another epoll.
+A kubelet restarts a container that fails this probe, which ends every connection of the node. So the page only
+checks conditions that a restart repairs. It does not check the control plane, the node agent or any pod. An answer
+proves that the event loop runs. A step in an iteration of the poller proves the same of the data path, which uses
+another epoll.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ class Stage(IntEnum):
 
 
 class _Connection:
-    """The connection of one client; of a streamed body its :class:`~ztunnel.runtime.http.page.Sink`."""
+    """The connection of one client. For a streamed body it is the :class:`~ztunnel.runtime.http.page.Sink`."""
 
     def __init__(self, server: _Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._server = server
@@ -443,7 +443,7 @@ class _Connection:
             try:
                 piece = await repeated.make()
             except Exception:
-                # A bug in one page must not end the proxy; the browser connects again after a while.
+                # A bug in one page must not end the proxy. The browser connects again later.
                 log.exception("%s: an endless page failed", self._server.name)
                 return
             self._send_data([piece.encode(errors="backslashreplace")])
@@ -470,7 +470,7 @@ class _Connection:
             self._unsent.append(data)
 
     async def _drain(self) -> None:
-        # A short page, head and body, is one write and one segment.
+        # The head and the body of a short page are sent in one write, and so in one segment.
         self._writer.write(b"".join(self._unsent))
         self._unsent.clear()
         async with asyncio.timeout(_WRITE_TIMEOUT_S):

@@ -57,10 +57,10 @@ class Wanted:
 
     Attributes:
         sidecar: the rules.
-        apply, validate, remove: of these steps; ``validate`` comes last.
+        apply, validate, remove: the requested steps; ``validate`` comes last.
         show: print the rules instead, as ``nft`` or as ``iptables`` text.
         namespace: the network namespace, a path or a name. Empty means the current one.
-        probe_port, probe_timeout_s: of the connection that validation makes.
+        probe_port, probe_timeout_s: the port and time limit of the connection made by validation.
         notes: lines for the log.
     """
 

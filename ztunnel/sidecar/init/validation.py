@@ -1,9 +1,9 @@
 """Checks with real connections that a pod's traffic is captured, before its application starts.
 
-A user that is not the proxy's connects to an address outside of the pod, which must arrive at the proxy's port for
-outgoing connections. The proxy's own user connects to the pod's address, which must arrive at the port for
-incoming ones. Nothing leaves the pod where the rules hold; where they do not, one SYN does, to an address of the
-documentation ranges (RFC 5737, RFC 3849) or of the ranges that are captured. No capability is needed.
+A user other than the proxy's connects to an address outside of the pod. The connection must arrive at the proxy's
+port for outgoing connections. The proxy's own user connects to the pod's address. That connection must arrive at
+the port for incoming ones. If the rules are right, no packet leaves the pod. Otherwise one SYN does, to an address
+of the documentation ranges (RFC 5737, RFC 3849) or of the captured ranges. No capability is needed.
 """
 
 import contextlib
@@ -29,14 +29,15 @@ _TRIED: Final = 1024
 def validate(
     wanted: Sidecar, port: int, timeout_s: float, say: Callable[[str], None], *, user: int, group: int
 ) -> bool:
-    """Return whether connections are captured in each IP version that has a route; blocks, ``timeout_s`` for each.
+    """Return whether connections are captured in each IP version that has a route. Blocks for at most
+    ``timeout_s`` per version.
 
     Args:
         wanted: the expected rules.
         port: the connection's port.
         timeout_s: the time limit.
-        say: gets a line for each version.
-        user, group: that this process runs as.
+        say: called with a line for each version.
+        user, group: the user and group of this process.
     """
     checked, fine = 0, True
     for version in wanted.versions:
@@ -91,7 +92,7 @@ def _captured(wanted: Sidecar, version: Version, *, always: bool) -> Iterator[Ip
 
 
 def _fault(version: Version, target: tuple[IpAddress, int], port: int, timeout_s: float) -> str | None:
-    """Return what a connection met instead of the listener; ``None``: it has arrived there."""
+    """Return what the connection reached instead of the listener. ``None``: it has reached the listener."""
     with contextlib.ExitStack() as stack:
         try:
             listener = stack.enter_context(sockets.listen(_WILDCARD[version], port, backlog=1))

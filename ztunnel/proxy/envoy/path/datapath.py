@@ -84,7 +84,7 @@ class Datapath:
         try:
             source, local = SocketAddress.of(peer), SocketAddress.of(sock.getsockname())
         except (OSError, ValueError):
-            sock.close()  # the client is gone already
+            sock.close()  # the client has already disconnected
             return
         pod = local.host if listener.ends_tunnels else source.host
         if not self._connections.quota.admits(pod):

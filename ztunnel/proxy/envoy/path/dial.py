@@ -159,7 +159,7 @@ class Dialler:
         try:
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 await self._poller.loop.sock_connect(sock, path)
-        except OSError as error:  # TimeoutError is one
+        except OSError as error:  # includes TimeoutError
             sock.close()
             text = f"{path}: {error.strerror or 'connection timeout'}"
             raise UpstreamFailed(text, failure=reason_of(error)) from error

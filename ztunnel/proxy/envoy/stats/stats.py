@@ -354,7 +354,7 @@ _GROUPS = {"x25519": "X25519", "secp256r1": "P-256", "secp384r1": "P-384", "secp
 
 
 def count_parameters(scope: Scope, version: str, cipher: str, group: str | None) -> None:
-    """Count what a handshake agreed on: ``<scope>.versions.TLSv1.3`` and the like."""
+    """Count the negotiated parameters of a handshake: ``<scope>.versions.TLSv1.3`` and the like."""
     curve = _GROUPS.get(group, group) if group is not None else ""
     for kind, name in (("versions", version), ("ciphers", cipher), ("curves", curve)):
         if name:

@@ -66,7 +66,7 @@ def _external_address(info: StreamInfo, manager: HttpConnectionManager, sent: Se
 
 
 def _internal(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
-    return ()  # no client is internal without ``internal_address_config``, whatever it says
+    return ()  # without ``internal_address_config`` no client is internal, whatever its headers claim
 
 
 _WRITTEN: Final[Mapping[str, _Writes]] = {

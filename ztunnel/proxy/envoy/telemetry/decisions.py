@@ -78,12 +78,12 @@ class Decisions:
     def log_denial(
         info: StreamInfo, facts: ConnectionFacts, rules: PolicyList, policy: str, *, live: bool
     ) -> None:
-        """Write a line about a denial, for a connection that no access log is configured for.
+        """Write a line about a denial, for a connection without a configured access log.
 
         Args:
             info: the connection.
-            facts: that were judged.
-            rules: the deciding filter's.
+            facts: the facts that were judged.
+            rules: the deciding filter's rules.
             policy: the denying policy. Empty if no allowing policy matched.
             live: the connection was open, and a change ended it.
         """
@@ -103,12 +103,12 @@ class Decisions:
         )
 
     def denied(self, info: StreamInfo, facts: ConnectionFacts, details: str) -> None:
-        """List a connection that was denied, or ended by a change.
+        """Record a connection that was denied, or ended by a change.
 
         Args:
             info: the connection.
-            facts: that were judged.
-            details: why; see :class:`DeniedBy`.
+            facts: the facts that were judged.
+            details: the reason; see :class:`DeniedBy`.
         """
         where, who = (info.listener, info.chain), (facts.source.host, _identity(facts))
         pair = DeniedBy(*where, *who, str(facts.destination), details)

@@ -329,7 +329,7 @@ def _address_without_port(endpoint: Endpoint) -> str:
 
 
 def _query(argument: str) -> Reader:
-    """Return a function for the query as it was sent; Envoy's DECODED does not decode it either."""
+    """Return a function for the query, undecoded. Envoy's DECODED does not decode it either."""
 
     def read(info: StreamInfo) -> str | None:
         _, mark, query = info.path.partition("?")

@@ -52,7 +52,7 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether to send at once. A limit of 0 is one entry."""
+        """Whether to send at once. With a limit of 0 each entry is sent at once."""
         return bool(self._entries) and self._size >= self._limit_bytes
 
     def add(self, entry: Entry) -> bool:

@@ -108,7 +108,9 @@ class Authorizer:
             self._note(policy, Use.ALLOWED)
 
     def changed(self, workload: Workload) -> bool:
-        """Note that the mesh has changed; return whether the workload's policies have, so that a review is due."""
+        """Record that the mesh has changed. Return whether the workload's policies have changed, so that a review
+        is due.
+        """
         policies = self._node.mesh.policies_for(workload)
         if policies is self._policies:
             return False
@@ -183,7 +185,7 @@ class Authorizer:
             record.dry_run = record.dry_run or "none of the allow policies matches"
 
     async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
-        """Wait up to ``grace_s`` seconds until no policy of the workload is missing; return its policies."""
+        """Wait until no policy of the workload is missing, at most ``grace_s`` seconds; return its policies."""
         mesh = self._node.mesh
         arrived = asyncio.Event()
 

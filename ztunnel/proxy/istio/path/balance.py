@@ -27,8 +27,8 @@ Labels = frozenset[tuple[str, str]]
 #: The load balancing of a service that does not configure any.
 _ANY_ENDPOINT = LoadBalancing()
 
-#: The number of random draws to try before removing the avoided endpoints one by one. If half of the weight is to
-#: be avoided, one call in 256 comes to that.
+#: The number of random draws to try before removing the avoided endpoints one by one. If the avoided endpoints
+#: have half of the weight, one call in 256 needs the removal.
 _DRAWS = 8
 
 #: The number of preferences whose matching endpoints are cached, per candidate set.

@@ -28,7 +28,7 @@ class RequestRefused(EarlyDeny):
 
 @dataclass(slots=True)
 class InboundTarget:
-    """Where a request is carried to.
+    """The destination of a request.
 
     Attributes:
         address: the application's address, which policies evaluate.
@@ -50,17 +50,18 @@ def inbound_target(
     network: str,
     illegal_ports: Collection[int],
 ) -> InboundTarget:
-    """Decide which address a CONNECT request is carried to.
+    """Decide the address to which a CONNECT request is forwarded.
 
     Args:
         authority: the request's authority. None if it was missing.
         workload: the destination pod's workload.
-        host: the pod address that the tunnel connection came to.
+        host: the pod address that the tunnel connection was opened to.
         mesh: the current mesh.
         network: the proxy's own network.
         illegal_ports: the proxy's own ports in the pod.
 
-    Raises: RequestRefused: has the status and text that the Rust ztunnel would use.
+    Raises:
+        RequestRefused: has the status and text that the Rust ztunnel would use.
     """
     raw = authority.encode() if isinstance(authority, str) else authority
     try:

@@ -69,7 +69,7 @@ class PodTunnels:
             identities: the far end's acceptable identities.
             certificate: the pod's certificate.
             request: the CONNECT.
-            client: the end whose first bytes can be sent along. ``None``: none.
+            client: the end whose first bytes can be sent along. ``None``: send none along.
 
         Raises:
             HboneError: see :meth:`hbone.aio.pool.Pool.open`.

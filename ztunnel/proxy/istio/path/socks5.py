@@ -20,7 +20,7 @@ _LOOKUP_S = 5.0
 
 
 class Resolve(Protocol):
-    """Resolves a name as a query of the pod would."""
+    """Resolves a name like a query from the pod."""
 
     async def __call__(self, name: str, *, ipv6: bool) -> str | None:
         """Return the first address, or None if there is none or this proxy serves no DNS."""
@@ -43,10 +43,10 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
     Success is answered before the destination is dialled, like in the Rust ztunnel.
 
     Returns:
-        None if the client was refused and has been told so, or if it sent no request in time.
+        None if the client was refused, which was answered, or if it sent no request in time.
 
     Raises:
-        OSError: the client is gone.
+        OSError: the client has disconnected.
     """
     try:
         try:

@@ -193,7 +193,7 @@ class IpcChannel:
                 for message, count in decoder:
                     own = Descriptors([arrived.take() for _ in range(count)])
                     await self._dispatch(message, own)
-                    await asyncio.sleep(0)  # one read may bring many messages, each worth milliseconds
+                    await asyncio.sleep(0)  # one read can bring many messages, each of which takes milliseconds
         except ConnectionError:
             pass
         finally:

@@ -253,7 +253,7 @@ class PodManager:
             try:
                 await channel.send(answer_bytes(str(fault)))
             except OSError:
-                pass  # the connection is gone, and the agent notices that, too
+                pass  # the connection has ended, which the agent notices as well
             return False
         except OSError as error:
             log.info("the node agent is gone path=%s error=%s", self._path, plain_reason(error))
