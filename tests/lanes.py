@@ -1,12 +1,13 @@
-"""Which worker of pytest-xdist runs which tests: every other worker those that wait, the rest those that compute.
+"""Assigns tests to workers of pytest-xdist: every other worker prefers tests that wait, the rest tests that
+compute.
 
 ``make test`` starts more workers than two cores can keep busy. Tests that start processes wait most of their time,
 tests of one process compute. With both kinds running until the end, cores are not idle, and few processes compete
-for them. A worker whose kind is used up takes from the other.
+for them. A worker without tests of its kind takes the other kind.
 
-A file runs in order on one worker, and so does an ``xdist_group`` of tests that share a site; in files of
-:data:`APART` every test is a unit of its own. Units that take longest begin first, because the last to begin
-decides when the run ends.
+A file runs in order on one worker, and so does an ``xdist_group`` of tests that share a site. In files of
+:data:`APART` every test is a separate unit. The longest units begin first, because the last one to begin decides
+when the run ends.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def order(node_id: str, *, waits: bool) -> tuple[bool, int]:
 
 
 class Lanes(LoadScopeScheduling):
-    """Gives each worker units of its kind first. Among equals the base class puts those with most tests first."""
+    """Gives each worker units of its kind first. Among equals the base class starts with those that have most
+    tests.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid)

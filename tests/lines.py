@@ -1,7 +1,7 @@
-"""Lines of code by package, of two revisions: ``python -m tests.lines REV [REV]``.
+"""Counts lines of code by package, of two revisions: ``python -m tests.lines REV [REV]``.
 
-Counted are lines of ``.py`` files that are neither blank nor comments alone, docstrings included; generated
-messages are left out. Without a second revision the files of the working tree that git knows are counted.
+Lines of ``.py`` files count that are neither blank nor only comments, docstrings included; generated messages are
+left out. Without a second revision the files of the working tree that git tracks are counted.
 """
 
 from __future__ import annotations

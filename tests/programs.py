@@ -19,7 +19,9 @@ def needed(name: str) -> str:
 
 
 def metrics_lint(page: str) -> list[str]:
-    """Return what ``promtool check metrics`` says about a page in text format; a page that is no metrics fails."""
+    """Return the output of ``promtool check metrics`` about a page in text format. Fail if the page is not
+    metrics.
+    """
     checked = subprocess.run(
         [needed("promtool"), "check", "metrics"],
         input=page,
@@ -28,6 +30,6 @@ def metrics_lint(page: str) -> list[str]:
         timeout=60,
         check=False,
     )
-    # 0: nothing to say; 3: it parses, and there is something to say about names and texts.
+    # 0: no remarks; 3: the page can be parsed, with remarks about names and texts.
     assert checked.returncode in (0, 3), checked.stderr
     return checked.stderr.splitlines()

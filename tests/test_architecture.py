@@ -248,7 +248,7 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-#: Folders of the repository; another one is a design decision.
+#: Folders of the repository. A new one is a design decision.
 TOP_LEVEL = {
     "ztunnel",
     "hbone",
@@ -263,8 +263,8 @@ TOP_LEVEL = {
     ".ci",
 }
 
-#: What each part of the application may import of the others. Commands stand above the front ends, these above
-#: what they share; the two front ends never meet.
+#: The packages of the application that each part can import. Commands are above the front ends, and these are
+#: above the shared parts. The two front ends never import each other.
 SHARED = {
     "addons",
     "runtime",
@@ -369,7 +369,7 @@ def test_every_module_of_the_application_has_a_layer() -> None:
 
 
 def test_there_is_no_import_circle_of_folders() -> None:
-    """A folder stands for the modules right in it: its reader needs those below it, and no others."""
+    """A folder stands for the modules directly in it, not for those in its subfolders."""
     files = {
         _module_name(path): path for path in modules(*LIBRARIES, APPLICATION) if not path.stem.endswith("_pb2")
     }
@@ -417,7 +417,7 @@ def test_libraries_use_each_other_where_it_is_written() -> None:
 
 
 def test_grpc_is_on_one_library_at_each_end() -> None:
-    """h2 in the client that every node has; grpcio in servers, which no proxy imports unless it is one."""
+    """The client, which every node has, uses h2. Servers use grpcio, which a proxy imports only if it serves."""
     users: dict[str, set[str]] = {"h2": set(), "grpc": set()}
     for path in modules(*LIBRARIES, APPLICATION):
         for name in imports(path):
@@ -434,7 +434,7 @@ def test_grpc_is_on_one_library_at_each_end() -> None:
 
 
 def test_the_client_of_api_servers_is_seen_by_one_module() -> None:
-    """Readers of objects know the seam; the library behind it is 10 MiB that no proxy needs."""
+    """Readers of objects use the interface. The library behind it takes 10 MiB that no proxy needs."""
     users = {
         relative(path)
         for path in modules(*LIBRARIES, APPLICATION)
@@ -508,7 +508,7 @@ _LOGGED = {"info", "warning", "error", "critical"}
 
 
 def _prints_an_error_of_the_system(handler: ast.ExceptHandler) -> Iterator[int]:
-    """Yield the lines of a handler at which an OSError is logged as it is, which shows ``[Errno 2]``."""
+    """Yield the lines of a handler that log an OSError unchanged, which prints ``[Errno 2]``."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     if not any(isinstance(kind, ast.Name) and kind.id in ("OSError", "ConnectionError") for kind in kinds):
         return
@@ -569,7 +569,7 @@ def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
     ],
 )
 def test_a_process_imports_only_what_it_runs(module: str, heavy: set[str]) -> None:
-    """Every node has these processes; what few of them need is imported when it is."""
+    """Every node has these processes. Modules that few of them need are imported on first use."""
     program = f"import sys, {module}; print(*sys.modules)"
     printed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
     loaded = set(printed.stdout.split())
@@ -598,7 +598,7 @@ def test_a_command_imports_no_other(line: str, heavy: set[str]) -> None:
 @pytest.mark.parametrize(
     ("module", "others"),
     [
-        # Of Envoy's messages an Istio mesh uses those of discovery, and what they are made of.
+        # In an Istio mesh only Envoy's messages of discovery are needed, and the messages in them.
         ("ztunnel.proxy.istio.app", ("ztunnel.proxy.envoy", "xds.dialects.envoy", "xds.proto.envoy.extensions")),
         ("ztunnel.proxy.istio.workers.worker", ("ztunnel.proxy.envoy", "xds.dialects.envoy", "xds.proto")),
         ("ztunnel.proxy.envoy.app", ("ztunnel.proxy.istio", "xds.dialects.istio")),

@@ -105,7 +105,7 @@ def test_every_file_is_in_the_table() -> None:
 
 @pytest.mark.parametrize("module", [mesh, pods, node])
 def test_what_the_reader_documents_is_what_it_reads(module: ModuleType) -> None:
-    """Each key of the documented file is one that the reader knows: it reports no unknown one."""
+    """Each key of the documented file is accepted by the reader, which reports no unknown key."""
     assert module.__doc__ is not None
     block = module.__doc__.partition("::\n\n")[2]
     lines = [line for line in block.splitlines() if line.startswith("    ") or not line]

@@ -24,8 +24,8 @@ async def create_namespace(client: Client, name: str, **labels: str) -> None:
 
 
 async def label(client: Client, name: str, **labels: str | None) -> None:
-    """Change labels of a namespace; None removes one. In the keyword names, underscores stand for slashes, dots
-    and dashes.
+    """Change labels of a namespace; None removes one. In a keyword, two underscores stand for a slash, one for a
+    dot.
     """
     wanted = {key.replace("__", "/").replace("_", "."): value for key, value in labels.items()}
     await client.merge_patch(NAMESPACE, "", name, {"metadata": {"labels": wanted}})

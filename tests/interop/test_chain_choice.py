@@ -28,7 +28,9 @@ def reading(name: str) -> Json:
 
 
 def ranges(**exclusive: bool) -> Json:
-    """The longest range leads nowhere; the chains of the two around it are called as they are."""
+    """Return chains by range. The longest range has no chain, and the chains of the two around it are named after
+    them.
+    """
     nowhere = {
         "matcher_tree": {"input": reading("DestinationPortInput"), "exact_match_map": {"map": {"1": to("x")}}}
     }
@@ -49,7 +51,7 @@ def _range(address: str, length: int) -> Json:
     return {"address_prefix": address, "prefix_len": length}
 
 
-#: What the listener says besides its chains, what each chain matches, and the chain that both choose.
+#: The listener's fields besides its chains, the match of each chain, and the chain that both proxies choose.
 CASES: dict[str, tuple[Json, dict[str, Json], str]] = {
     "raw without inspector": (
         {},

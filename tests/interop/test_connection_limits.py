@@ -56,7 +56,7 @@ class Site:
 
 
 def serves(sock: socket.socket) -> bool:
-    """Whether an echo comes back on a connection, which stays open; a refused one ends without a byte."""
+    """Return whether a connection echoes, and keep it open. A refused connection ends without a byte."""
     with contextlib.suppress(OSError):
         sock.sendall(b"x")
         return sock.recv(1) == b"x"

@@ -1,4 +1,4 @@
-"""How the table of accepted fields says in which way a field is in a scenario; no Envoy runs here."""
+"""The table of accepted fields reports how each field is in a scenario; no Envoy runs here."""
 
 import pytest
 

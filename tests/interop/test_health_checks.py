@@ -19,7 +19,7 @@ pytestmark = pytest.mark.interop
 
 
 class Answering:
-    """An application that answers requests of HTTP with a status, and what else is said with its name."""
+    """An application that answers HTTP requests with a status, and other texts with its name."""
 
     def __init__(self, name: bytes, status: int) -> None:
         self.name, self.status = name, status
@@ -50,7 +50,7 @@ def bootstrap(folder: Path, admin: int, port: int, check: Json, ports: list[int]
     _, served = listener()
     served["address"]["socket_address"]["port_value"] = port
     _, backends = cluster(*ports, health_checks=[check], **NO_PANIC)
-    # Each application is asked by its own port; one that is not asked counts as healthy.
+    # Each application is checked on its own port. One without a check counts as healthy.
     unchecked = endpoint(ports[-1])
     unchecked["endpoint"]["health_check_config"] = {"disable_active_health_check": True}
     backends["load_assignment"]["endpoints"][0]["lb_endpoints"][-1] = unchecked

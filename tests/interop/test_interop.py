@@ -22,7 +22,7 @@ _ROWS = [
     )
     for table in TABLES
     for column in table.tested
-    # The early ones last: by then their wait is over.
+    # The early ones last, because by then their wait is over.
     for case in sorted(table.cases, key=lambda case: case.early)
     if column in case.expected
 ]
@@ -30,7 +30,7 @@ _ROWS = [
 
 @pytest.fixture(scope="module")
 def runner_of() -> Iterator[Callable[[Column], Runner[Any]]]:
-    """The runner of a column; its site stays until another column is asked for."""
+    """Return the runner of a column. Its site stays until another column is requested."""
     reason = available()
     if reason is not None:
         pytest.skip(f"NOT TESTED: {reason}")

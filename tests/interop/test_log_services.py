@@ -60,7 +60,7 @@ class Logging(Pair):
         return found
 
     def seen(self) -> dict[str, list[Json]]:
-        """Make the connections; their entries, those of the retried ones but the last left out."""
+        """Make the connections and return their entries, without those of attempts that were retried."""
         self.values()
         logs = ("tls", "tunnel", "outer", "inner", "dead", "page", "retried")
         until(lambda: all(len(self.entries().get(name, ())) == len(self._logged(name)) for name in logs))

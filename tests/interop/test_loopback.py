@@ -31,7 +31,7 @@ _ROWS = [
 
 @pytest.fixture(scope="module")
 def site_of() -> Iterator[Callable[[Column], Any]]:
-    """The site of a column; it stays until another column is asked for."""
+    """Return the site of a column. It stays until another column is requested."""
     if not ENVOY.exists():
         pytest.skip("NOT TESTED: no Envoy here")
     with contextlib.ExitStack() as stack:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.interop
 #: What is not here is of HTTP/1.1, of requests to the admin server, of zones, subsets, retried requests, and much
 #: else that only an L7 proxy has.
 _LEAST_NAMES = 146
-#: Counters of what both did, by listener, cluster and prefix; the number of connections is the client's.
+#: Counters that must be equal, by listener, cluster and prefix. The client determines the number of connections.
 _EQUAL = """
     cluster.dead.upstream_cx_connect_fail cluster.plain.upstream_cx_total cluster.plain.upstream_cx_active
     cluster.plain.circuit_breakers.default.cx_open cluster.plain.circuit_breakers.default.rq_open
@@ -91,7 +91,7 @@ class Counted(Pair):
         return self._read()
 
     def reset(self) -> dict[str, Any]:
-        """Let clients leave too early; all statistics then.
+        """Let clients disconnect early, and return all statistics afterwards.
 
         One resets a connection that goes through an internal listener, one disconnects with a tunnel open.
         """

@@ -1,7 +1,7 @@
-"""Forms of configuration text: what Envoy's reader of YAML and protobuf JSON accepts, and what it makes of it.
+"""Forms of configuration text that Envoy's parser of YAML and protobuf JSON accepts, and their meaning.
 
-Each form stands in a bootstrap. ``envoy --mode validate`` says whether it is accepted. Of the accepted ones of
-clusters a running Envoy shows, in its configuration dump, what was understood.
+Each form is part of a bootstrap. ``envoy --mode validate`` decides whether it is accepted. For accepted forms of
+clusters, the configuration dump of a running Envoy shows the parsed values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Tunnels between two kinds of proxy, in both directions: productpage's node opens them, reviews-v1's ends them.
+"""Tunnels between two kinds of proxy, in both directions: productpage's node opens them, reviews-v1's terminates
+them.
 
-The heading says who opens and who ends. Rows 40 and on have a hand-made server at the far end: what a client
-must take, and what it must refuse.
+The heading names the opening and the terminating kind. Rows 40 and on have a hand-made server at the far end:
+which of its answers a client must accept, and which ones it must refuse.
 """
 
 import contextlib
@@ -239,7 +240,7 @@ class Refusal:
 
     def __call__(self, site: Site) -> str:
         with stand_in(site, self._script, self._trust_domain):
-            # By pod address: one hop, one log line, found by the client's port.
+            # By pod address there is one hop and one log line, found by the client's port.
             proxy = site.proxies["worker2"]
             since = proxy.log_size  # an earlier client may have had the same port
             reply = get(site.pod("productpage"), site.ip("standin"))
@@ -281,7 +282,7 @@ def small_windows(site: Site) -> str:
 def _echo_through(site: Site, script: Script) -> str:
     payload = b"".join(bytes(part) for part in pattern(_KIB64))
     with stand_in(site, script):
-        # The first tunnel brings the SETTINGS; what a client sends before it has them is bound by the defaults.
+        # The first tunnel brings the SETTINGS. Before them the client must keep to the defaults.
         with dial(site.pod("productpage"), VIP_STANDIN, HTTP) as sock:
             sock.sendall(b"x")
             sock.recv(1)
@@ -292,7 +293,7 @@ def _echo_through(site: Site, script: Script) -> str:
 
 
 def goodbye_while_a_tunnel_runs(site: Site) -> str:
-    """GOAWAY lets the tunnel finish; the next one takes a new connection."""
+    """GOAWAY lets the open tunnel finish; the next one uses a new connection."""
     with stand_in(site, Script(goaway_after=1)) as server:
         with dial(site.pod("productpage"), VIP_STANDIN, HTTP) as sock:
             sock.sendall(b"x")
@@ -328,7 +329,7 @@ CASES = (
         number="32a",
         stimulus="client resets",
         run=client_resets,
-        # RFC 9113, 8.5 asks for a reset; Envoy's server ends in order.
+        # RFC 9113, 8.5 requires a reset. Envoy's server ends the stream in order.
         expected={
             _ENVOYS: "application sees fin",
             _FROM_ENVOY: "application sees reset",

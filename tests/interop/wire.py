@@ -1,7 +1,7 @@
 """Tunnels made by hand, by a TLS library and an HTTP/2 library that neither proxy uses.
 
-:class:`TunnelClient` is a node's client, as wrong as a case wants it; :class:`TunnelServer` is a node's server
-that answers by script. Both block.
+:class:`TunnelClient` is a node's client, with any faults that a case needs. :class:`TunnelServer` is a node's
+server with scripted answers. Both block.
 """
 
 import contextlib
@@ -72,12 +72,12 @@ class TunnelClient:
     """``with TunnelClient(place, address, root_pem, certificate) as client: ...``.
 
     Args:
-        place: where from.
+        place: the client's place.
         address: the server's, port 15008.
         root: CA of the server.
-        certificate: to show; None shows none.
+        certificate: the certificate to present; None presents none.
         version: the only TLS version offered.
-        silent: says nothing after the handshake, so that no reset overtakes the server's alert.
+        silent: send nothing after the handshake, so that no reset overtakes the server's alert.
     """
 
     def __init__(
@@ -222,13 +222,13 @@ class TunnelClient:
 
 @dataclass(frozen=True)
 class Script:
-    """What a :class:`TunnelServer` does.
+    """The behaviour of a :class:`TunnelServer`.
 
     Attributes:
-        status: of its answers; None answers with RST_STREAM ``reset``.
+        status: the status of its answers; None answers with RST_STREAM ``reset``.
         settings: its SETTINGS frame.
         window: WINDOW_UPDATE of the connection that follows.
-        goaway_after: bytes of a tunnel after which GOAWAY is said; the tunnel goes on.
+        goaway_after: bytes of a tunnel after which GOAWAY is sent; the tunnel continues.
     """
 
     status: int | None = 200

@@ -114,7 +114,7 @@ async def measure(seconds: float) -> dict[str, tuple[int, int]]:
 
 
 def main() -> int:
-    """Print a line per client; the status is 1 if one lost its connection."""
+    """Print a line per client. Return 1 if one lost its connection."""
     parser = argparse.ArgumentParser(prog="python -m tests.keepalive")
     parser.add_argument("--minutes", type=float, default=10.0)
     minutes = parser.parse_args().minutes

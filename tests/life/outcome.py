@@ -1,4 +1,4 @@
-"""What the walks of the life table expect: what becomes of a connection, and what its access line says."""
+"""The expectations of the walks of the life table: the outcome for a connection, and its access line."""
 
 from enum import Enum
 

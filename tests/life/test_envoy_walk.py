@@ -1,7 +1,7 @@
-"""Walks the life table in Envoy's dialect: each state of each kind of connection, met by each event.
+"""Walks the life table in Envoy's dialect: each kind of connection, in each state, gets each event.
 
-As in an Istio mesh: a connection is held in a state, the event happens over xDS, the hold is released, and what
-becomes of the connection is compared with the table.
+Like in an Istio mesh, a connection is held in a state, the event happens over xDS, the hold is released, and the
+outcome for the connection is compared with the table.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Held(ABC):
         return self.client is not None and await self.client.say(b"ping") == b"ping"
 
     async def meet(self, event: Event, how: str) -> None:
-        """Have an event happen over xDS; one that can deny does."""
+        """Cause an event over xDS. An event that can deny does deny."""
         wanted = self.wanted
         match event:
             case Event.POLICIES:
@@ -208,7 +208,7 @@ class Held(ABC):
                 await self.harness.proxy.datapath.close()
             case _:
                 raise AssertionError(event)
-        # A review ends lives in the same step; their fibers need some more.
+        # A review ends lives in the same step. Their fibers need a little longer.
         await asyncio.sleep(0.02)
 
     def leaf(self) -> Any:
@@ -334,7 +334,7 @@ class Wire(Held):
 
 
 class Joined(Held):
-    """A tunnel within the node; what is looked at is its inbound half."""
+    """A tunnel within the node. Its inbound half is examined."""
 
     secured = True
 
@@ -390,10 +390,10 @@ CELLS = [(kind, state, *event) for kind, states in KINDS.items() for state in st
 
 
 def promised(kind: type[Held], state: State, event: Event) -> Outcome:
-    """The table's outcome; a plain connection has proven nothing that could be revoked.
+    """Return the table's outcome. A plain connection has proven nothing that could be revoked.
 
-    What stops has a line that says so, unless none of its loggers is known yet: the filter chain has those of a
-    plain connection, and the requests those of a tunnel connection.
+    A stopped connection has a line with the reason, unless none of its loggers is known yet: those of a plain
+    connection are its filter chain's, and those of a tunnel connection belong to its requests.
     """
     if state in (State.ACCEPTED, State.HANDSHAKE) and event is Event.STOP:
         return Outcome.REFUSED

@@ -59,10 +59,10 @@ class Held(ABC):
     """One connection, held in a state.
 
     Attributes:
-        pod: whose proxy it is, and at which policies apply.
-        direction: of its access line.
+        pod: the pod of its proxy, to which policies apply.
+        direction: the direction in its access line.
         client: an application's end; ``None`` if there never was one.
-        shown: what the other end of a tunnel shows; ``None``: plain text.
+        shown: the certificate of a tunnel's other end; ``None``: plain text.
     """
 
     pod = "server"
@@ -80,7 +80,7 @@ class Held(ABC):
         """Bring it into its state."""
 
     async def release(self) -> None:
-        """Let it go on, and wait for its application's end if there is to be one."""
+        """Let the connection continue, and wait for its application's end if one is expected."""
         if self.state is State.IDENTIFIED and self.cluster.mesh.policy(DENY.key) is None:
             self.cluster.mesh.apply([ALLOW])
         self._gate.set()
@@ -126,7 +126,7 @@ class Held(ABC):
     # Events
 
     async def meet(self, event: Event) -> None:
-        """Have an event happen; one that can deny does."""
+        """Cause an event. An event that can deny does deny."""
         cluster, proxy = self.cluster, self.cluster.pods[self.pod]
         match event:
             case Event.POLICIES:
@@ -162,7 +162,7 @@ class Held(ABC):
             return Outcome.WORKS
         reset = await self.client.is_reset() if self.client is not None else None
         if self.client is not None:
-            self.client.close()  # a relay whose other side is gone waits for its application
+            self.client.close()  # a relay whose other side has ended waits for its application
         await self.finish()
         await self.cluster.until(lambda: not len(self.cluster.node.live))
         return self._said(reset=reset)
@@ -241,7 +241,7 @@ class Plain(Held):
 
 
 class JoinedInbound(Held):
-    """A tunnel within the node; what is looked at is its inbound half."""
+    """A tunnel within the node. Its inbound half is examined."""
 
     async def hold(self) -> None:
         await self.prepare()
@@ -322,7 +322,9 @@ KINDS: dict[type[Held], list[State]] = {
 
 
 def promised(kind: type[Held], state: State, event: Event) -> Outcome:
-    """The table's outcome, and what it means for a kind that an event cannot deny, or that has no such state."""
+    """Return the table's outcome for this kind of connection, which an event can be unable to deny or which can
+    lack the state.
+    """
     outcome = expected(state, event)
     if event is Event.REVOCATIONS:
         if kind is Plain:

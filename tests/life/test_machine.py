@@ -1,6 +1,8 @@
-"""Random lives and random changes over real proxies: open implies allowed now, and closed leaves nothing.
+"""Random connections and random changes over real proxies: every open connection is allowed now, and closed ones
+leave nothing.
 
-What is allowed is judged here anew, from the mesh and the revocation lists, with none of the product's tables.
+Whether a connection is allowed is computed here independently, from the mesh and the revocation lists, without the
+product's tables.
 """
 
 from __future__ import annotations
@@ -182,7 +184,9 @@ class World:
         return lists
 
     def _allows(self, life: PodConnection, now_s: float) -> bool:
-        """Istio's rule, written anew: no DENY matches, and an ALLOW does where there is one."""
+        """Return Istio's decision, computed independently: no DENY matches, and an ALLOW matches if there is
+        any.
+        """
         assert life.facts is not None
         applying = [
             each
@@ -194,12 +198,12 @@ class World:
         if any(holds(each.condition, life.facts) for each in denies):
             return False
         if self.missing_since_s is not None:
-            # A missing policy denies once its time is over; steps are 50 ms apart.
+            # A missing policy denies after its grace period. Steps are 50 ms apart.
             return now_s - self.missing_since_s <= POLICY_GRACE_S + 0.2
         return not allows or any(holds(each.condition, life.facts) for each in allows)
 
     async def end(self) -> None:
-        """Close what the test has; the proxies must have nothing left then."""
+        """Close the test's sockets. The proxies must have no connection left then."""
         self._gate.set()
         for end in self.clients:
             end.close()

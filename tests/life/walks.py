@@ -1,9 +1,9 @@
-"""How many files one connection visits, and how often it returns to one: ``python -m tests.life.walks``.
+"""Counts the files that one connection visits, and its returns to a file: ``python -m tests.life.walks``.
 
 Each call of a function of ``ztunnel/`` in the life of one connection is a step; a step into a file that it has
-left before is a return. A walk that goes down a stair has few. Modules that only keep counts or format lines count
-as well, because a reader follows them, too. Calls are those of Python functions in ``ztunnel/``, and in all; what
-the harness calls to see the end of a connection is left out.
+left before is a return. Code that is easy to follow has few returns. Modules that only keep counts or format lines
+count as well, because a reader follows them, too. Calls are printed for Python functions in ``ztunnel/``, and for
+all. Calls that the harness makes to observe the end of a connection are left out.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _istio(body: Callable[[istio.Cluster], Awaitable[Walk]]) -> Walk:
 
 
 def _envoy() -> Walk:
-    """Both directions of one tunnel in one proxy, on the wire."""
+    """Run both directions of one tunnel in one proxy, over the network."""
     walks: list[Walk] = []
 
     async def body(harness: envoy.Harness) -> None:

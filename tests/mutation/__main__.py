@@ -1,8 +1,8 @@
-"""``make mutants COUNT=n``: puts small faults into the modules that decide, and counts those that no test notices.
+"""``make mutants COUNT=n``: puts small faults into the modules that decide, and counts those that no test detects.
 
-For nights: COUNT faults per module, drawn with a fixed seed, 0 for all of them. A mutant is noticed when a test
-of the module's own fails, or when they take ten times as long as without. Some mutants mean the same as the
-original (a buffer's size, ``<=`` for a bound that cannot be met), so that 100 % is out of reach; the score is to
+For nightly runs: COUNT faults per module, drawn with a fixed seed, 0 for all of them. A mutant is detected when a
+test of the module fails, or when its tests take ten times as long as without it. Some mutants are equivalent to
+the original (a buffer's size, ``<=`` for a bound that cannot be met), so 100 % cannot be reached. The score should
 rise.
 """
 

@@ -1,4 +1,4 @@
-"""Mutants: each changes one thing, and what no test can notice is left alone."""
+"""Each mutant changes one thing, and code that no test could check is not changed."""
 
 import ast
 import os

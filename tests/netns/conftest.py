@@ -1,4 +1,4 @@
-"""Skip loudly where namespaces cannot be made; let the programs under test be interrupted."""
+"""Skip tests with a message if namespaces cannot be created, and let the programs under test be interrupted."""
 
 import signal
 from collections.abc import Iterator

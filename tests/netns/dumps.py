@@ -41,7 +41,7 @@ def _stable(attributes: bytes) -> str:
 
 
 def without_generation(state: dict[str, object]) -> dict[str, object]:
-    """The state without what tells how often nftables has changed, in bytes 2 and 3 of its messages."""
+    """Return the state without the generation counter of nftables, which is in bytes 2 and 3 of its messages."""
     return {
         part: [body[:2] + body[4:] if isinstance(body, bytes) else body for body in value]
         if isinstance(value, list)

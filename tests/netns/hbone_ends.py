@@ -1,6 +1,6 @@
-"""HBONE ends that are no proxy of ours: waypoints, gateways, and clients that say what they like.
+"""HBONE ends other than our proxy: waypoints, gateways, and clients that can send anything.
 
-They may have any identity, because the mesh's own authority signs their certificates.
+They can have any identity, because the mesh's own authority signs their certificates.
 """
 
 import asyncio
@@ -51,14 +51,14 @@ def greeting(first: bytes) -> Handler:
 
 
 class HboneEnds:
-    """Makes them; ``async with`` ends them all.
+    """Creates HBONE ends. Leaving ``async with`` closes them all.
 
     Args:
-        folder: of the mesh, with its authority.
+        folder: the mesh's folder, with its authority.
 
     Attributes:
-        requests: what servers were asked, in order.
-        serials: of the last certificate of each account.
+        requests: the requests that servers received, in order.
+        serials: the serial numbers of each account's last certificate.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -113,9 +113,9 @@ class HboneEnds:
         settings: ConnectionSettings | None = None,
         crashes: Callable[[], bool] = lambda: False,
     ) -> AsyncIterator[None]:
-        """A server in a place, as a service account; with another ``status`` it refuses every tunnel.
+        """Serve in a place, as a service account. With another ``status`` it refuses every tunnel.
 
-        While it ``crashes``, its connections end with whatever they are asked.
+        While it ``crashes``, its connections end at each request.
         """
         certificate = self.certificate(account)
 
@@ -180,7 +180,9 @@ class HboneEnds:
         await carried  # the tunnel ends with the request, so what was written must have left
 
     def _socket_of(self, tunnel: Tunnel) -> tuple[socket.socket, "asyncio.Task[None]"]:
-        """A tunnel as an ordinary socket, so that handlers need not know what it is; and what carries it."""
+        """Yield a tunnel as an ordinary socket, so that handlers need not distinguish them, and carry its
+        bytes.
+        """
         near, far = socket.socketpair()
         for sock in (near, far):
             sock.setblocking(False)

@@ -60,7 +60,7 @@ class NodeProxy:
         self.log_path = folder / f"{place.name}.log"
 
     def log(self) -> list[dict[str, Any]]:
-        """Every complete line so far; of the last one a part may be written."""
+        """Return every complete line so far. The last line can be incomplete and is then left out."""
         lines = self.log_path.read_text().rpartition("\n")[0].splitlines()
         return [json.loads(line) for line in lines if line.startswith("{")]
 
@@ -154,10 +154,10 @@ class AmbientMesh:
     Args:
         nodes: pod names by node name.
         folder: for sockets, logs and the mesh file.
-        mesh: what the mesh file says beyond nodes and pods, whose addresses are known only here.
-        pods: more about each pod, as the mesh file says it.
+        mesh: the mesh file's content besides nodes and pods, whose addresses are known only here.
+        pods: further fields of each pod in the mesh file.
         captured: pods that the agents enrol; all by default.
-        env: more environment of the proxies; ``{node}`` stands for the node's name.
+        env: further environment of the proxies; ``{node}`` stands for the node's name.
         local: the proxies get their mesh from a local file with this content, made once addresses are known, and
             only certificates from the control plane.
         dedicated: a proxy in each captured pod instead of one per node.
@@ -269,7 +269,9 @@ class AmbientMesh:
         new.rename(path)
 
     def workloads(self, **more: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every pod as a local file says it, and ``more`` about some by name; captured ones take tunnels."""
+        """Return every pod as an entry of a local file, with further fields from ``more`` by name. Captured pods
+        accept tunnels.
+        """
         return [
             {
                 "uid": f"Kubernetes//Pod/default/{pod.name}",

@@ -1,7 +1,7 @@
-"""What istio-cni writes into a pod, in both of its forms, so that our agent finds it there.
+"""Writes the same rules into a pod as istio-cni, in both of its forms, so that our agent finds them.
 
-The rules themselves are those of our table, which follows istio-cni's; its tables, chains and jumps are as its
-release 1.24 and later name them.
+The rules themselves are those of our table, which follows istio-cni's. Tables, chains and jumps have the names of
+its release 1.24 and later.
 """
 
 import subprocess
@@ -51,7 +51,9 @@ def _rules(family: Family, table: str, chain: str, rules: Iterable[Rule]) -> lis
 
 
 def write_routing(netns: Netns) -> None:
-    """Write the route and the policy rule of each IP version; a route is replaced, a rule may be there."""
+    """Write the route and the policy rule of each IP version. An existing route is replaced, and an existing rule
+    is kept.
+    """
     for version, everything in (("-4", "0.0.0.0/0"), ("-6", "::/0")):
         ip(netns, version, "route", "replace", "local", everything, "dev", "lo", "table", "100")
         ip(netns, version, "rule", "add", "fwmark", "0x111/0xfff", "pref", "32764", "lookup", "100", check=False)

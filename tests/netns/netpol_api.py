@@ -55,7 +55,7 @@ class ApiObjects:
     """An API server with the objects of one step; ``with ApiObjects() as objects``.
 
     Attributes:
-        refused: what the API server said of objects that it did not take.
+        refused: the API server's answers about objects that it refused.
     """
 
     def __init__(self) -> None:
@@ -167,7 +167,7 @@ class ApiObjects:
 
 
 def _complete(body: Object) -> Object:
-    """Return an object with what the API asks of it; of a pod its uid is the API server's to choose."""
+    """Return an object with the fields that the API requires. The API server chooses the uid of a pod."""
     if body["kind"] != "Pod":
         return body
     containers = [{**each, "image": "serve"} for each in body["spec"]["containers"]]

@@ -102,7 +102,7 @@ class Cluster:
 
     Attributes:
         tunnels: the tables let tunnels of captured pods through.
-        through: takes the objects of a step and returns them as they come out of an API server.
+        through: returns the objects of a step in the form in which an API server returns them.
     """
 
     tunnels = False

@@ -1,4 +1,4 @@
-"""Controllers of one node as processes, and what their table lets through, read over and over."""
+"""Controllers of one node as processes, and a watcher that reads their table repeatedly."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ VICTIM, FRIEND, STRANGER = "10.0.0.1", "10.0.0.2", "10.0.9.9"
 
 
 class Watch:
-    """Reads the node's table over and over, and remembers when it let through what must never pass."""
+    """Reads the node's table repeatedly, and records when it allowed traffic that must never pass."""
 
     def __init__(self, netns: Netns) -> None:
         self._netns = netns
@@ -40,10 +40,11 @@ class Watch:
     async def run(self) -> None:
         with contextlib.closing(BlockingTable(TABLE, self._netns)) as table:
             while True:
-                with contextlib.suppress(KernelRefused):  # what was listed a moment ago is gone
+                with contextlib.suppress(KernelRefused):  # an object listed before has been deleted
                     before = generation(self._netns)
                     found = await asyncio.to_thread(table.read)
-                    # Reading takes many requests; one state of the table is what no change came between.
+                    # Reading takes many requests. The table is consistent if the generation has not changed in
+                    # between.
                     if generation(self._netns) == before:
                         self.reads += 1
                         self.opened += found is None or passes(Interpreter(found), STRANGER)
@@ -84,7 +85,7 @@ class Node:
         process.wait(WAIT_S)
 
     def is_as(self, wanted: Compiled) -> bool:
-        """Whether the kernel holds what policies want."""
+        """Return whether the kernel's table equals the one wanted by the policies."""
         table = TableBuilder().build(wanted, self.name).table
         with contextlib.closing(BlockingTable(TABLE, self.netns)) as kept, contextlib.suppress(KernelRefused):
             found = kept.read()

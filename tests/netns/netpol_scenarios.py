@@ -13,10 +13,10 @@ Spec = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Policies in force, and what they let through.
+    """The active policies, and the traffic that they allow.
 
     Attributes:
-        labels: of pods (``x/a``) and namespaces (``x``), added to those they have.
+        labels: labels of pods (``x/a``) and namespaces (``x``), in addition to their own.
     """
 
     policies: Mapping[str, Spec]
@@ -305,7 +305,7 @@ SCENARIOS: dict[str, tuple[Step, ...]] = {
     "52 the node and the pod itself": (
         Step(ALL, "+w1>x/a:80 +x/a>x/a:80 +w1>x/b:81/udp -w2>x/a:80"),
     ),
-    # Of network-policy-api: what is in no namespace is a ClusterNetworkPolicy.
+    # Of network-policy-api. An object outside namespaces is a ClusterNetworkPolicy.
     "53 an admin's denial beats a namespace's allow": (
         Step(
             {"x/p": ingress({}, {}), "/deny": admin(1, spaces("x"), ingress=[rule("Deny", spaces("y"))])},

@@ -1,7 +1,8 @@
-"""The pods of :mod:`tests.netns.netpol_harness` in a mesh: every TCP connection of a pod goes through our proxies.
+"""The pods of :mod:`tests.netns.netpol_harness` in a mesh: every TCP connection of a pod passes through our
+proxies.
 
-Each node has a proxy that follows what ``ztunnel netpol run --policy-sync`` serves, and a table that lets tunnels
-through. Both of a connection's ends are captured pods, except where a probe names a node.
+Each node has a proxy that follows ``ztunnel netpol run --policy-sync``, and a table that lets tunnels through.
+Both ends of a connection are captured pods, except where a probe names a node.
 """
 
 import asyncio
@@ -45,7 +46,7 @@ class _Mesh(AmbientMesh):
 class TunnelledCluster(Cluster):
     """A :class:`Cluster` whose TCP connections are tunnelled.
 
-    Its servers live in an event loop of its own, which runs while something is waited for.
+    Its servers are in a separate event loop, which runs while the test waits.
     """
 
     tunnels = True
@@ -108,7 +109,7 @@ class TunnelledCluster(Cluster):
     def apply(self, objects: dict[ObjectKey, Any]) -> int:
         """See :meth:`Cluster.apply`; returns when the proxies, too, obey."""
         steps = super().apply(objects)
-        # Namespaces are the last thing that a client is told, so a new one there means that all is there.
+        # Namespaces are sent to a client last, so a new namespace there means that everything else has arrived.
         self._markers.append(f"marker-{len(self._markers)}")
         for node in self.nodes:
             found = excerpt(self.compiler.compiled, local_endpoints(self.compiler.compiled, node.name))
@@ -131,10 +132,10 @@ class TunnelledCluster(Cluster):
     # Connections
 
     def wrong(self, wanted: list[Probe]) -> list[str]:
-        """Return the probes that did not do as they should.
+        """Return the probes with an unexpected result.
 
-        A proxy accepts before anything has been judged, so a TCP connection counts as allowed when its first bytes
-        have come to the pod, and as denied when its end or a reset has come back, or nothing at all.
+        A proxy accepts before anything has been judged. So a TCP connection counts as allowed when its first bytes
+        have arrived at the pod, and as denied when it was closed or reset, or nothing arrived at all.
         """
         found = super().wrong([probe for probe in wanted if probe.protocol != "tcp"])
         with contextlib.ExitStack() as stack:
@@ -155,7 +156,7 @@ class TunnelledCluster(Cluster):
                 for attempt in left:
                     attempt.look(arrivals.numbers)
                 if not any(each.probe.allowed or each.sent for each in left):
-                    # The kernel drops what these send, and no answer will come.
+                    # The kernel drops the packets of these, and no answer will come.
                     deadline = min(deadline, time.monotonic() + WATCH_S)
         for attempt in attempts:
             if attempt.allowed is None and attempt.sent:
@@ -167,12 +168,12 @@ class TunnelledCluster(Cluster):
 
 @dataclass(slots=True)
 class _Attempt:
-    """A TCP connection under way.
+    """A TCP connection in progress.
 
     Attributes:
-        number: its first bytes, by which the far end knows it.
+        number: its first bytes, by which the far end identifies it.
         sent: it was accepted, by a proxy or the pod.
-        allowed: None while that is not known.
+        allowed: None while the result is unknown.
     """
 
     probe: Probe

@@ -27,7 +27,7 @@ def commands() -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkout that others can read, in which files can be made."""
+    """Return a checkout that other users can read, in which files can be created."""
     path = Path("/tmp") / f"ztunnel-walk-{os.getpid()}"
     path.mkdir(mode=0o777)
     path.chmod(0o777)

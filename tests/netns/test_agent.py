@@ -38,7 +38,7 @@ MEMBER, NEIGHBOUR = PodUid("default/member"), PodUid("default/neighbour")
 
 
 class ToyPod:
-    """Says its port, whom it sees and where that one wanted to go, then echoes."""
+    """Sends its port, the client's address and its original destination, then echoes."""
 
     def __init__(self, netns: Netns) -> None:
         self._tasks = Tasks("toy")
@@ -107,7 +107,9 @@ def described(place: Place, **options: object) -> PodDescription:
 
 @contextlib.contextmanager
 def namespace(name: str) -> Iterator[Netns]:
-    """One of its own, under a name that goes at the end unless it went before; ``lo`` is up, as in every pod."""
+    """Yield a namespace of its own, with ``lo`` up as in every pod. Its name is removed at the end if it still
+    exists.
+    """
     with Netns.create(name) as space:
         subprocess.run([needed("ip"), "-n", name, "link", "set", "lo", "up"], check=True)
         try:
@@ -166,7 +168,7 @@ def test_a_pod_has_no_network_until_a_proxy_takes_it(lab: Lab, socket_path: Path
                     await agent.until_enabled(MEMBER)
                 assert await ask(member, target) == f"15001 from {member.ipv4} to {target} 8080"
                 assert toys.started == [(MEMBER, described(member).info)]
-            # The proxy is gone, the rules are not.
+            # The proxy has ended, but the rules are still there.
             with pytest.raises(ConnectFailed):
                 await ask(member, target)
         assert has_rules(member.netns)
@@ -251,7 +253,7 @@ def test_a_leaving_pod_that_is_wanted_again_keeps_its_connections(lab: Lab, sock
                 await loop.sock_sendall(sock, b"still")
                 assert await loop.sock_recv(sock, 100) == b"still"
                 assert len(toys.started) == 1
-                # Leaving for an hour, then told that its processes are gone.
+                # The pod leaves with a grace period of an hour, and then its processes end.
                 leaving = loop.create_task(agent.remove(MEMBER))
                 await until(lambda: agent.pods()[MEMBER].phase is Phase.LEAVING)
                 async with asyncio.timeout(WAIT_S):
@@ -493,7 +495,7 @@ def test_the_nodes_probes_reach_pods_as_long_as_they_are_captured(lab: Lab, tmp_
 
     async def body() -> None:
         async with app(member):
-            # Until the pod is captured, and no proxy is there; at no time in between does a probe fail.
+            # No probe fails from now until the pod is captured without any proxy.
             captured = False
             async with asyncio.timeout(20):
                 while not captured:

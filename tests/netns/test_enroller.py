@@ -1,4 +1,4 @@
-"""Pods enrolled as objects say, with a real agent in real namespaces; the objects are the test's."""
+"""Pods enrolled by their objects, with a real agent in real namespaces; the test writes the objects."""
 
 import asyncio
 import contextlib
@@ -222,7 +222,7 @@ def test_a_pod_without_a_proxy_is_pending_and_says_why(lab: Lab, tmp_path: Path)
                     await ask(scene.web, scene.db.ipv4)
             async with scene.proxy():
                 await until(lambda: cluster.annotation("web") == "enabled", "enabled")
-            # A proxy that is away for a while may serve it all the same.
+            # A proxy that is disconnected for some time can still be serving the pod.
             await until(lambda: enroller.agent.proxies == 0, "the proxy is gone")
             assert cluster.annotation("web") == "enabled"
 
@@ -267,7 +267,7 @@ def test_what_fails_is_tried_again_and_said(lab: Lab, tmp_path: Path) -> None:
             await until(lambda: enroller.steps["enrol", "failed"] >= 3, "its namespace is looked for")
             assert cluster.events[0][:2] == ("web", "MeshEnrollFailed")
             assert f"no process of it is in a network namespace with {scene.web.ipv4}" in cluster.events[0][2]
-            # It is not in the mesh, whatever a forged or left-over annotation says.
+            # It is not in the mesh, even if a forged or outdated annotation claims it.
             await until(lambda: enroller.steps["say out", "failed"] >= 1, "the API is away")
             cluster.away = False
             await until(lambda: cluster.annotation("web") is None, "the annotation goes")
@@ -497,7 +497,7 @@ def dump_of(*states: tuple[str, Place]) -> bytes:
 
 
 def test_a_comparison_finds_repairs_and_says(lab: Lab, tmp_path: Path) -> None:
-    """Listeners that are gone come back; what the proxy says against it, and a second agent, become events."""
+    """Missing listeners are restored. The proxy's report, and a second agent, become events."""
 
     async def body(scene: Scene) -> None:
         cluster, page = scene.cluster, [dump_of(("Up", scene.web))]

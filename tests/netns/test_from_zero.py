@@ -1,4 +1,4 @@
-"""``docs/from-zero.md`` does what it says: its commands are run line by line, and its outputs are theirs."""
+"""Runs the commands of ``docs/from-zero.md`` line by line, and compares their outputs with the page."""
 
 import contextlib
 import os
@@ -48,7 +48,9 @@ def pattern(shown: str) -> str:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Mapping[str, str]:
-    """Of a shell in which ``sudo`` and ``make`` do nothing: root is here already, and the packages are."""
+    """Return the environment of a shell in which ``sudo`` and ``make`` do nothing, because the test is root and
+    packages are installed.
+    """
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
@@ -83,7 +85,7 @@ class Terminal:
         os.write(self._fd, f"{line}\n".encode())
 
     def until(self, text: str) -> str:
-        """Read until the output has a text; return what came before."""
+        """Read until the output contains a text. Return the output before it."""
         deadline_s = time.monotonic() + 30
         while text not in self.seen:
             assert time.monotonic() < deadline_s, self.seen

@@ -1,4 +1,6 @@
-"""The gate in a real pod: closed until the mesh's listeners are there, whatever rules and agents are before."""
+"""The gate in a real pod is closed until the mesh's listeners exist, whatever rules and agents are already
+there.
+"""
 
 import asyncio
 import subprocess

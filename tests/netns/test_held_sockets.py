@@ -63,7 +63,7 @@ def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) 
                 await eventually(proxy.ready, "ready")
                 assert proxy.metric("ztunnel_crashes_total") == 1
                 assert mesh.proxies[node].process.poll() is None
-            # Nothing is left of sockets that nobody accepts from.
+            # Sockets without a process that accepts are not kept.
             for _ in range(3):
                 await together()
 

@@ -47,7 +47,7 @@ def member(lab: Lab) -> Iterator[Place]:
 
 
 def init(pod: Place, *flags: str) -> tuple[int, str, str]:
-    """Run the command in a pod; its status and what it says."""
+    """Run the command in a pod. Return its status and its output."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
     out, err = io.StringIO(), io.StringIO()
@@ -88,7 +88,7 @@ async def reached(
 
 @contextlib.asynccontextmanager
 async def toy_proxy(place: Place) -> AsyncIterator[None]:
-    """The listeners of a proxy; each says its port, and where the connection wanted to go."""
+    """Run listeners like a proxy's. Each sends its port and the connection's original destination."""
     async with contextlib.AsyncExitStack() as stack:
         for port in PORTS:
 
@@ -123,7 +123,7 @@ def test_the_default_captures_all_but_the_proxys_own(lab: Lab, member: Place, ve
             # Tunnels and excluded ports arrive as they are.
             assert await reached(neighbour, own, 15008) == "15008"
             assert await reached(neighbour, own, 15021) == "member"
-            # An application that talks to itself is left alone.
+            # An application's connection to itself is not captured.
             assert await reached(member, LOOPBACK[version], 8080) == "member"
             assert await reached(member, own, 8080) == "member"
             # So is the proxy, to anywhere, by user or by group, and to the application from its own source.
@@ -284,7 +284,7 @@ def test_with_the_capabilities_and_users_of_the_containers(member: Place) -> Non
     incapable = result("--bounding-set=-all", *command, "--drop-invalid")
     assert incapable[0] == 1
     assert "CAP_NET_ADMIN" in incapable[1]
-    # The proxy's own user, without any: its connection to the pod comes back to the port for incoming ones.
+    # The proxy's own user, without capabilities. Its connection to the pod reaches the port for incoming ones.
     ids = (f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--bounding-set=-all")
     proxy = result(*ids, *command, "--skip-rule-apply", "--run-validation")
     assert proxy[0] == DONE, proxy[1]

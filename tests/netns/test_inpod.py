@@ -81,7 +81,9 @@ def captured(kernel: BlockingKernel) -> None:
 
 @contextlib.asynccontextmanager
 async def toy_proxy(place: Place) -> AsyncIterator[None]:
-    """Listeners as the proxy's; each says its port, whom it sees, and where that one wanted to go."""
+    """Run listeners like the proxy's. Each sends its port, the client's address, and the connection's original
+    destination.
+    """
     async with contextlib.AsyncExitStack() as stack:
         for address, port in (
             ("::", OUTBOUND_PORT),
@@ -240,7 +242,7 @@ def test_the_nodes_kubelet_probes_from_an_address_that_passes(w1: Worker, member
                 assert kernel.apply(probes(members, os.getuid()))
                 assert kernel.apply(probes(members, os.getuid())) == ()
                 assert await ask(w1.place, own) == f"app member peer {probe}"
-                # What only passes through the node, or comes from somebody else on it, stays what it is.
+                # Packets that only pass through the node, or come from another user of it, are not changed.
                 kernel.apply(probes(members, os.getuid() + 1))
                 assert (await ask(w1.place, own)).startswith("15006 from ")
                 kernel.apply(probes([], os.getuid()))
@@ -263,7 +265,7 @@ def test_dns_goes_to_the_proxy_and_the_proxys_own_passes(
     ):
         for dns in (True, False, True):
             kernel.apply(pod(Capture(dns=dns)))
-            # A new one each time: what is translated once, stays so.
+            # A new socket each time, because an existing translation stays.
             with udp_socket(member, version, "", 0) as client:
                 client.sendto(b"query", (resolver, 53))
                 if dns:
@@ -278,7 +280,7 @@ def test_dns_goes_to_the_proxy_and_the_proxys_own_passes(
                     query, asking = upstream.recvfrom(100)
                     upstream.sendto(query + b" answered", asking)
                 answer, seen = client.recvfrom(100)
-                # The application sees the resolver it asked, whoever answered.
+                # The application sees the answer from the resolver that it queried, whichever server answered.
                 assert (answer, seen[:2]) == (b"query answered", (resolver, 53))
 
     async def over_tcp() -> None:
@@ -294,7 +296,7 @@ def test_dns_goes_to_the_proxy_and_the_proxys_own_passes(
 def test_a_forwarded_query_with_the_applications_own_tuple_is_another_connection(
     member: Place, neighbour: Place, version: int
 ) -> None:
-    """Tracked in one zone, it would be taken for the application's and come back to the proxy."""
+    """In a single zone, conntrack would take the query for the application's, and return it to the proxy."""
     resolver, own = str(neighbour.address(version)), str(member.address(version))
     with (
         udp_socket(neighbour, version, resolver, 53) as upstream,

@@ -1,4 +1,4 @@
-"""One member node, one foreign node: which connections are captured, with which addresses, in both IP versions."""
+"""One member node, one foreign node: the captured connections and their addresses, in both IP versions."""
 
 import asyncio
 import socket

@@ -16,7 +16,7 @@ IDENTITY = "spiffe://cluster.local/ns/default/sa/{}"
 
 
 async def hello(client: Place, server: Place, version: int = 4) -> bytes:
-    """Talk to the application of a pod, and check that it sees who talks."""
+    """Call the application of a pod, and check that it sees the client."""
     answer = await ask(client, server.address(version), 8080)
     assert answer == f"app {server.name} peer {client.address(version)}\n".encode() + HELLO
     return answer

@@ -99,7 +99,7 @@ def test_resets_are_no_ends(tmp_path: Path, *, by_server: bool) -> None:
         await asyncio.get_running_loop().sock_sendall(resets, b"half of it")
         assert await asyncio.get_running_loop().sock_recv(sees, 100) == b"half of it"
         reset(resets)
-        # Not an end: what came would look whole.
+        # A reset and not an end, which would make the received bytes look complete.
         with pytest.raises(ConnectionResetError):
             await everything(sees)
 

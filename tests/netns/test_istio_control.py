@@ -80,7 +80,7 @@ def test_while_the_control_plane_is_away(tmp_path: Path) -> None:
                 stale_s = proxy.metric(STALENESS)
                 assert await open_before.echoes()
                 assert served_by(await ask(client, VIP, 80)) == "one"
-                # The mesh goes on meanwhile; nobody tells.
+                # The mesh changes meanwhile, but the proxy is not notified.
                 mesh.write_mesh(services=services("two"))
                 assert served_by(await ask(client, VIP, 80)) == "one"
                 assert proxy.ready()
@@ -92,7 +92,7 @@ def test_while_the_control_plane_is_away(tmp_path: Path) -> None:
                 assert served_by(await ask(client, VIP, 80)) == "two"
                 assert await open_before.echoes()
             assert proxy.metric("istio_xds_connection_terminations_total") >= 1
-            # Nothing but log lines, whatever libraries would like to say.
+            # The output has only log lines, whatever libraries print.
             assert all(line.startswith("{") for line in proxy.log_path.read_text().splitlines())
 
     asyncio.run(main())
@@ -192,7 +192,7 @@ def test_on_demand(tmp_path: Path) -> None:
             def known() -> set[str]:
                 return {workload["name"] for workload in proxy.dump()["workloads"]}
 
-            # Only what lives on the node is there unasked.
+            # Without a request the proxy only has the workloads of its node.
             assert known() == {"client", "ztunnel-w1"}
             assert served_by(await ask(client, mesh.lab.pod("two").ipv4, 8080)) == "two"
             assert known() == {"client", "ztunnel-w1", "two"}
@@ -252,10 +252,10 @@ def test_on_demand_nothing_goes_out_unasked(tmp_path: Path) -> None:
 
 
 class TlsMesh(AmbientMesh):
-    """The control plane is reached by TLS, with tokens; at a port of the node, which leads to it.
+    """A mesh whose control plane is reached by TLS, with tokens, on a port of the node that is forwarded to it.
 
     Args:
-        hosts: what its certificate says.
+        hosts: the names in its certificate.
     """
 
     def __init__(self, folder: Path, *hosts: str, **env: str) -> None:
@@ -359,7 +359,7 @@ def test_tls_with_what_comes_late(tmp_path: Path) -> None:
                 assert served_by(await ask(mesh.lab.pod("client"), near.ipv4, 8080)) == "near"
             assert mesh.token.read_text().strip() not in proxy.log_path.read_text()
 
-            # Another authority takes over; its root comes later than it does.
+            # Another authority takes over. Its root is distributed later.
             await mesh.stop_control_plane()
             (tmp_path / "ca").rename(tmp_path / "old-ca")
             await mesh.start_control_plane()

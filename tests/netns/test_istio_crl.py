@@ -1,4 +1,4 @@
-"""Revoked certificates: refused in handshakes, and live connections of theirs ended when the list comes."""
+"""Revoked certificates are refused in handshakes, and their live connections end when the list arrives."""
 
 import asyncio
 import datetime

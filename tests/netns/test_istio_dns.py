@@ -183,7 +183,7 @@ def test_names_of_the_world_are_forwarded_out_of_the_pod(tmp_path: Path) -> None
             proxy = mesh.node_of("client")
             assert proxy.metric("istio_dns_requests_total", request_query_type="a") == 3
             assert proxy.metric("istio_dns_upstream_requests_total", request_query_type="txt") == 1
-            # Types without a name are one, or a pod could ask for as many series as there are numbers.
+            # Types without a name share one label, so that a pod cannot create a series for each number.
             for number in (65280, 65281):
                 await query(client, "world.example", f"TYPE{number}")
             assert proxy.metric("istio_dns_requests_total", request_query_type="unknown") == 2

@@ -1,6 +1,7 @@
-"""What a proxy is given too little of, and a clock that jumps: it serves on, recovers by itself and says so.
+"""With too few resources, or a clock that jumps, the proxy continues to serve, recovers by itself and logs the
+cause.
 
-Those that take long run with ``make faults`` only.
+Long tests run with ``make faults`` only.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ _MIB = 2**20
 
 @contextlib.contextmanager
 def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
-    """A cgroup without processes; skips where there is none to be had."""
+    """Yield a cgroup without processes. Skip the test if none can be created."""
     folder = _MEMORY_CGROUPS / f"ztunnel-test-{os.getpid()}"
     try:
         folder.mkdir()
@@ -149,7 +150,9 @@ def track(netlink: socket.socket) -> None:
 
 @LONG
 def test_a_table_of_connections_that_is_full(tmp_path: Path) -> None:
-    """A pod's own table (conntrack): its new connections wait, its open ones and other pods' go on."""
+    """When a pod's own conntrack table is full, its new connections wait. Its open ones and other pods'
+    continue.
+    """
 
     async def main() -> None:
         async with mesh_of(NODES, tmp_path) as mesh, app(mesh.lab.pod("far")), app(mesh.lab.pod("near")):
@@ -231,7 +234,9 @@ def test_a_clock_that_jumps(tmp_path: Path, node: str, jump_s: int) -> None:
     ids=["ahead", "behind"],
 )
 def test_a_clock_that_jumps_beyond_every_certificate(tmp_path: Path, jump_s: int, says: str) -> None:
-    """Row 18: a refusal that says both times, no loop, open connections go on, and service when it is back."""
+    """Row 18: the refusal names both times, there is no loop, open connections continue, and new ones work when
+    the clock is right again.
+    """
 
     async def main() -> None:
         async with mesh_of(NODES, tmp_path) as mesh, app(mesh.lab.pod("far")), app(mesh.lab.pod("near")):

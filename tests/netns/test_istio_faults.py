@@ -1,6 +1,7 @@
-"""What breaks around a proxy: it serves on, loses nothing, recovers by itself and says so.
+"""When something around a proxy breaks, it continues to serve, loses nothing, recovers by itself and logs the
+cause.
 
-Those that take long run with ``make faults`` only.
+Long tests run with ``make faults`` only.
 """
 
 import asyncio
@@ -100,7 +101,7 @@ def test_no_port_left_towards_one_target(tmp_path: Path) -> None:
         ):
             client, outside, proxy = mesh.lab.pod("client"), mesh.lab.pod("outside"), mesh.proxies["w1"]
             ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
-            # Of these 8 the application takes one for its half of a connection, and the proxy one for its own.
+            # With these 8 ports, each connection uses one of the application's and one of the proxy's.
             client.run(lambda: ports.write_text("40000 40007"))
             loop = asyncio.get_running_loop()
             async with contextlib.AsyncExitStack() as stack:
@@ -132,7 +133,7 @@ def test_no_port_left_towards_one_target(tmp_path: Path) -> None:
 
 
 def test_a_namespace_that_disappears(tmp_path: Path) -> None:
-    """The pod's runtime removes it without a word: others are served, and the proxy lets go of it."""
+    """The pod's runtime removes it without notice. Other pods are served, and the proxy releases the pod."""
 
     async def main() -> None:
         nodes = {"w1": ["client", "gone"], "w2": ["far"]}
@@ -183,7 +184,7 @@ def test_a_proxy_that_was_stopped_for_ten_seconds(tmp_path: Path, node: str) -> 
 
 @LONG
 def test_a_machine_that_vanished(tmp_path: Path) -> None:
-    """No FIN and no RST: whoever waits for the other end hears of it within 20 s."""
+    """Without FIN or RST, clients that wait for the other end get an error within 20 s."""
 
     async def main() -> None:
         async with mesh_of(NODES, tmp_path, captured=CAPTURED) as mesh, app(mesh.lab.pod("far")):
@@ -240,7 +241,7 @@ def test_a_bad_network(tmp_path: Path, loss: float, delay_s: float, reordered: f
 
 
 async def moves(mesh: AmbientMesh, size: int, wait_s: float = 60) -> None:
-    """Bytes go to the far application and come back as they were."""
+    """Check that bytes reach the far application and come back unchanged."""
     data = random.Random(1).randbytes(size)
     answer = await ask(mesh.lab.pod("client"), mesh.lab.pod("far").ipv4, 8080, data, wait_s=wait_s)
     assert answer.partition(b"\n")[2] == data
@@ -248,7 +249,7 @@ async def moves(mesh: AmbientMesh, size: int, wait_s: float = 60) -> None:
 
 @contextlib.contextmanager
 def bad_wire(lab: Lab, *, loss: float, delay_s: float, reordered: float) -> Iterator[None]:
-    """Connect the nodes by a wire in user space; the kernel may have no netem.
+    """Connect the nodes by a wire in user space, because the kernel might have no netem.
 
     Each frame is lost, or passed on after ``delay_s``; a part of them waits 5 ms more, so that later ones
     overtake.
@@ -258,7 +259,7 @@ def bad_wire(lab: Lab, *, loss: float, delay_s: float, reordered: float) -> Iter
         with netns.entered():
             for port in ports:
                 sock = stack.enter_context(socket.socket(socket.AF_PACKET, socket.SOCK_RAW))
-                # Frames come and go with what the kernel has not yet done to them: cut them up, fill in checksums.
+                # Frames carry the kernel's pending work in their headers: segmentation and checksums.
                 sock.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
                 sock.bind((port, _ETH_P_ALL))
                 sock.setblocking(False)

@@ -1,4 +1,4 @@
-"""Open connections move to the proxy that replaces another one, and nobody outside notices."""
+"""Open connections move to the proxy that replaces another one, without any effect for clients and servers."""
 
 import asyncio
 import contextlib
@@ -105,7 +105,9 @@ def test_a_proxy_is_replaced_in_place(tmp_path: Path, dedicated: bool) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process that is no child of ours has; an init that does not reap leaves a zombie."""
+    """Return whether a process that is not our child has ended. A zombie, which an init without reaping leaves,
+    counts as ended.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "Z"
     except FileNotFoundError:

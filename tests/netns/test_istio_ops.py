@@ -1,7 +1,7 @@
-"""An operator's questions to a mesh of two nodes: each is one command, with its table and its checked JSON.
+"""An operator's questions to a mesh of two nodes: each is one command, with its table and its validated JSON.
 
-``docs/asking.md`` lists the questions; this holds each to an answer from real proxies that carry real connections.
-A script in kubectl's place leads to the admin server of each node.
+``docs/asking.md`` lists the questions. Each is answered here by real proxies with real connections. A script in
+kubectl's place connects to the admin server of each node.
 """
 
 import asyncio

@@ -106,7 +106,7 @@ def test_live_connections_are_judged_again_when_a_policy_changes(
                 assert proxy.metric("istio_tcp_connections_closed_total", **labels) == 1
                 text = proxy.log_path.read_text()
                 assert "closed because it's no longer allowed after a policy update" in text
-            # On the client's side it is no failure; a tunnel ends there when the application has noticed.
+            # On the client's side this is no failure. The tunnel ends when the application has closed.
             tunnelled.close()
             for line in await mesh.node_of("client").lines("outbound", 2):
                 assert "error" not in line
@@ -145,15 +145,15 @@ def test_live_connections_are_judged_again_when_the_workload_changes(tmp_path: P
                 await stack.enter_async_context(app(server))
             joined = await stack.enter_async_context(held(mesh, "client", "near"))
             tunnelled = await stack.enter_async_context(held(mesh, "client", "far"))
-            # The policy was there all the time; that it is for this workload is new.
+            # The policy existed before. New is that it applies to this workload.
             await mesh.change_local(naming(DENY_CLIENT, far=["deny-client"]))
             await ends(tunnelled)
             await mesh.node_of("far").failed("connection closed due to policy change", "inbound")
             assert await refused(client, far.ipv4, 8080)
             await lives(joined)
 
-            # A policy that is named and has not arrived lets nobody in, but is given time to arrive: new
-            # connections wait for it, live ones go on.
+            # A policy that is named and has not arrived admits no connection, but gets time to arrive: new
+            # connections wait for it, and live ones continue.
             await mesh.change_local(naming(near=["allow-client"], far=["allow-client"]))
             waiting = await stack.enter_async_context(asyncio.TaskGroup())
             asked = waiting.create_task(ask(client, far.ipv4, 8080))
@@ -162,7 +162,7 @@ def test_live_connections_are_judged_again_when_the_workload_changes(tmp_path: P
             assert (await asked).endswith(HELLO)
             await lives(joined)
 
-            # When it does not arrive, live ones are closed as well.
+            # If it does not arrive, live connections are closed as well.
             await mesh.change_local(naming(ALLOW_CLIENT, near=["never"], far=["never"]))
             asked_in_vain = waiting.create_task(refused(client, far.ipv4, 8080))
             await lives(joined)

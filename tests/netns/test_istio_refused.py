@@ -118,7 +118,7 @@ def test_what_tunnels_may_name(tmp_path: Path) -> None:
                     assert await ends.status(connection, authority) == status, authority
                     if error:
                         line = await proxy.failed(error, "inbound")
-                        # Only what was opened counts.
+                        # Only connections that were opened count.
                         refused_late = line["message"] == "connection complete"
                         assert refused_late == error.startswith("connection failed"), authority
                 get = ((b":method", b"GET"), (b":scheme", b"https"), (b":path", b"/"), (b":authority", b"x"))

@@ -20,7 +20,8 @@ from tproxy.aio.sockets import connect, listen
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 
-#: Services by their first endpoint, which is drawn nearly always, and how that one fails. The other one is good.
+#: Services by their first endpoint, which is nearly always chosen, and the way in which it fails. The other
+#: endpoint is good.
 VIPS = {
     "closed": "10.96.2.1",  # refuses the dial of a tunnel
     "plain": "10.96.2.2",  # is outside the mesh, and refuses the dial
@@ -90,7 +91,7 @@ def test_another_endpoint_when_one_fails(tmp_path: Path) -> None:
             client, proxy = mesh.lab.pod("client"), mesh.node_of("client")
             good = f"app good peer {client.ipv4}\n".encode()
             for number, name in enumerate(("closed", "plain", "garbled", "down", "idle", "remote"), start=1):
-                # The client speaks first and its bytes come whole, and once.
+                # The client sends first, and its bytes arrive complete and once.
                 assert await ask(client, VIPS[name], 80) == good + HELLO, name
                 hostname = f"{name}.default.svc.cluster.local"
                 (line,) = await proxy.lines("outbound", 1, dst_service=hostname)
@@ -106,7 +107,7 @@ def test_another_endpoint_when_one_fails(tmp_path: Path) -> None:
                         )
                         assert found == count, (name, event, workload)
                 assert proxy.metric("istio_tcp_connections_failed_total", **counted) == 0
-            # Those who failed are left alone for a while.
+            # Failed endpoints are avoided for some time.
             asked = len(ends.requests)
             for _ in range(5):
                 assert await ask(client, VIPS["down"], 80) == good + HELLO
@@ -140,7 +141,7 @@ def test_what_may_have_been_delivered_is_not_sent_elsewhere(tmp_path: Path, *, e
         async with endpoints(tmp_path, **env) as (mesh, ends):
             client, proxy = mesh.lab.pod("client"), mesh.node_of("client")
             assert await ask(client, VIPS["shaky"], 80) == b"steady\n" + HELLO
-            # Its first bytes are there before the proxy knows of the connection.
+            # Its first bytes have arrived before the proxy sees the connection.
             proxy.process.send_signal(signal.SIGSTOP)
             with await connect((VIPS["shaky"], 80), netns=client.netns) as sock:
                 await asyncio.get_running_loop().sock_sendall(sock, HELLO)
@@ -177,7 +178,7 @@ def test_without_retries(tmp_path: Path) -> None:
 
 
 def test_an_endpoint_that_goes_while_it_is_dialled(tmp_path: Path) -> None:
-    # The failure of what was tried is told, once; that nothing is left is not.
+    # The failure of the last attempt is logged once. The absence of further endpoints is not logged.
     stays = asyncio.Event()
 
     async def main() -> None:

@@ -132,7 +132,7 @@ def test_idle_tunnels_get_goaway_at_shutdown(tmp_path: Path) -> None:
 
 
 def test_a_handshake_that_is_under_way_is_finished(tmp_path: Path) -> None:
-    # A reset would be an endpoint that fails; GOAWAY says that nothing was begun.
+    # A reset would count as a failed endpoint. GOAWAY states that the request was not processed.
     async def main() -> None:
         nodes = {"w1": ["server"], "w2": ["stranger"]}
         async with mesh_of(nodes, tmp_path, captured=["server"]) as mesh, HboneEnds(tmp_path) as ends_of:
@@ -165,7 +165,7 @@ def test_server_shutdown(tmp_path: Path) -> None:
                 await ends(sock)
             line = await proxy.failed("connection closed due to connection drain", "inbound")
             assert line["dst.workload"] == "server"
-            # The mesh still says tunnels, and nobody takes them.
+            # The mesh still lists tunnels, but no proxy accepts them.
             assert await refused(client, server.ipv4, 8080)
             line = await mesh.node_of("client").failed("Connection refused (os error 111)", "outbound")
             assert line["dst.workload"] == "server"
@@ -178,7 +178,7 @@ def test_server_shutdown(tmp_path: Path) -> None:
 
 def test_conflicting_bind_error(tmp_path: Path) -> None:
     # test_conflicting_bind_error_{inbound, inbound_plaintext, outbound}: a pod whose port is taken is pending, and
-    # comes up by itself; others are not concerned.
+    # starts by itself later. Other pods are not affected.
     ports = {"inbound": 15008, "plaintext": 15006, "outbound": 15001}
 
     async def main() -> None:
@@ -218,7 +218,7 @@ def test_conflicting_bind_error_of_the_process(tmp_path: Path, port: int) -> Non
 
 
 class Load:
-    """Clients that open short connections, and count what came of them."""
+    """Clients that open short connections, and count the results."""
 
     def __init__(self, client: Place, host: object) -> None:
         self._client = client
@@ -265,7 +265,7 @@ def test_two_generations_overlap(tmp_path: Path) -> None:
                     for _ in range(4):
                         group.create_task(load.run())
                 for generation in range(2):
-                    # Each in a namespace of its own, as pods of one daemon set are.
+                    # Each generation is in its own namespace, like the pods of a DaemonSet.
                     before, place = proxy, (worker.ztunnel, worker.place)[generation % 2]
                     process = mesh.start_proxy(worker, place)
                     proxy = NodeProxy(place, tmp_path, process, before.agent, before.pods)

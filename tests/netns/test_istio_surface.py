@@ -156,7 +156,7 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
                 assert await loop.sock_recv(sock, 100)
                 proxy.process.send_signal(signal.SIGINT)
                 await drains(mesh, proxy)
-                await loop.sock_sendall(sock, HELLO)  # what is open goes on
+                await loop.sock_sendall(sock, HELLO)  # open connections continue
                 assert await loop.sock_recv(sock, 100) == HELLO
                 began = time.monotonic()
                 proxy.process.send_signal(signal.SIGINT)
@@ -258,11 +258,11 @@ def test_five_hundred_pods_come_and_go_and_leave_nothing(tmp_path: Path) -> None
                         lambda: proxy.metric("workload_manager_proxies_stopped_total") == last, "all have ended"
                     )
 
-                await come_and_go(0, 200)  # caches and the allocator have what they want to keep
+                await come_and_go(0, 200)  # caches and the allocator reach their steady size
                 descriptors, threads = proxy.descriptors(), proxy.threads()
                 memory = proxy.resident_bytes()
                 await come_and_go(200, 700)
-                # The connection that asked last for a page may be there a moment longer.
+                # The last request's connection can exist a little longer.
                 await eventually(lambda: proxy.descriptors() <= descriptors, "no descriptor is left over")
                 assert proxy.threads() == threads
                 assert proxy.resident_bytes() - memory < 4 << 20
@@ -328,7 +328,7 @@ def test_a_pod_that_cannot_start_is_pending_alone(tmp_path: Path) -> None:
 
 
 def opening(authority: str) -> bytes:
-    """The first bytes of an HTTP/2 client that wants a tunnel, and what it would say through it."""
+    """Return the first bytes of an HTTP/2 client that requests a tunnel and sends data through it."""
     head = hpack.Encoder().encode([(":method", "CONNECT"), (":authority", authority)])
 
     def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
@@ -432,7 +432,9 @@ class Forger:
 
 @pytest.mark.parametrize("early_data", [True, False], ids=["early-data", "no-early-data"])
 def test_strangers_get_no_answer_and_each_is_told_of(tmp_path: Path, *, early_data: bool) -> None:
-    """What announces early data they hear, with the server's first flight; without that nothing at all."""
+    """If early data is announced, unauthenticated clients get the SETTINGS with the server's first flight;
+    otherwise nothing.
+    """
     greeting = [SETTINGS, WINDOW_UPDATE] if early_data else []
 
     async def main() -> None:

@@ -1,4 +1,6 @@
-"""``ztunnel tap`` on a node: what a pod says in its tunnels, with one process that carries it and with several."""
+"""``ztunnel tap`` on a node captures a pod's traffic in tunnels, with one process that carries it and with
+several.
+"""
 
 from __future__ import annotations
 
@@ -129,8 +131,8 @@ async def _refused(socket: str) -> None:
         made = await tap(*arguments, "-w", "-")
         _, errors = await asyncio.wait_for(made.communicate(), 20)
         assert (made.returncode, errors.decode().startswith(f"ztunnel tap: {reason}")) == (2, True), errors
-    # Who is not root cannot even connect; and where the folder could be entered, the socket's mode is the answer.
-    # By setpriv: a fork of this process, which a change of user here would need, disturbs its gRPC server.
+    # Users other than root cannot even connect: where the folder can be entered, the socket's mode forbids it. Run
+    # by setpriv, because a change of user in this process would need a fork, which disturbs its gRPC server.
     made = await asyncio.create_subprocess_exec(
         *("setpriv", f"--reuid={UNPRIVILEGED}", f"--regid={UNPRIVILEGED}", "--clear-groups"),
         *("/usr/bin/python3", "-c", f"import socket; socket.socket(socket.AF_UNIX).connect({socket!r})"),

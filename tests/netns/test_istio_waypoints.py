@@ -78,7 +78,7 @@ def test_waypoints(tmp_path: Path) -> None:
             async with ends.serving(place, "waypoint", greeting(b"waypoint\n")), app(server):
                 for case, (host, port, name) in cases.items():
                     assert await ask(client, host, port) == b"waypoint\n" + HELLO, case
-                    # What was dialled is what the waypoint is told.
+                    # The waypoint receives the dialled address.
                     assert ends.requests[-1].head.authority == f"{host}:{port}".encode(), case
                     (line,) = await proxy.lines("outbound", 1, dst_hbone_addr=f"{host}:{port}")
                     assert line["dst.addr"] == f"{place.ipv4}:15008", case
@@ -171,7 +171,9 @@ def test_sandwich_waypoint(tmp_path: Path, protocol: str, node: str) -> None:
             client, server, place = (mesh.lab.pod(name) for name in ("client", "server", "waypoint"))
 
             async def pass_on(sock: socket.socket) -> bytes:
-                """A layer 7 proxy's part: reads who comes, dials the server itself, and says its first line."""
+                """Act as a layer 7 proxy: read the client's identity, dial the server, and forward its first
+                line.
+                """
                 peers.append(str(peer_address(sock).ip))
                 if protocol == "PROXY":
                     headers.append(await read_proxy_header(sock))
@@ -188,7 +190,7 @@ def test_sandwich_waypoint(tmp_path: Path, protocol: str, node: str) -> None:
             inbound = await mesh.node_of("waypoint").ended("inbound", "waypoint")
             assert inbound["src.identity"] == IDENTITY.format("client")
             assert inbound["bytes_recv"] == len(HELLO)  # the header is not counted
-            # With a header there is no need to impersonate the client.
+            # With a PROXY header the client's address need not be used as the source.
             assert peers == ["127.0.0.1" if protocol == "PROXY" else str(client.ipv4)]
             if protocol == "PROXY":
                 (header,) = headers
@@ -253,7 +255,7 @@ def test_double_hbone(tmp_path: Path, *, by_hostname: bool) -> None:
             (line,) = await mesh.node_of("client").lines("outbound", 1, dst_service=f"shop.{DOMAIN}")
             assert line["dst.addr"] == f"{place.ipv4}:15008"
             assert line["dst.workload"] == "remote-deployment"
-            # The namespace is the certificate's, whatever the baggage says of it.
+            # The namespace is taken from the certificate, whatever the baggage contains.
             assert (line["dst.namespace"], line["dst.cluster"]) == ("default", "far")
             assert line["dst.identity"] == REMOTE
             assert (line["bytes_sent"], line["bytes_recv"]) == (len(HELLO), len(HELLO) + len(b"remote\n"))

@@ -93,7 +93,7 @@ def test_connections_are_spread_and_shown_once(tmp_path: Path) -> None:
             connections = proxy.connections()
             assert [each["direction"] for each in connections].count("outbound") == 12
             assert [each["direction"] for each in connections].count("inbound") == 6
-            # As in one process, tunnels of one connection are one entry: here there is one for each worker's.
+            # As in one process, the tunnels of one connection are one entry. Here each worker has an entry.
             assert [each["direction"] for each in far.connections()].count("inbound") == 2
             await stack.aclose()
             # One log of whole lines.
@@ -140,7 +140,8 @@ def test_a_policy_reaches_every_worker(tmp_path: Path) -> None:
 
 def test_renewed_certificates_reach_every_worker(tmp_path: Path) -> None:
     async def main() -> None:
-        # The embedded authority signs for as long as it is asked: a certificate is renewed after half of that.
+        # The embedded authority issues certificates with the requested lifetime. They are renewed after half of
+        # it.
         async with running(tmp_path, SECRET_TTL="6s") as mesh, contextlib.AsyncExitStack() as stack:
             first = await serial_of(mesh, "client")
             before = await many(stack, mesh, 4, "client", "far")
@@ -248,14 +249,14 @@ def test_a_worker_that_hangs_is_done_without(tmp_path: Path) -> None:
             hanging, other = workers_of(proxy)
             os.kill(hanging, signal.SIGSTOP)
             try:
-                # No counter goes down, and others take what is new although that one has fewer.
+                # No counter decreases, and other workers accept new connections although that one has fewer.
                 await many(stack, mesh, 4, "client", "far")
                 assert proxy.metric("istio_tcp_connections_opened_total", **opened) == 8
                 assert proxy.metric("ztunnel_workers_late_total") >= 1
                 unknown = 8 - len(proxy.connections())  # its own
                 assert unknown in before
                 assert shares(mesh, proxy, "client", 15001) == sorted([unknown, 8 - unknown])
-                # A pod that comes is not held up for ever: who does not even answer that is ended.
+                # A new pod does not wait for ever: a worker that does not answer is killed.
                 await proxy.agent.remove(PodUid("uid-near"), grace_s=0)
                 await eventually(lambda: proxy.metric("ztunnel_worker_restarts_total") == 1, "replaced")
             finally:

@@ -120,7 +120,7 @@ def test_removal_by_another_process_puts_sysctls_back(
 def test_removal_after_a_foreign_flush_puts_sysctls_back(
     kernel: BlockingKernel, netns: dict[NamespaceName, Netns], w1: Worker, applied_again: bool
 ) -> None:
-    """``nft flush ruleset`` takes our memory table along; the file has what was there before."""
+    """``nft flush ruleset`` also deletes our memory table. The file still has the previous values."""
     before = everything(w1.place.netns)
     wanted = node(w1.wanted(["productpage"]))
     kernel.apply(wanted)
@@ -312,7 +312,9 @@ def test_keep_reports_an_error_and_goes_on(netns: dict[NamespaceName, Netns], w1
 
 
 def test_a_replaced_ztunnel_namespace_gets_new_pairs(lab: Lab, w1: Worker) -> None:
-    """The old namespace still lives when the new one appears, so the node's ends exist but lead astray."""
+    """The old namespace still exists when the new one appears, so the node's devices exist but lead to the old
+    one.
+    """
     wanted = node(w1.wanted())
     with contextlib.closing(BlockingKernel({ZTUNNEL: w1.ztunnel.netns, HOST: w1.place.netns}, OWNERSHIP)) as old:
         old.apply(wanted)
@@ -399,7 +401,7 @@ def test_without_keepvip_kube_proxy_would_translate(kernel: BlockingKernel, lab:
 def test_fifty_applications_from_scratch_disturb_no_connection(
     kernel: BlockingKernel, netns: dict[NamespaceName, Netns], lab: Lab, w1: Worker
 ) -> None:
-    """Each time every rule is written anew, in one transaction; dials and an echo go on meanwhile."""
+    """Each time all rules are written again, in one transaction, while dials and an echo continue."""
     wanted = node(w1.wanted(["productpage"]))
     host, inner = wanted.namespaces[HOST], wanted.namespaces[ZTUNNEL]
 

@@ -125,7 +125,7 @@ def test_names_do_not_pile_up_mounts() -> None:
     """/run/netns is bound to itself once; each further time would double every mount below it."""
 
     def mounts_of_own() -> int:
-        with Lab({"w1": ["a"]}) as lab:  # only its own: others on this machine come and go meanwhile
+        with Lab({"w1": ["a"]}) as lab:  # only this lab's own, because other labs can come and go meanwhile
             return Path("/proc/self/mountinfo").read_text().count(lab.prefix)
 
     first = mounts_of_own()

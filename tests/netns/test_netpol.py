@@ -32,7 +32,7 @@ def test_scenario(cluster: Cluster, name: str) -> None:
 def test_a_change_of_one_label_changes_elements_not_chains(cluster: Cluster) -> None:
     first, second, _ = s.SCENARIOS["22 a client gains its label"]
     cluster.apply(cluster.step(first))
-    # One address in each family on the node that polices x/a; the other node has no chain that names the set.
+    # One address in each family on the node that polices x/a. The other node has no chain that uses the set.
     assert cluster.apply(cluster.step(second)) == 2
     assert cluster.apply(cluster.step(second)) == 0
 
@@ -148,7 +148,7 @@ def test_established_connections_are_judged_again_when_policies_change(cluster: 
             only = s.ingress(s.A, s.sources(ports=[s.port(80)]))
             cluster.apply(cluster.step(s.Step({"x/p": only}, "")))
             assert cluster.end_connections() >= 1
-            # Both ends speak; neither the client's packets nor the server's bring the connection back.
+            # Both ends send. Neither the client's packets nor the server's restore the connection.
             for sock in (cut, goes, served, stays):
                 sock.send(b"hello")
             assert cluster.hears(stays) == b"hello"

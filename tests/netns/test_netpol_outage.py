@@ -60,7 +60,7 @@ def wanted(api: FakeApi) -> Compiler:
 
 
 async def churn(api: FakeApi, round_: int) -> None:
-    """Pods come and go and change, and the policies of the victim are replaced, new ones first."""
+    """Create, delete and change pods, and replace the policies of the victim, adding new ones first."""
     for number in range(40):
         await pod(api, f"p{number}", f"10.0.{1 + round_}.{number}", app=f"app-{(number + round_) % 7}")
     for number in range(0, 40, 3):
@@ -95,7 +95,8 @@ def test_nothing_opens_while_the_api_server_is_away_and_controllers_die(netns: N
                         await until(lambda: node.is_as(wanted(api).compiled))
                     assert first.poll() is None
                     assert second.poll() is None
-            # Away: with its history, then without; the one that follows dies in the midst of what it does then.
+            # The API server is down meanwhile, and returns with its history, then without. In some rounds the
+            # controller is killed before it catches up.
             for round_, (dies, compacted) in enumerate(((False, False), (True, False), (True, True)), start=4):
                 async with watched(netns) as during:
                     await churn(api, round_)
@@ -106,8 +107,8 @@ def test_nothing_opens_while_the_api_server_is_away_and_controllers_die(netns: N
                         if dies:
                             node.kill()
                             node.start()
-                        # As an API server does every minute; without, a stream that nothing happens on does not
-                        # count as a success, and waits after failures go on growing.
+                        # Like an API server every minute. Otherwise a stream without events would not count as a
+                        # success, and waits after failures would keep growing.
                         for plural in KINDS:
                             await api.bookmark(plural)
                         await until(lambda: node.is_as(wanted(api).compiled))

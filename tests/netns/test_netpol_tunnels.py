@@ -45,7 +45,7 @@ TRIED = st.lists(
 def test_the_verdict_in_a_tunnel_is_the_plain_ones(
     cluster: TunnelledCluster, policies: dict[str, Any], tried: list[tuple[str, str, int]]
 ) -> None:
-    """And that is the kernel's, by tests/netns/test_netpol.py: of tables that let no tunnel through."""
+    """Plain verdicts equal the kernel's, by tests/netns/test_netpol.py with tables that let no tunnel through."""
     cluster.apply(cluster.step(s.Step(policies, "")))
     compiled = cluster.compiler.compiled
     plain = [Interpreter(TableBuilder().build(compiled, node.name).table) for node in cluster.nodes]
@@ -82,7 +82,7 @@ def test_a_denial_came_through_a_tunnel_and_names_the_policy(cluster: TunnelledC
     cluster.until(lambda: len(denied()) == 2)
     for line in denied():
         assert line["src.identity"] == "spiffe://cluster.local/ns/y/sa/y-a"
-        # The port of the tunnel, and the one that was judged.
+        # The tunnel's port, and the port that was judged.
         ends = (line["dst.addr"], line["dst.hbone_addr"])
         assert [end.rpartition(":")[2] for end in ends] == ["15008", "81"]
 

@@ -95,13 +95,13 @@ def test_a_missing_capability_is_named(dropped: str, missing: str) -> None:
 
 
 def test_thousands_of_pods_come_and_go_and_leave_nothing() -> None:
-    # In a process of its own: in this one the allocator's arenas are those of the tests before, holes and all.
+    # In a separate process, because in this one the allocator has the arenas of earlier tests, with their gaps.
     program = "from tests.netns.test_pods import come_and_go; come_and_go()"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=110, check=True)
 
 
 def come_and_go() -> None:
-    """Add and remove :data:`PODS` pods, one after the other; what is more afterwards fails."""
+    """Add and remove :data:`PODS` pods one after the other. Fail if resources remain afterwards."""
 
     async def main(spaces: list[Netns]) -> None:
         async with Agent() as agent, PodManager(agent.path, start) as manager:
@@ -114,7 +114,7 @@ def come_and_go() -> None:
                     assert await agent.add(uid, spaces[number % len(spaces)]) == ""
                     assert await agent.ask(DeletePod(PodUid(uid))) == ""
 
-            await pods(0, 1_000)  # caches and the allocator have what they want to keep
+            await pods(0, 1_000)  # caches and the allocator reach their steady size
             gc.collect()
             descriptors, tasks, memory = open_descriptors(), len(asyncio.all_tasks()), resident_bytes()
             await pods(1_000, PODS)

@@ -140,7 +140,8 @@ def test_a_sidecar_drains_its_peers_and_ends_with_its_pod(folder: Path) -> None:
             loop = asyncio.get_running_loop()
             with await ends.tunnel(connection, f"{pod.ipv4}:8080") as tunnel:
                 first = await loop.sock_recv(tunnel, 100)
-                # Strangers may ask, in the clear and through a tunnel, whose last part comes from loopback.
+                # Clients outside the mesh can connect, in plain text and through a tunnel, whose last part comes
+                # from loopback.
                 request = (
                     b"POST /quitquitquit HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
                 )
@@ -149,7 +150,8 @@ def test_a_sidecar_drains_its_peers_and_ends_with_its_pod(folder: Path) -> None:
                 with await ends.tunnel(connection, f"{pod.ipv4}:15020") as stranger:
                     await loop.sock_sendall(stranger, request)
                     assert (await loop.sock_recv(stranger, 100)).startswith(b"HTTP/1.1 403 ")
-                # The preStop hook: the peer hears GOAWAY, what runs goes on, new connections are taken still.
+                # The preStop hook: the peer gets GOAWAY, open connections continue, and new ones are still
+                # accepted.
                 waiting = pod.popen(
                     [sys.executable, "-m", "ztunnel", "drain", "--wait=60", "--least=0"],
                     env={"PYTHONPATH": str(ROOT)},
@@ -226,7 +228,8 @@ def test_kubelets_probes_pass_where_the_mesh_takes_tunnels_only(folder: Path) ->
             )
             assert (status, "the application cannot be asked" in said) == (500, True)
             assert set(seen) == {str(PASSTHROUGH[4])}
-            # The hooks of an ordinary container: it holds the others back, and lets go at the end.
+            # The hooks of an ordinary container: it delays the other containers at the start, and drains at the
+            # end.
             hooks = part(injected_pod, "istio-proxy")["lifecycle"]
             for hook in ("postStart", "preStop"):
                 program, *words = hooks[hook]["exec"]["command"]
@@ -271,7 +274,7 @@ def test_names_of_the_mesh_are_answered_in_the_pod_and_others_asked_elsewhere(fo
             def resolved(name: str) -> str:
                 with pod.socket(kind=socket.SOCK_DGRAM) as client:
                     client.settimeout(10)
-                    # From a port of its own, as applications do; both flows have the same resolver.
+                    # From a new port, like an application. Both flows have the same resolver.
                     client.sendto(dns.message.make_query(name, "A").to_wire(), (resolver, 53))
                     data, peer = client.recvfrom(4096)
                     assert peer == (resolver, 53)

@@ -46,7 +46,8 @@ def state(*tables: Table) -> State:
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(want=tables())
 def test_any_table_becomes_any_other_and_reads_back(kernel: BlockingKernel, want: Table) -> None:
-    # apply() compares what it reads with what was wanted; the table of the example before is what it starts from.
+    # apply() compares the table that it reads back with the desired one. It starts from the previous example's
+    # table.
     kernel.apply(state(want))
     assert kernel.apply(state(want)) == ()
 

@@ -1,4 +1,4 @@
-"""From istio-cni to our agent and back: rules are taken over in place, and open connections live on."""
+"""From istio-cni to our agent and back: rules are taken over in place, and open connections continue."""
 
 import asyncio
 import contextlib
@@ -157,7 +157,7 @@ def test_proxies_keep_their_pods_until_the_api_server_has_shown_them(lab: Lab, t
 
 
 def test_pod_whose_rules_cannot_be_taken_over_keeps_working_and_is_named(lab: Lab, tmp_path: Path) -> None:
-    """Table 100 has a route that is neither agent's: ours cannot be put there."""
+    """Table 100 has a route that belongs to neither agent, so ours cannot be added."""
 
     async def body(scene: Scene) -> None:
         cluster, web = scene.cluster, scene.web
@@ -238,7 +238,7 @@ def test_removing_our_rules_leaves_what_istio_cni_needs(lab: Lab, tmp_path: Path
             write_rules(scene.web.netns, form)
             async with live(scene.web, scene.db) as connections:
                 await connections.check()
-                # What is ours goes without what istio-cni needs.
+                # Our rules are removed, except those that istio-cni needs.
                 assert remove_rules(scene.web.netns) > 0
                 await connections.check()
                 assert len(set(routing(scene.web.netns))) == 4

@@ -1,4 +1,4 @@
-"""Small servers and clients that say who they see: the other half of every interception test."""
+"""Small servers and clients that report their peer: the other half of every interception test."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def serving(sock: socket.socket, handler: Handler) -> AsyncIterator[None]:
 
 
 def app(place: Place, port: int = 8080) -> contextlib.AbstractAsyncContextManager[None]:
-    """An application in a pod; says its name and whom it sees."""
+    """Run an application in a pod. It sends its name and its client's address."""
 
     async def answer(client: socket.socket) -> bytes:
         return f"app {place.name} peer {peer_address(client).ip}\n".encode()
@@ -70,7 +70,9 @@ def app(place: Place, port: int = 8080) -> contextlib.AbstractAsyncContextManage
 
 @contextlib.asynccontextmanager
 async def toy_ztunnel(ztunnel: Place) -> AsyncIterator[None]:
-    """The three listeners; each says its port, whom it sees, and where that one wanted to go."""
+    """Run the three listeners. Each sends its port, its client's address, and the connection's original
+    destination.
+    """
     async with contextlib.AsyncExitStack() as stack:
         for port, mark in (
             (OUTBOUND_PORT, OUTBOUND_LISTENER_MARK),

@@ -19,8 +19,9 @@ from typing import Any
 from tests.soak.site import Site, site
 from tests.soak.slopes import slope_of
 
-#: What a figure may gain in a run, whatever its interval says: load that happens to be higher at its end. Of
-#: blocks the collector frees 10,000 young ones every half minute, and some thousand older ones every ten minutes.
+#: The largest gain of a figure in a run that counts as noise, whatever its interval: the load can be higher at the
+#: end. Of blocks the collector frees 10,000 young ones every half minute, and some thousand older ones every ten
+#: minutes.
 _NOISE = {
     "rss_kib": 1536.0,
     "threads": 1.0,
@@ -51,7 +52,7 @@ class Run:
         self._last: tuple[float, float] | None = None
 
     def add(self, now_s: float, sample: dict[str, float]) -> None:
-        """Add a sample; the loop's lag is what its beats were late since the last one, per beat."""
+        """Add a sample. The loop's lag is the mean lateness of its ticks since the last sample."""
         self.stalls, self.restarts = sample.pop("stalls"), sample.pop("restarts")
         late_s = sample.pop("late_s")
         if self._last is not None:
@@ -87,7 +88,7 @@ class Run:
 
 
 async def soak(minutes: float, folder: Path, *, every_s: float) -> tuple[Run, Site]:
-    """Run for so many minutes; return what was measured and what was carried."""
+    """Run for this number of minutes. Return the measurements and the results of the load."""
     run = Run(minutes * 60)
     async with site(folder, every_s=every_s) as of, asyncio.TaskGroup() as group:
         for work in (*of.load(), *of.changes()):

@@ -115,7 +115,7 @@ class CrowdedMesh(AmbientMesh):
         super().__init__({"w1": ["client"], "w2": ["far"]}, folder, local=local, env=env, forks=False)
 
     def write_mesh(self, **changes: object) -> None:
-        """See the base class; the others are added to the file."""
+        """Write the mesh file like the base class, with the additional workloads."""
         super().write_mesh(**changes)
         if self.local is None:
             path = self.folder / "mesh.yaml"

@@ -27,7 +27,7 @@ from ztunnel.proxy.istio.zds.pods import PodUid
 
 NODES = {"w1": ["client", "near", "guest-a", "guest-b"], "w2": ["far", "denied"]}
 VIP = "10.96.9.1"
-#: Half of it is the age at which a certificate is renewed: one rotation a minute for each identity.
+#: Certificates are renewed at half of their lifetime, so each identity gets one rotation a minute.
 ENV = {"SECRET_TTL": "120s", "TERMINATION_GRACE_PERIOD_SECONDS": "10"}
 _BULK = b"x" * (256 * 1024)
 #: Gauges and counters of the metrics page that are sampled, by their names in the table.
@@ -71,7 +71,7 @@ class Site:
         self._stop.set()
 
     async def pause(self, seconds: float) -> bool:
-        """Wait; return False once it is over."""
+        """Wait. Return False once the soak is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stop.wait()
@@ -140,7 +140,9 @@ class Site:
     # Changes
 
     def changes(self) -> list[Callable[[], Awaitable[None]]]:
-        """Return what changes the mesh until :meth:`stop`; ``every_s`` is the time of the slow ones."""
+        """Return the tasks that change the mesh until :meth:`stop`; ``every_s`` is the interval of the slow
+        ones.
+        """
         return [self._pods, self._policies, self._endpoints, self._control_plane, self._replacements]
 
     async def _pods(self) -> None:
@@ -188,7 +190,7 @@ class Site:
             after = NodeProxy(place, self.mesh.folder, process, before.agent, before.pods)
             try:
                 await eventually(after.ready, "the successor ready", 60)
-            except AssertionError as error:  # the control plane may be away: then the old one serves on
+            except AssertionError as error:  # the control plane can be down; the old one continues
                 self.failed("replacement", error)
                 process.send_signal(signal.SIGTERM)
                 continue
@@ -228,7 +230,7 @@ class Site:
 
 
 def services(pods: list[str], number: int) -> dict[str, Any]:
-    """Return one service of ``pods`` that the load asks for, and one whose name changes."""
+    """Return one service of ``pods`` that the load uses, and one whose name changes."""
     return {
         "web": {"addresses": [VIP], "ports": {"http": {"port": 80, "target": 8080}}, "pods": pods},
         f"other-{number % 5}": {

@@ -1,4 +1,4 @@
-"""A soak of a few seconds, too short for slopes: whatever changes does so once, and no application notices."""
+"""A soak of a few seconds, too short for slopes: each kind of change happens once, and no application fails."""
 
 import asyncio
 from pathlib import Path

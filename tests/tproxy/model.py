@@ -34,7 +34,7 @@ from tproxy.resources import Chain, Element, Namespace, NamespaceName, Set, Stat
 
 
 class ToyKernel:
-    """Devices that are not ours exist always; sysctls start as ``before`` says, "1" where it is silent."""
+    """Devices that are not ours always exist. Sysctls start with the values in ``before``, or "1"."""
 
     def __init__(self, state: State) -> None:
         self.spaces = dict(state.namespaces)

@@ -1,4 +1,4 @@
-"""Applying a difference gives what is wanted, from whatever is there; the order is safe in between."""
+"""Applying a difference leads to the desired state from any found state, and the order is safe in between."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -44,7 +44,7 @@ EMPTY = State({ZTUNNEL: Namespace(), HOST: Namespace()})
 
 
 def before_us() -> State:
-    """Sysctls as a distribution leaves them; devices of others are always there."""
+    """Return sysctls with a distribution's defaults. Devices of others always exist."""
     spaces = {}
     everything = node(described(*(member(number) for number in range(10, 15))))
     for name, space in everything.namespaces.items():
@@ -55,7 +55,7 @@ def before_us() -> State:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> State:
-    """Some node's state, with things taken out, changed and put in."""
+    """Draw a node's state with parts removed, changed and added."""
     toy = ToyKernel(before_us())
     toy.apply(diff(before_us(), draw(nodes)))
     state = toy.state()
@@ -110,7 +110,7 @@ def _damaged(draw: st.DrawFn, table: Table) -> Table:
 def test_applying_the_difference_gives_what_is_wanted(found: State, wanted: State) -> None:
     toy = ToyKernel(found)
     toy.apply(diff(found, wanted))
-    # A vanished device takes its sysctls along, so a second look may find one more thing; never a third.
+    # A vanished device takes its sysctls along, so a second diff can find one more operation, but never a third.
     toy.apply(diff(toy.state(), wanted))
     assert diff(toy.state(), wanted) == ()
     for name, space in wanted.namespaces.items():

@@ -54,7 +54,7 @@ Popen = Callable[..., "subprocess.Popen[Any]"]
 
 
 def chromium() -> str:
-    """Return the path of the browser; without one the test is skipped, loudly."""
+    """Return the path of the browser. Without one the test is skipped with a message."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("NOT TESTED: no chromium here (Debian's package chromium)")
@@ -89,7 +89,7 @@ class Browser:
     # The protocol
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Send a command and return its result; events that come meanwhile are noted."""
+        """Send a command and return its result. Events that arrive meanwhile are recorded."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -177,7 +177,7 @@ class Browser:
         return rows
 
     def click(self, selector: str) -> None:
-        """Click the middle of an element, as a mouse does; what lies above it gets the click instead."""
+        """Click the middle of an element like a mouse. An element above it gets the click instead."""
         place = self.evaluate(
             f"(() => {{ const each = document.querySelector({json.dumps(selector)});"
             "each.scrollIntoView({block: 'center', inline: 'center'});"
@@ -231,7 +231,7 @@ class Browser:
 
 @contextmanager
 def browser(popen: Popen = subprocess.Popen) -> Iterator[Browser]:
-    """Start a browser with an empty profile; it and the profile are gone afterwards.
+    """Start a browser with an empty profile. It ends, and the profile is deleted, with the block.
 
     Args:
         popen: starts its process, in a network namespace for example.

@@ -197,7 +197,7 @@ def walk(page: Browser, name: str) -> None:
 
 
 def lose_control_plane(page: Browser, demo: Demo) -> None:
-    """The badge says since when the control plane is gone."""
+    """The badge shows how long ago the control plane was lost."""
     assert page.text("#plane") == "control plane connected"
     demo.control_plane.terminate()
     page.until(

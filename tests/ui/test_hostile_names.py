@@ -118,7 +118,7 @@ def test_hostile_names_are_shown_as_text_and_nothing_runs() -> None:
         page.open(f"{origin}/ui")
         page.until("document.querySelectorAll('.edge').length > 0")
         page.until("document.querySelector('#traffic tbody').rows.length === 8")
-        # Twice the whole page: what is kept from event to event goes through other code than what is new.
+        # The whole page twice, because rows kept from the previous event are updated by other code than new rows.
         for view in (
             *("mesh", "flows", "connections", "policies", "certificates", "configuration", "explain"),
             "mesh",

@@ -105,7 +105,7 @@ def test_nothing_of_the_graph_is_cut_or_covered(seed: int) -> None:
 
 
 def test_health_is_of_the_last_minute_and_names_the_peers_policy() -> None:
-    """Source and destination may both report a pair; the text says who refused."""
+    """Source and destination can both report a pair. The text names the side that refused."""
     growth: dict[str, dict[str, int]] = {
         "good": {"opened": 100},
         "some": {"opened": 100, "failed": 2},

@@ -215,7 +215,7 @@ def test_a_file_that_is_no_such_file_is_told_in_words(command: tuple[str, ...], 
     else:
         path.write_bytes(_BYTES[kind])
     done = ztunnel(*command, str(tmp_path if command[:2] == ("netpol", "explain") else path))
-    if (kind, command[0]) == ("folder", "policy"):  # which reads the files in it, of which there are none
+    if (kind, command[0]) == ("folder", "policy"):  # reads the files in the folder, which is empty
         assert done.returncode == 0
     else:
         assert done.returncode in (1, 2)

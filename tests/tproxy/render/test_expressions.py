@@ -1,4 +1,4 @@
-"""Every expression survives the way to the kernel's form and back; what we do not know stays visible."""
+"""Every expression survives encoding and decoding; unknown expressions stay visible."""
 
 from ipaddress import ip_address
 
@@ -66,7 +66,7 @@ def test_an_unknown_expression_is_opaque_and_cannot_be_written() -> None:
     ("extra", "known"), [(be32(6, 0), True), (be32(6, 1), False), (attribute(7, b"\0\0\0\7"), False)]
 )
 def test_an_attribute_that_says_more_makes_it_opaque(extra: bytes, known: bool) -> None:
-    """NFTA_BITWISE_OP 0 is what newer kernels add by themselves; 1 would be a shift."""
+    """NFTA_BITWISE_OP 0 is added by newer kernels themselves; 1 would be a shift."""
     whole = encode(e.Bitwise(bytes(4), bytes(4)))
     [(_, inner)] = attributes(whole)
     parts = dict(attributes(inner))
@@ -76,7 +76,7 @@ def test_an_attribute_that_says_more_makes_it_opaque(extra: bytes, known: bool) 
 
 @pytest.mark.parametrize(("flags", "known"), [(1, True), (3, True), (4, False), (8, False)])
 def test_range_flags_that_the_kernel_derives_are_not_more(flags: int, known: bool) -> None:
-    """4 is "random", 8 "persistent": somebody asked for those."""
+    """4 is "random", 8 "persistent". The kernel does not set these by itself."""
     found = decode_list(element("nat", be32(1, 1), be32(2, 2), be32(3, 1), be32(4, 1), be32(7, flags)))
     assert (found == (e.Nat(1, 2, 1, 1),)) == known
 

@@ -1,4 +1,4 @@
-"""Trace events: what a packet met, and whose it was; anything may arrive on the group."""
+"""Trace events: the matched rules and the packet's header. Other messages can arrive on the group."""
 
 from ipaddress import ip_address
 

@@ -286,7 +286,7 @@ def test_a_call_outlives_the_goaway_of_a_server_that_stops(loop: str) -> None:
 
 @LOOPS
 def test_the_age_of_a_connection(loop: str) -> None:
-    """Servers end connections by their age with GOAWAY; calls go on, and new ones take the next connection."""
+    """Servers end old connections with GOAWAY. Open calls continue, and new ones use the next connection."""
 
     async def main() -> None:
         ages = {"max_connection_age_ms": 50, "max_connection_age_grace_ms": 20_000}
@@ -338,7 +338,7 @@ def test_answers_of_100_mib(loop: str, secure: bool) -> None:
 
 @LOOPS
 def test_many_pushes_are_all_received(loop: str) -> None:
-    """A busy control plane sends thousands of messages a second; there is no budget to use up."""
+    """A busy control plane sends thousands of messages a second. No budget limits them."""
     count = 10_000
 
     async def main() -> None:
@@ -410,7 +410,7 @@ def test_an_unreachable_server_is_named_with_the_reason(tmp_path: Path) -> None:
 
 @LOOPS
 def test_cancelling_ends_the_servers_side(loop: str) -> None:
-    """By a call, and by its connection's end; a call that is over costs nothing to cancel."""
+    """A call is ended by cancelling it, and by the end of its connection. Cancelling an ended call has no cost."""
 
     async def main() -> None:
         methods = Methods()
@@ -468,7 +468,7 @@ def test_a_channel_that_closes_while_it_connects(loop: str) -> None:
 
 @LOOPS
 def test_unread_messages_stop_the_server(loop: str) -> None:
-    """Flow control, not memory, holds what nobody reads; other calls have the rest of the connection's window."""
+    """Flow control limits unread data. Other calls have the rest of the connection's window."""
 
     async def main() -> None:
         methods = Methods()
@@ -554,7 +554,7 @@ def tls_server(**settings: Any) -> TlsContext:
     ],
 )
 def test_the_error_names_what_a_tls_server_requires(context: TlsContext, words: str, loop: str) -> None:
-    """Servers that say so, as those of Go do; gRPC's own closes without an alert."""
+    """Servers that send an alert, like Go's. gRPC's own server closes without an alert."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session, refused = TlsSession(context), False

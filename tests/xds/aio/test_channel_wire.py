@@ -1,8 +1,7 @@
-"""What servers do on the wire that a gRPC library cannot be made to do: a table of faults, frame by frame.
+"""Faults on the wire that a gRPC library cannot be made to cause: a table, frame by frame.
 
-Each row runs on both loops. The server speaks through h2 or by hand; what it does in one write reaches the
-client in one read, unless the kernel cuts it. The same faults with every cut are in
-tests/xds/grpc/test_connection.py.
+Each row runs on both loops. The server uses h2 or raw bytes. Its writes arrive at the client as single reads,
+unless the kernel splits them. The same faults with every split are in tests/xds/grpc/test_connection.py.
 """
 
 import asyncio
@@ -73,7 +72,7 @@ class Peer:
         await self.writer.drain()
 
     async def until(self, kind: type[h2.events.Event], *, stream_id: int | None = None) -> Any:
-        """The next event of a kind; others are kept in ``events``."""
+        """Return the next event of a kind. Others are kept in ``events``."""
         while True:
             for index, event in enumerate(self.events):
                 if isinstance(event, kind) and stream_id in (None, getattr(event, "stream_id", None)):
@@ -116,7 +115,7 @@ async def against(
     unix: Path | None = None,
     **options: Any,
 ) -> None:
-    """Run ``main`` with a channel to a server that does what ``script`` says from the accepted connection on.
+    """Run ``main`` with a channel to a server that runs ``script`` on the accepted connection.
 
     Args:
         unix: the socket to serve on; None: a port of loopback.
@@ -572,7 +571,7 @@ def test_a_server_that_accepts_and_says_nothing_is_given_up(loop: str) -> None:
 
 
 class Slices:
-    """The inner connection of :class:`Plain`: counts what each turn of the loop brings."""
+    """The inner connection of :class:`Plain`. Counts the bytes of each turn of the loop."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -623,7 +622,7 @@ def test_one_turn_of_the_loop_handles_one_slice(loop: str) -> None:
         transport.close()
         assert inner.total == size
         assert max(length for _, length in inner.slices) == READ_BYTES
-        # A full slice pauses reading; only after less than one may the same turn bring another read.
+        # A full slice pauses reading. Only after a smaller one can the same turn have another read.
         full = [turn for turn, length in inner.slices if length == READ_BYTES]
         assert len(full) == len(set(full))
 

@@ -120,7 +120,7 @@ def test_control_plane_killed_and_back(delta: bool, caplog: pytest.LogCaptureFix
             assert ads.stats.connected_state == 0
             async with server([address]) as control_plane:
                 control_plane.publish("node-1", snapshot(Cluster(name="a"), Cluster(name="b")))
-                # The incremental variant told what it holds, so only the difference comes.
+                # The incremental variant sent its versions, so only the difference arrives.
                 assert await receive.names() == (["b"] if delta else ["a", "b"])
                 lines.extend(record.getMessage() for record in said(caplog))
 
@@ -297,7 +297,7 @@ def test_leaving_ends_every_task_while_the_control_plane_is_away() -> None:
 class Hostile:
     """A server that ends each of its first connections with some bytes after its SETTINGS, and then serves well.
 
-    It stands in front of the real one: good connections are passed through byte by byte.
+    It is in front of the real server: good connections are passed through byte by byte.
     """
 
     def __init__(self, target: str, bad: list[bytes]) -> None:
@@ -410,7 +410,7 @@ def test_a_bug_in_writing_is_logged_and_tried_again(caplog: pytest.LogCaptureFix
 
 @pytest.mark.parametrize("delta", [False, True])
 def test_a_bug_in_delivery_makes_a_new_stream(delta: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A response that was neither accepted nor refused would keep the server waiting for ever."""
+    """A response without ACK or NACK would keep the server waiting for ever."""
 
     class Unreadable(UpdateRejected):
         @property

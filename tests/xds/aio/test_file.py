@@ -1,4 +1,4 @@
-"""Watched files: what is read when, what is refused, and what the counters say."""
+"""Watched files: when they are read, which contents are refused, and the counters."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

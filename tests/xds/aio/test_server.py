@@ -208,7 +208,7 @@ def test_requests_have_a_limit() -> None:
 
 @LOOPS
 def test_a_stream_that_its_client_leaves_is_forgotten(loop: str, caplog: pytest.LogCaptureFixture) -> None:
-    """By a cancel, and by the end of its connection; neither is worth a line in the log."""
+    """A stream is ended by a cancel, and by the end of its connection. Neither is logged."""
 
     async def main() -> None:
         async with server() as served:

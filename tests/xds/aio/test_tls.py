@@ -1,4 +1,4 @@
-"""TLS for calls: what happens when the network ends the connection, however that comes."""
+"""TLS for calls: the result of every way in which the network can end the connection."""
 
 import asyncio
 import socket

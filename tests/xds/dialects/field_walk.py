@@ -1,13 +1,13 @@
-"""Set every field of every message inside some resources, one at a time, and see what the compiler makes of it.
+"""Set every field of every message inside some resources, one at a time, and record the compiler's result.
 
-Each resource is a valid one that holds as many kinds of messages as possible. What became of a field:
+Each resource is valid and contains as many kinds of messages as possible. The result for a field:
 
 ``refused``
-    The compiler says that it is not supported.
+    The compiler reports that it is not supported.
 ``obeyed``
-    The compiled value is another one, or the field's value was judged and found wrong.
+    The compiled value differs, or the field's value was checked and found wrong.
 ``ignored``
-    The compiled value is the same. Such a field must be known to change nothing.
+    The compiled value is the same. Such a field must be known to have no effect.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from xds.proto.json import WRAPPERS
 from xds.proto.well_known import Any as AnyMessage
 
 Compile = Callable[[Any], object]
-#: From one message to one inside it: a field, and an index or key where there is one.
+#: One step from a message to a message in it: a field, and an index or key if it has one.
 Step = tuple[str, int | str | None]
 #: Parts of compiled values that are the message itself or its digest.
 _VERBATIM = (
@@ -38,11 +38,11 @@ _VERBATIM = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one field; ``result`` may also be an exception that no compiler may raise.
+    """The result for one field. ``result`` can also be an exception that no compiler may raise.
 
     Attributes:
-        site: the message and field that hold it; a message may be obeyed in one place and not in another.
-        inner: the type of message that it was set to, empty; for other fields the empty text.
+        site: the message and field that contain it; a message can be obeyed in one place and not in another.
+        inner: the type of the empty message that it was set to. Empty for other fields.
     """
 
     site: str
@@ -67,7 +67,7 @@ def walk(root: Message, compile_it: Compile) -> Iterator[Outcome]:
                 continue  # its parts are walked themselves
             results = [_outcome(root, path, partial(_set, field=field), compile_it, unchanged)]
             if field.message_type is not None and field.message_type.full_name == "google.protobuf.BoolValue":
-                # One of the two values is the default, and which one is for the reader of the field to say.
+                # One of the two values is the default. The field's reader determines which one.
                 results.append(_outcome(root, path, partial(_set_false, field=field), compile_it, unchanged))
             result = next((each for each in results if each != "ignored"), "ignored")
             inner = "" if field.message_type is None else field.message_type.full_name
@@ -166,7 +166,7 @@ def _edit(message: Message, path: tuple[Step, ...], change: Callable[[Message], 
 
 
 def _set(message: Message, field: FieldDescriptor) -> None:
-    """Give a field another value than its default, and, where it has one already, than that."""
+    """Set a field to a value other than its default and its current value."""
     value: Any = getattr(message, field.name)
     entry = field.message_type
     if entry is not None and entry.GetOptions().map_entry:

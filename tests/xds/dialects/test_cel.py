@@ -52,7 +52,7 @@ def test_an_expression_is_true_of_a_connection(text: str, connection: Connection
 
 
 def test_an_error_of_python_skips_no_policy() -> None:
-    """A lone surrogate is no text for the evaluator; ``DENY`` must not let its connection in."""
+    """The evaluator does not accept a lone surrogate. ``DENY`` must not admit its connection."""
     denies = compile_text("connection.requested_server_name == 'a'")
     with pytest.raises((RuntimeError, UnicodeError)):
         holds(denies, facts(server_name="\udc80"))

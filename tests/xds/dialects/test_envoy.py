@@ -113,7 +113,7 @@ def test_the_internal_listener_tunnels_what_its_metadata_names() -> None:
     proxy = internal.chains[0].terminal
     assert isinstance(proxy, model.TcpProxy)
     assert proxy.tunneling is not None
-    # The colon form and the key list of 2022 are one and the same.
+    # The colon form and the key list of 2022 are equivalent.
     assert proxy.tunneling.hostname == proxy.tunneling.headers[0].value
 
 
@@ -543,7 +543,9 @@ def test_a_queue_for_fast_open_is_a_socket_option() -> None:
 
 
 def test_a_name_with_a_field_that_is_not_obeyed_is_no_name() -> None:
-    """Where names are allowed, only what is no IP address is a name; all else is judged as for an address."""
+    """Where names are permitted, any text that is not an IP address is a name. Other fields are checked as for an
+    address.
+    """
     for more, words in (
         ({"resolver_name": "r"}, "resolver_name"),
         ({"protocol": "UDP"}, "only TCP"),

@@ -171,7 +171,7 @@ def test_a_field_that_is_ignored_is_known_to_change_nothing(outcomes: list[Outco
         and f"{each.message}.{each.field}" not in IGNORED
         and each.message not in IGNORED_MESSAGES
         and each.site not in IGNORED_SITES
-        and each.inner not in walked  # an empty one, of which each field is walked where it is set
+        and each.inner not in walked  # an empty message, whose fields are each walked where it is set
     ]
     assert silent == []
 

@@ -164,7 +164,7 @@ def test_head_and_reset_in_one_read() -> None:
 
 
 def test_a_refused_answer_and_its_rest_in_one_read() -> None:
-    """Our reset of the call comes between two frames of the same read; the connection stays good."""
+    """Our reset of the call happens between two frames of the same read. The connection stays usable."""
     pair = opened()
     call_id = pair.call()
     pair.server.send_headers(call_id, [(":status", "200"), ("content-type", "text/html")])
@@ -269,7 +269,7 @@ def test_credit_returns_with_reading_only() -> None:
         left = left[size:]
         events = pair.settle()
     assert calls(events) == [message]
-    # The last frames are not read yet; more than the window cannot come.
+    # The last frames are not read yet. More than the window cannot arrive.
     sent = 0
     while (size := min(MAX_FRAME_BYTES, pair.server.local_flow_control_window(call_id))) > 0:
         pair.server.send_data(call_id, framed(bytes(size - 5))) if size > 5 else pair.server.send_data(
@@ -331,7 +331,7 @@ def test_sending_stops_at_the_windows_and_resumes() -> None:
 
 
 def test_our_side_ends_without_blame_when_the_server_has_answered() -> None:
-    """RFC 9113, 8.1: a server may answer before it has read the request; NO_ERROR asks for nothing more."""
+    """RFC 9113, 8.1: a server can answer before it has read the request. NO_ERROR requests no more of it."""
     pair = opened()
     call_id = pair.call()
     pair.server.send_headers(call_id, [*HEAD, *OK], end_stream=True)

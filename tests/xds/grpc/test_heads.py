@@ -1,4 +1,4 @@
-"""Requests as fields; answers judged."""
+"""The header fields of requests, and the checks of answers."""
 
 import pytest
 from hypothesis import given

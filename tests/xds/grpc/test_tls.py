@@ -1,4 +1,4 @@
-"""Whose certificate it is, and what cannot be one."""
+"""The names that a certificate is valid for, and texts that cannot be a name."""
 
 import datetime
 

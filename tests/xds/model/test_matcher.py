@@ -109,7 +109,7 @@ def test_ip_ranges_go_from_the_longest_prefix() -> None:
     [(False, False, "wide"), (True, False, "wider"), (True, True, "none"), (False, True, "wide")],
 )
 def test_an_exclusive_range_counts_only_as_the_longest(wide: bool, wider: bool, chain: str) -> None:
-    """As Envoy's trie matcher: it is the shorter, exclusive ranges that are passed over, not those behind them."""
+    """Like in Envoy's trie matcher: shorter exclusive ranges are skipped, but not those after them."""
     nowhere = Matcher(ExactMap(PORT, {"1": OnMatch("never")}))
     tree = ip_tree(("0.0.0.0/0", "wider", wider), ("10.0.0.0/8", "wide", wide), ("10.96.0.0/16", nowhere, True))
     assert tree.evaluate(facts()) == chain
@@ -124,7 +124,7 @@ def test_server_names_go_from_exact_to_wildcards() -> None:
     )
     for name, chain in (("a.b.c", "exact"), ("x.b.c", "near"), ("x.y.c", "far"), ("z", "any"), ("A.B.C", "exact")):
         assert tree.evaluate(facts(server_name=name)) == chain
-    assert tree.evaluate(facts()) is None  # no server name is no value, not an empty one
+    assert tree.evaluate(facts()) is None  # a missing server name is no value, not an empty one
 
 
 def test_a_list_takes_the_first_predicate_that_holds() -> None:

@@ -39,10 +39,12 @@ assert registry.message_for("google.rpc.Status") is not status_pb2.Status
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 @pytest.mark.parametrize("path", ["ours first", "theirs beside ours"])
 def test_packages_with_the_same_messages_live_in_one_process(first: str, path: str, tmp_path: Path) -> None:
-    """Imported in either order; ``xds`` is found in ours, or in one folder that both have installed into."""
+    """Two packages with the same messages can be imported in either order. ``xds`` is found in our folder, or in
+    one folder that has both.
+    """
     entries = [str(ROOT), str(RIVALS)]
     if path == "theirs beside ours":
-        # As pip leaves it: the __init__.py of whichever came last, here xds-protos'.
+        # Like after pip: the __init__.py of the last installed one, here xds-protos'.
         shared = tmp_path / "xds"
         shared.mkdir()
         for folder in (ROOT / "xds", RIVALS / "xds"):

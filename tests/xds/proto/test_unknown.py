@@ -31,7 +31,7 @@ def varint(number: int) -> bytes:
 
 
 def field(number: int, payload: bytes = b"") -> bytes:
-    """A length-delimited field; the type does not matter to a reader that does not know the number."""
+    """Return a length-delimited field. Its type is irrelevant to a reader that does not know the number."""
     return varint(number << 3 | 2) + varint(len(payload)) + payload
 
 

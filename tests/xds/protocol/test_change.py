@@ -11,7 +11,7 @@ from xds.protocol.sotw import SotwClient
 from xds.protocol.types import EDS
 
 _NAMES = st.frozensets(st.sampled_from("abcde"))
-#: What is wanted, what is asked for once more, whether requests go out, and whether the stream breaks.
+#: The wanted names, the names that are requested again, whether requests are sent, and whether the stream breaks.
 _STEPS = st.lists(st.tuples(_NAMES, _NAMES, st.booleans(), st.booleans()), max_size=8)
 
 

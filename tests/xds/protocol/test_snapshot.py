@@ -227,7 +227,7 @@ CONTENTS = st.sampled_from(["", "x"])
 
 
 class OnDemand(RuleBasedStateMachine):
-    """A client that asks for what it needs, a mesh that changes, streams that end."""
+    """A client that requests what it needs, a mesh that changes, and streams that end."""
 
     @initialize()
     def begin(self) -> None:
@@ -249,7 +249,7 @@ class OnDemand(RuleBasedStateMachine):
         self._drain()
 
     def _drain(self) -> set[str]:
-        """Take what the server sends; the names it mentions."""
+        """Process the server's messages. Return the names in them."""
         mentioned: set[str] = set()
         while responses := self.server.responses_to_send():
             for response in responses:
@@ -483,7 +483,7 @@ class Link(RuleBasedStateMachine):
     def reject(self, type_url: str) -> None:
         event = self.pending.pop(type_url, None)
         if event is not None:
-            for name in event.update.removed:  # receivers refuse what is sent, never what goes
+            for name in event.update.removed:  # receivers refuse resources, but never removals
                 self.view[type_url].pop(name, None)
             self.client.reject(event, "no")
             self.has_refused = True
@@ -534,7 +534,7 @@ class Link(RuleBasedStateMachine):
             }
             seen = self.view[type_url]
             if isinstance(self.client, SotwClient) and type_url == EDS:
-                # The state-of-the-world variant has no way to tell that endpoints are gone.
+                # The state-of-the-world variant cannot report the removal of endpoints.
                 seen = {name: body for name, body in seen.items() if name in self.snapshot.of_type(EDS)}
             assert seen == expected, type_url
 

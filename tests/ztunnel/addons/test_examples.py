@@ -1,4 +1,4 @@
-"""The five examples: each loads with its options, says what it promises, and is short."""
+"""The five examples: each loads with its options, has the promised effect, and is short."""
 
 from __future__ import annotations
 

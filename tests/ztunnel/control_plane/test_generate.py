@@ -33,7 +33,7 @@ Compiled = dict[str, Any]
 
 
 def compiled(node: str, flavour: Flavour = Flavour.ZTUNNEL, **changes: Any) -> Compiled:
-    """Everything of a node by name: every message must be one our own compiler accepts."""
+    """Return all compiled resources of a node by name. Our own compiler must accept every message."""
     found: Compiled = {}
     for message in NodeConfig(mesh(**changes), node, flavour).messages():
         match message:

@@ -1,4 +1,4 @@
-"""An API server for tests: lists in pages, watches, compaction, and what goes wrong, over real sockets."""
+"""An API server for tests: lists in pages, watches, compaction and faults, over real sockets."""
 
 import asyncio
 import contextlib
@@ -20,16 +20,16 @@ _PATH = re.compile(
 
 
 class FakeApi:
-    """Objects of any plural, one sequence of versions for all.
+    """Objects of any kind, with one sequence of versions for all.
 
     Attributes:
         requests: method and target of every request.
         refuse: status, reason and message for every further request.
         garbage: lines that the next watch sends first.
-        keeps: what is created is an object from then on; 409 for a second one of that name.
-        versions: of API groups that are installed.
-        silent: watches say nothing more, as if their connections had been lost without a FIN.
-        lists: how many lists were begun.
+        keeps: created objects are stored; 409 for a second one of the same name.
+        versions: the versions of installed API groups.
+        silent: watches send nothing more, as if their connections had been lost without a FIN.
+        lists: the number of lists begun.
         watches: open streams.
     """
 
@@ -124,7 +124,7 @@ class FakeApi:
                 writer.transport.abort()
                 serving.cancel()
             await asyncio.gather(*self._clients, return_exceptions=True)
-            await asyncio.sleep(0)  # transports close one turn after they were aborted
+            await asyncio.sleep(0)  # transports close one iteration after abort()
 
     def kubeconfig(self, folder: Path, *, scheme: str = "http", **cluster: str) -> Path:
         path = folder / "kubeconfig"
@@ -142,7 +142,8 @@ class FakeApi:
         assert serving is not None
         self._clients[serving] = writer
         try:
-            if self._serving:  # else it was accepted in the last turn of serve(), which knew nothing of it yet
+            # otherwise it was accepted in the last iteration of serve(), which did not record it
+            if self._serving:
                 await self._requests(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
             pass
@@ -181,7 +182,7 @@ class FakeApi:
         found = _PATH.match(split.path)
         if found is None or found["version"] not in self.versions:
             return await self._status(writer, 404, "NotFound", "the server could not find the requested resource")
-        # Two groups have network policies; Calico's are put as "networkpolicies.v3".
+        # Two groups have network policies; Calico's have the name "networkpolicies.v3" here.
         plural = found["plural"] + (".v3" if found["version"] == "v3" else "")
         if method in ("POST", "PATCH"):
             self.bodies.append(body)

@@ -1,4 +1,4 @@
-"""The client: where its configuration comes from, and what it says when something is wrong."""
+"""The client: the sources of its configuration, and its error texts."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Objects from a folder: what is there, what changes, and what stays when a file cannot be read."""
+"""Objects from a folder: existing ones, changes, and the objects that stay when a file cannot be read."""
 
 import asyncio
 import logging
@@ -139,7 +139,7 @@ def test_an_item_of_a_list_that_is_no_object_costs_the_others_nothing(
     source = FileObjects(tmp_path)
     source.everything()
     file.write_text(items(pod("one", "new"), pod("''"), pod("four")))
-    # Either of those that have disappeared can be the one that lost its name.
+    # The nameless document can be either of the two missing objects, so both stay.
     assert names(source.everything()) == {"one": "new", "four": "x"}
     assert caplog.messages == [
         f"objects not read file={file} error=document 1 at line 1: Pod: an object needs kind and metadata.name; "

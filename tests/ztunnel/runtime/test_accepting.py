@@ -1,4 +1,4 @@
-"""Listening sockets, over loopback: what is accepted, and that nobody who connects notices who listens."""
+"""Listening sockets, over loopback: the accepted connections, and replacement without effect for clients."""
 
 import asyncio
 import errno
@@ -89,7 +89,7 @@ class Failing(socket.socket):
 )
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_an_error_of_one_connection_leaves_the_others_accepted(run: Callable[..., None], name: str) -> None:
-    """The epoll is edge-triggered: what is not accepted now waits for the next connection to come."""
+    """The epoll is edge-triggered: a connection that is not accepted now waits for the next one."""
 
     async def main() -> None:
         with poller() as shared:
@@ -175,7 +175,7 @@ def test_a_port_that_is_not_shared_cannot_be_left() -> None:
 
 
 def test_no_connection_is_refused_when_a_successor_takes_the_port() -> None:
-    """Closing a listener resets what it has not accepted; a client that connects all the time would see it."""
+    """Closing a listener resets its queued connections. A client that connects all the time would be affected."""
 
     async def main() -> None:
         faults: list[str] = []
@@ -200,7 +200,7 @@ def test_no_connection_is_refused_when_a_successor_takes_the_port() -> None:
                     await asyncio.sleep(0)
                 old, server = server, Server(shared, port, str(number).encode())
                 old.listening.leave_to_successor()
-                while not server.count:  # whatever came to the old one by then has gone all the way
+                while not server.count:  # until connections to the old process have been handled
                     await asyncio.sleep(0)
                 old.listening.accept_queued()
                 old.listening.close()
@@ -258,7 +258,7 @@ def test_connections_of_a_shared_socket_are_taken_out_of_turn() -> None:
             answers = [await asyncio.to_thread(ask, port) for _ in range(20)]
             assert set(answers) <= {b"a", b"b"}
             assert len(answers) == 20
-            # The process that is left takes all, also those that came together.
+            # The remaining process accepts all connections, including simultaneous ones.
             b.listening.close()
             waiting = [socket.create_connection((HOST, port), timeout=5) for _ in range(50)]
             for client in waiting:
@@ -279,7 +279,7 @@ def test_a_connection_that_is_not_taken_does_not_hold_up_the_next() -> None:
                 raise MemoryError
 
             server.listening.start(fail_once)
-            # Both are in the queue before the loop runs, so that one event reports the two.
+            # Both are queued before the loop runs, so that one event reports them.
             clients = [socket.create_connection((HOST, server.port), timeout=5) for _ in range(2)]
             try:
                 answers = [await asyncio.to_thread(client.recv, 10) for client in clients]

@@ -1,4 +1,4 @@
-"""Counts by labels are bounded, and the one counted longest ago goes."""
+"""Counts by labels are bounded, and the least recently counted is dropped."""
 
 import pytest
 

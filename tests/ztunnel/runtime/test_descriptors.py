@@ -9,7 +9,7 @@ from ztunnel.runtime.descriptors import Descriptors, lowest_free
 
 
 class Process:
-    """Counts what a test says is in use."""
+    """Has the number of descriptors in use that a test sets."""
 
     def __init__(self, limit: int = 512) -> None:
         self.used = 0

@@ -21,7 +21,7 @@ from tests.ports import free_port
 from tproxy.aio import held_sockets, sockets
 
 HOLDER = holder_module.__file__
-#: A server of one line each: what it is asked to do, answered with its process id before it does so.
+#: A server with one-line commands. It answers each with its process id before executing it.
 SERVER = textwrap.dedent("""
     import os, signal, sys, time
     from tproxy.aio import held_sockets, sockets

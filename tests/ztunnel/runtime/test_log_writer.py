@@ -11,7 +11,7 @@ from ztunnel.runtime.log_writer import COMPLAIN_EVERY_S, LogFile, LogWriter
 
 
 class LogsInto(logging.Handler):
-    """What the Istio front end does: the process's own log goes into one of the writer's files, at once."""
+    """Like the Istio front end: writes the process's own log to one of the writer's files, at once."""
 
     def __init__(self, writer: LogWriter, file: LogFile) -> None:
         super().__init__()

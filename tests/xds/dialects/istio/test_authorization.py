@@ -1,4 +1,4 @@
-"""``istio.security.Authorization``: what each part means, and how what is not understood closes."""
+"""``istio.security.Authorization``: the meaning of each part, and how unsupported parts fail closed."""
 
 import ipaddress
 import json

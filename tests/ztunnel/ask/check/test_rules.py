@@ -1,4 +1,4 @@
-"""Each check, by the state that fails it: healthy facts of two nodes, with one thing changed."""
+"""Each check is tested with the state that fails it: healthy facts of two nodes, with one thing changed."""
 
 from __future__ import annotations
 

@@ -141,9 +141,9 @@ def pages(
     missing: bytes = b"not found\n",
     asked: list[str] | None = None,
 ) -> Iterator[str]:
-    """Serve pages by path, and ``other`` or 404 elsewhere; yields the address.
+    """Serve pages by path, and ``other`` or 404 elsewhere. Yield the address.
 
-    ``asked`` gets the target of each request.
+    The target of each request is appended to ``asked``.
     """
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -165,5 +165,5 @@ def pages(
 
 
 def page(body: bytes) -> AbstractContextManager[str]:
-    """Serve one page at every path; yields the address."""
+    """Serve one page at every path. Yield the address."""
     return pages({}, other=body)

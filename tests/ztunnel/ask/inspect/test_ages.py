@@ -1,4 +1,4 @@
-"""Ages in tables for people: in the units that say most; JSON keeps what the proxy's page has."""
+"""Tables show ages in the largest suitable unit. JSON keeps the value of the proxy's page."""
 
 import io
 import json

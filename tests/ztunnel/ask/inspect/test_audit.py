@@ -20,7 +20,7 @@ Output = pytest.CaptureFixture[str]
 
 @contextmanager
 def agent(body: object, status: int = 200) -> Iterator[tuple[str, list[str]]]:
-    """A node agent's pages; its address, and the requests that came."""
+    """Serve a node agent's pages. Yield the address, and the received requests."""
     asked: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):

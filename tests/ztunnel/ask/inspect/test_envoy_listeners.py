@@ -1,4 +1,4 @@
-"""Answers from a dump of Envoy's dialect: the proxy's own; and what is missing or cannot be read."""
+"""Answers from a dump of Envoy's dialect equal the proxy's own, and report missing or unreadable parts."""
 
 import copy
 import json

@@ -31,7 +31,7 @@ LINE = (
 
 def test_lines_of_a_log_are_explained(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     deny = policy("no-front", Action.DENY, PeerServiceAccount("shop", "client"))
-    # A line that is no connection, and the same twice but for the client's port: one question.
+    # A line without a connection, and two lines that differ only in the client's port: one question.
     text = "ztunnel is ready\n" + LINE.format(port=4000) + LINE.format(port=4001)
 
     def ask(address: str) -> None:
@@ -145,7 +145,7 @@ def test_a_live_connection_in_envoys_dialect_is_explained(reference: Reference, 
 
 
 def test_explain_adds_the_inbound_decision_of_the_far_proxy_that_has_the_pod(capsys: Output) -> None:
-    """Of several proxies that one which has the pod: the others end no TLS for it."""
+    """Only the proxy with the pod is asked, because other proxies do not terminate TLS for it."""
     identity = "spiffe://cluster.local/ns/a/sa/a"
     tunnel = {"tunnel": {"authority": "10.0.0.2:80"}, "tls": {"identity": [identity]}}
     inner = {"hop": {"clusters": [{"cluster": "t", "endpoints": [tunnel]}]}}
@@ -271,7 +271,7 @@ def test_live_connections_of_a_rust_ztunnel_are_explained(how: str, saved: str, 
         assert told["ways"][0]["taken"] is True
         assert main(["explain", "--connection", "10.0.0.3:4000", *source, "--json"]) == 0
         (told,) = json.loads(capsys.readouterr().out)["items"]
-        # Nothing of the dump says what was proven; the address is that of a workload that takes tunnels.
+        # The dump does not show proven identities. The address belongs to a workload that accepts tunnels.
         assert told["seen"]["identity"] == "spiffe://cluster.local/ns/default/sa/c"
         assert told["inbound"]["workload"] == "c//Pod/default/a"
 
@@ -355,7 +355,7 @@ def test_explain_refuses_a_dump_of_another_shape(body: bytes, tmp_path: Path, ca
     for words in (["10.0.0.1", "10.0.0.2:80"], ["--connection", "10.0.0.1:1"]):
         status = main(["explain", *words, "--file", saved])
         said = capsys.readouterr()
-        # An empty mesh is one: neither end is known then.
+        # An empty mesh is valid, but knows neither end.
         assert status == 2 or "not known here" in said.out
         assert said.err.count("\n") == (status == 2)
     with pages({"/connections": body, "/explain": body}) as address:

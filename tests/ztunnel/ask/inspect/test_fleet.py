@@ -1,4 +1,4 @@
-"""All nodes at once: a script in kubectl's place leads to two proxies, of which one can be silent."""
+"""All nodes at once: a script in kubectl's place connects to two proxies, of which one can be silent."""
 
 import json
 import stat

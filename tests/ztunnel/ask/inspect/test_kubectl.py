@@ -18,7 +18,7 @@ from ztunnel.node.agent.audit import page
 
 Output = pytest.CaptureFixture[str]
 
-#: Answers `get` from files named by its words, and forwards as long as it is let live.
+#: Answers `get` from files named by its words, and forwards until it is killed.
 SCRIPT = """#!/bin/sh
 echo "$*" >> {folder}/calls
 case "$*" in
@@ -123,7 +123,7 @@ def test_a_proxy_is_reached(words: list[str], forwarded: tuple[str, str], made: 
     "words", [["--node", "n1"], ["--pod", "web.shop"], ["--pod", "side.shop"], ["--pod", "istio-system/agent-1"]]
 )
 def test_an_audit_asks_the_agent_of_the_node(words: list[str], made: Cluster, capsys: Output) -> None:
-    """Also for a pod with a proxy of its own, and for the agent itself."""
+    """The agent is also asked about a pod with a proxy of its own, and about itself."""
     made.put("get pod side --namespace shop", pod("side", "shop", containers=["app", "istio-proxy"]))
     made.put(
         "get pod agent-1 --namespace istio-system", pod("agent-1", "istio-system", labels={"app": "ztunnel-agent"})

@@ -86,7 +86,8 @@ def test_a_dump_gives_the_proxys_answer(
 ) -> None:
     client = pod("client", "10.0.0.1", locality=Locality(region))
     service = cart(load_balancing=balancing, waypoint=BY_NAME if waypoint else None)
-    # Of equal endpoints, and of policies that hold, the first that came is first; a dump has them by name.
+    # Among equal endpoints, and among matching policies, the first in order of arrival is used. A dump has them in
+    # order of name.
     endpoints.sort(key=lambda each: each.uid)
     policies.sort(key=lambda each: each.key)
     there = around(client, service, wp(), WAYPOINT, *endpoints, *policies)

@@ -1,4 +1,4 @@
-"""Tables from a saved dump of Envoy's dialect: those of the running proxy, and what a dump cannot say."""
+"""Tables from a saved dump of Envoy's dialect equal the running proxy's, except for facts missing from a dump."""
 
 import json
 from base64 import b64encode
@@ -19,7 +19,7 @@ _DUMP = "type.googleapis.com/envoy.admin.v3."
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str]]:
-    """A dump of a proxy, and what it says itself."""
+    """Yield a proxy's dump, and the proxy's own answers."""
     folder = tmp_path_factory.mktemp("reference")
     reference = write_reference(folder, "w2")
     said: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Connections that were seen, as questions; and the answers against what became of real connections."""
+"""Questions from observed connections; the answers are compared with the outcomes of real connections."""
 
 import json
 from dataclasses import replace
@@ -311,7 +311,7 @@ ALLOW_CLIENT = replace(ALLOW, condition=PeerServiceAccount("default", "client"))
 def test_explain_of_a_live_or_logged_connection_agrees_with_its_outcome(
     tmp_path: Path, dialled: str, policy: AuthorizationPolicy
 ) -> None:
-    """Open one through both proxies; ask about its live entries, then about its log lines."""
+    """Open a connection through both proxies. Ask about its live entries, then about its log lines."""
 
     async def body(cluster: Cluster) -> None:
         await cluster.start(replace(GATED, services=endpoint("x").services), NEAR)

@@ -1,4 +1,4 @@
-"""``ztunnel tap``: what it writes, says, and answers when there is no capture."""
+"""``ztunnel tap``: its files, its output, and its answers without a capture."""
 
 import asyncio
 import os

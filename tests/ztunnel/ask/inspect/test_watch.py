@@ -1,4 +1,4 @@
-"""Watching a table: what changed, on a pipe, as JSON and on a terminal; and the command as a process."""
+"""Watching a table: the changes, on a pipe, as JSON and on a terminal; and the command as a process."""
 
 import io
 import json
@@ -52,7 +52,7 @@ def test_fields_that_change_by_time_do_not_count_as_changes() -> None:
 
 
 class Looks:
-    """Returns answers one after the other, or raises; Ctrl-C after the last."""
+    """Returns answers one after the other, or raises errors. After the last one it raises KeyboardInterrupt."""
 
     def __init__(self, *found: Sequence[End] | Answer[End] | Exception) -> None:
         self.left = list(found)

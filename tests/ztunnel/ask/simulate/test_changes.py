@@ -1,4 +1,4 @@
-"""What changes of policies do, and the least policies that let in what was seen."""
+"""The effects of changed policies, and the smallest policies that admit the observed connections."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def seen(identity: str, port: int = 80, source: str = "10.0.0.9", host: str = "1
 
 def test_each_pair_is_told_with_its_reason() -> None:
     only_client = {"from": [{"source": {"principals": ["cluster.local/ns/shop/sa/client"]}}]}
-    # The dump has two workloads at one address; of those the last one is asked, which has no policy of its own.
+    # The dump has two workloads at one address. The last one is used, which has no policy of its own.
     mesh = replace(MESH, workloads=MESH.workloads[:1])
     after = applied(mesh, [read(written(only_client))], removed=["shop/old"])
     answer = simulate(mesh, after, {seen(CLIENT): 3, seen(WEB): 2, seen(THIEF): 1, seen("", host="10.9.9.9"): 4})

@@ -1,4 +1,4 @@
-"""Connections of access logs, plain and JSON, and of the page of live ones."""
+"""Parses connections from access logs, plain and JSON, and from the page of live ones."""
 
 import pytest
 

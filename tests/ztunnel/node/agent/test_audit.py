@@ -1,4 +1,4 @@
-"""What an audit says of a pod: one answer per question, and each difference by name."""
+"""An audit has for each pod one answer per question, and each difference by name."""
 
 from dataclasses import replace
 from ipaddress import ip_address

@@ -71,7 +71,7 @@ def test_listeners_and_other_agents() -> None:
     assert listener.text == "nothing listens on port 15006: connections are refused"
     [two] = findings(POD, PORTS, {"istio-ambient-nat output"}, [])
     assert "another mesh agent has rules in this pod (istio-ambient-nat output)" in two.text
-    # Without an answer of a proxy nothing is known of it; with two, one that serves the pod suffices.
+    # Without a proxy's answer there are no findings about it. With two proxies, one that serves the pod is enough.
     assert findings(POD, PORTS, (), []) == []
     assert findings(POD, PORTS, (), [read_dump(dump("")), read_dump(dump())]) == []
 

@@ -1,4 +1,4 @@
-"""The file of pods: what it says, and every fault with its place."""
+"""The file of pods: its values, and every fault with its place."""
 
 import pytest
 from hypothesis import given

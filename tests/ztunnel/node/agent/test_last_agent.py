@@ -1,4 +1,4 @@
-"""Upgrade or the end: what the agent's own DaemonSet says, and what is done when nothing says it."""
+"""Upgrade or uninstallation: the decision by the agent's own DaemonSet, and without an answer about it."""
 
 import asyncio
 from typing import Any

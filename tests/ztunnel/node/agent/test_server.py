@@ -61,7 +61,7 @@ class Proxy:
 
 
 class Scene:
-    """A server, the pods it tells of, and the proxies that came."""
+    """A server, the pods it announces, and the connected proxies."""
 
     def __init__(self, path: Path, netns: Netns) -> None:
         self.netns = netns
@@ -137,7 +137,7 @@ def test_a_hello_is_answered_with_every_pod_then_the_end_of_the_snapshot(run: Ca
         await proxy.channel.send(hello_bytes())
         await proxy.expect(AddPod(A, INFO))
         await proxy.expect(KeepPod(B), "no such pod")
-        # An error about one pod is no reason to keep the others from it.
+        # An error about one pod does not stop the announcement of others.
         await proxy.expect(SnapshotSent())
         assert scene.answers == [(A, ""), (B, "no such pod")]
 

@@ -72,7 +72,7 @@ class Client:
         return found
 
     def exchange(self, *parts: bytes) -> None:
-        """Give bytes to the server, else what the client wants to send, until neither has more to say."""
+        """Pass bytes to the server, and the client's output as well, until neither has more to send."""
         waiting = list(parts) or [self.sent()]
         while waiting:
             for part in waiting:

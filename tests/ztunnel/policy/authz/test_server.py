@@ -52,7 +52,7 @@ def pod(number: int) -> c.EndpointId:
 
 
 class Snapshot(Follower):
-    """A follower whose store is there from the start, as if a stream had just said InSync."""
+    """A follower whose store is complete from the start, as if a stream had just sent InSync."""
 
     def __init__(self, *endpoints: int, clock: Any = None) -> None:
         super().__init__("unix:/nowhere", clock or SystemClock())
@@ -108,9 +108,9 @@ def test_60_kb_of_metadata_are_taken(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", CHECK_METHODS)
 def test_a_request_of_any_version_may_lack_everything(method: str, tmp_path: Path) -> None:
-    """A network filter asks about a connection: what is absent is not an empty method, which would not match.
+    """A network filter asks about a connection. A missing method is not an empty method, which would not match.
 
-    Of the versions before v3 both readings must allow: Calico's server takes it for an empty method.
+    For versions before v3 both readings must allow, because Calico's server reads it as an empty method.
     """
     connected = 0 if ".v3." in method else 7
     connection, empty = CheckRequest(), CheckRequest()
@@ -261,7 +261,7 @@ def test_a_flood_of_checks_is_answered(tmp_path: Path) -> None:
 def test_a_client_that_floods_with_checks_of_every_kind_takes_no_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another client is answered meanwhile; what is too large or no check is refused by name."""
+    """Another client is answered meanwhile. Requests that are too large or not a check are refused by name."""
     monkeypatch.setattr(evaluator_module, "CACHED_VERDICTS", 100)
 
     async def main() -> None:

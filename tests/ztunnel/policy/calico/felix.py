@@ -1,4 +1,4 @@
-"""A PolicySync server that says what a test wants, stream by stream."""
+"""A PolicySync server with scripted messages, stream by stream."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ class Felix:
     """Serves ``unix:<folder>/felix.sock`` while entered.
 
     Attributes:
-        streams: one queue for each stream that was begun; bytes go out as they are, None ends the stream.
+        streams: one queue for each begun stream; bytes are sent unchanged, None ends the stream.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -11,7 +11,7 @@ WEB_HOST, DB_HOST, ELSEWHERE = "10.0.0.1", "10.0.0.2", "10.9.9.9"
 ONE = c.PolicyId("GlobalNetworkPolicy", "", "one")
 STAGED = c.PolicyId("StagedGlobalNetworkPolicy", "", "staged")
 ALLOW, DENY = c.Rule(c.Action.ALLOW), c.Rule(c.Action.DENY)
-#: From the one pod to the other.
+#: From one pod to the other.
 FLOW = connection(SocketAddress(WEB_HOST, 40000), SocketAddress(DB_HOST, 80), "", "")
 
 
@@ -26,7 +26,7 @@ def both(policy: c.PolicyId, *rules: c.Rule) -> c.Update:
 
 
 def snapshot(*rules: c.Rule, staged: tuple[c.Rule, ...] | None = None) -> tuple[c.Update, ...]:
-    """Both pods with one policy, behind a staged one if there are rules for it."""
+    """Return the updates for both pods with one policy, and before it a staged one if it has rules."""
     policies = (ONE,) if staged is None else (STAGED, ONE)
     more = () if staged is None else (both(STAGED, *staged),)
     return (

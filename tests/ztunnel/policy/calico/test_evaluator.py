@@ -184,7 +184,7 @@ UNJUDGED: list[tuple[dict[str, Any], c.Flow]] = [
 def test_a_clause_that_cannot_be_judged_lets_nothing_through(
     clause: dict[str, Any], about: c.Flow, connections_only: bool
 ) -> None:
-    """Whatever the action is: what comes after the rule would allow, in its tier and in the next one."""
+    """Whatever the rule's action is, later rules in its tier and in the next one must not allow the flow."""
     if connections_only and "http" in clause:
         clause = {**clause, "source": c.PeerMatch(ip_sets=(GONE,))}
     for action in (c.Action.ALLOW, c.Action.DENY, c.Action.PASS, c.Action.UNKNOWN):
@@ -323,7 +323,9 @@ def test_answers_are_kept_up_to_a_number_and_not_of_principals_that_are_long(
 
 
 def connection(rule: dict[str, Any], action: c.Action = c.Action.ALLOW, **changes: Any) -> Verdict:
-    """The verdict of one rule where only connections are judged, before a rule that allows all or a tier's end."""
+    """Return the verdict of one rule for a connection. The rule is followed by a rule that allows all, or by the
+    tier's end.
+    """
     found = Evaluator(Store(), connections_only=True)
     updates = (policy(ONE, c.Rule(action, **rule), *(() if action is c.Action.ALLOW else (ALLOW,))), IN_A)
     for update in (*updates, c.EndpointUpdate(POD, c.Endpoint("", (), (tier(ONE),))), c.InSync()):

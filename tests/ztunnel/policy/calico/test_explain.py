@@ -1,4 +1,4 @@
-"""Questions to a running server, and what its page says is in force."""
+"""Questions to a running server, and its page of active policies."""
 
 import json
 from pathlib import Path

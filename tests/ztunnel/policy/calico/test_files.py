@@ -91,7 +91,7 @@ def test_a_change_is_followed_and_a_document_that_cannot_be_read_leaves_its_last
 
 
 def global_policy(name: str, action: str, source: str, selector: str = "app == 'db'") -> str:
-    """A policy that is read before those that come after it by name."""
+    """Return a policy that is read before policies with a later name."""
     return (
         "apiVersion: projectcalico.org/v3\n"
         "kind: GlobalNetworkPolicy\n"
@@ -203,7 +203,8 @@ def test_a_damaged_document_costs_no_other_and_lets_nothing_more_through(
         assert found.faults
         if started:
             assert found.complete
-            # The others are as they were, and so is what cannot be told.
+            # Policies outside the damaged text are unchanged. If the text cannot be read at all, all resources
+            # are.
             mine = set(read_resources({"x.yaml": whole[at]}).policies)
             assert {key: resources.policies[key] for key in expected.policies if key not in mine} == {
                 key: value for key, value in expected.policies.items() if key not in mine

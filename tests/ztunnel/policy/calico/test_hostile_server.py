@@ -29,7 +29,9 @@ from ztunnel.policy.calico.verdict import Code
 
 
 def test_rubbish_of_every_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is no message, or one that changes nothing good; a hundred messages that are none end the stream."""
+    """Random bytes are not a message, or one without effect on good state. A hundred invalid messages end the
+    stream.
+    """
     noise = random.Random(7)
     rubbish = [b"\xff" + noise.randbytes(size) for size in (*range(60), 1_000, 100_000)]
 
@@ -110,7 +112,7 @@ def test_a_set_of_a_million_members_leaves_other_tasks_their_turn_and_counts_whe
 
 @pytest.mark.parametrize("kind", ["members", "unreadable members", "policies", "labels"])
 def test_what_has_no_end_ends_the_stream(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also within what is in sync, and in objects that are few and large."""
+    """Endless data ends the stream, even after InSync, and even if it consists of few large objects."""
     monkeypatch.setattr(module, "OBJECTS", 20_000)
     many = tuple(f"10.0.{index >> 8}.{index & 255}" for index in range(21_000))
     rule = c.Rule(c.Action.ALLOW, source=c.PeerMatch(account_names=("x" * 100,)))
@@ -189,7 +191,7 @@ def resident_bytes() -> int:
 
 
 def test_a_flood_of_updates_takes_no_memory_and_leaves_checks_their_turn(tmp_path: Path) -> None:
-    """Updates come as fast as they go, 20,000 by night; the queue between is the network's."""
+    """Updates arrive as fast as possible, 20,000 in nightly runs. The only queue is the network's."""
     checks, updates = 0, at_night(20_000, 4_000)
 
     async def main() -> None:

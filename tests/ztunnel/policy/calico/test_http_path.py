@@ -1,4 +1,4 @@
-"""The normal form of paths, and what lies below a prefix."""
+"""The normal form of paths, and matches by prefix."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""IP sets: members of each type, found by address; updates, and what they leave behind."""
+"""IP sets: members of each type, found by address; updates, and the state after them."""
 
 from ipaddress import ip_address, ip_network
 

@@ -1,4 +1,4 @@
-"""Policies in force: new connections that wait for their pod, and live ones that are judged again."""
+"""Active policies: new connections that wait for their pod, and live ones that are judged again."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

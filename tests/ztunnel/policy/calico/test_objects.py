@@ -1,4 +1,4 @@
-"""Objects become resources; faulty ones leave their last good form, or close what they select."""
+"""Objects become resources. Faulty ones keep their last good form, or close the pods that they select."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A part of an object that cannot be used never lets more through than any form of it that could be meant."""
+"""An object with an unusable part never admits more than any form that its author could have intended."""
 
 import copy
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ BASE = [
 
 
 class World:
-    """A node's table of objects, and what was said about them."""
+    """A node's table of objects, and the reported faults."""
 
     def __init__(self, *bodies: Body) -> None:
         found: dict[ObjectKey, Any] = {}
@@ -89,8 +89,8 @@ PACKETS = [
     for protocol, port in ((6, 80), (6, 443), (17, 53), (1, 0))
 ]
 
-#: Of each clause of a side of Calico's rules: forms that mean something, and forms that do not.
-#: The good entries of a list that is faulty in part stay active, so they are in every form that it can have meant.
+#: For each clause of a side of Calico's rules: usable forms, and unusable ones. The good entries of a partly
+#: faulty list stay active, so they are in every form that the list could have had.
 SIDE: Mapping[str, tuple[list[Any], list[Any]]] = {
     "nets": (
         [["192.0.2.0/24"], ["10.0.0.0/8", "192.0.2.0/24"]],

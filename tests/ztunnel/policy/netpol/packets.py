@@ -1,4 +1,4 @@
-"""Packets for hypothesis: between the addresses of one family, of every protocol that policies know."""
+"""Packets for hypothesis: between the addresses of one family, with every protocol that policies can name."""
 
 from collections.abc import Sequence
 from ipaddress import ip_address

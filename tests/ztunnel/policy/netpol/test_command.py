@@ -1,4 +1,4 @@
-"""``ztunnel netpol run`` against an API server: what it asks for, what it prints, what it says when it may not."""
+"""``ztunnel netpol run`` against an API server: its requests, its output, and its errors without permission."""
 
 import asyncio
 import io

@@ -1,4 +1,6 @@
-"""The defects of Galaxy's policy controller, each as what must happen instead; README.md has the whole table."""
+"""The defects of Galaxy's policy controller, each as a test of the right behaviour; README.md has the whole
+table.
+"""
 
 from ipaddress import ip_address, ip_network
 from typing import Any
@@ -225,7 +227,9 @@ def test_both_families_have_their_own_sets(world: World) -> None:
 
 
 def test_ranges_without_what_is_cut_out() -> None:
-    """The example of nftables' interval sets: what is left of a network is ranges, not networks."""
+    """The example of nftables' interval sets: a network without its exceptions is a set of ranges, not of
+    networks.
+    """
     from ztunnel.policy.netpol.intervals import ranges_of, without
 
     networks = ranges_of([ip_network("10.246.33.0/24")], 4)

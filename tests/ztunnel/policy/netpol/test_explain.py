@@ -1,4 +1,4 @@
-"""``ztunnel netpol explain``: what is asked of it, in every form of the question."""
+"""``ztunnel netpol explain``: every form of its question."""
 
 import pytest
 

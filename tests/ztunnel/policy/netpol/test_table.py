@@ -1,4 +1,6 @@
-"""The table means what the policies mean: hypothesis holds it to the evaluator; rules one by one."""
+"""The table has the meaning of the policies: hypothesis compares it with the evaluator; single rules are tested,
+too.
+"""
 
 from dataclasses import replace
 from ipaddress import ip_address, ip_network
@@ -85,7 +87,9 @@ PROFILES = {"kns.shop": c.Policy("", (c.Rule(c.Action.ALLOW),), (c.Rule(c.Action
 
 @st.composite
 def worlds(draw: st.DrawFn) -> Compiled:
-    """Two pods of this node and one of another; what their policies name is there, and always of one type."""
+    """Draw two pods of this node and one of another. Everything that their policies name exists and has one
+    type.
+    """
     found = Compiled()
     for key, (kind, members) in MEMBERS.items():
         found.ip_sets[key] = (kind, frozenset(draw(some(members, 5))))
@@ -193,7 +197,7 @@ def test_an_address_of_the_nodes_range_is_closed_until_its_pod_is_known() -> Non
             assert accepts(made, other, one)
     assert not accepts(made, "fd00::2", "fd00::1")
     assert accepts(made, "2001:db8::1", "fd00::1")
-    # Neighbours of the new pod are its node's business, and answers to what it was allowed before come back.
+    # Neighbour discovery of the new pod is accepted, and so are answers on connections that were allowed before.
     assert accepts(made, "fd00::2", "fd00::1", protocol=58, icmp_type=135)
 
 
@@ -291,7 +295,7 @@ def test_what_cannot_be_read_of_a_rule_that_does_not_allow_drops(action: c.Actio
     found.policies[policy_id] = replace(policy, inbound=rules)
     made = TableBuilder().build(found, "n1")
     assert not accepts(made, "10.0.0.1", "10.0.0.2")
-    # An action that nobody knows drops, whatever else the rule says.
+    # An unknown action drops, whatever the rest of the rule is.
     assert made.unseen
 
 
@@ -305,7 +309,7 @@ def test_a_policy_that_is_missing_closes_its_pods() -> None:
 
 def test_a_cut_connection_is_not_taken_up_again_by_its_answers() -> None:
     made = built(global_policy("deny", "{selector: app == 'backend', types: [Ingress]}"))
-    # front is open, and so is what back sends. But this packet opens nothing.
+    # front accepts all, and back may send all. But this packet does not open a connection.
     assert accepts(made, "10.0.0.2", "10.0.0.1", tcp_flags=0x02)
     assert not accepts(made, "10.0.0.2", "10.0.0.1", tcp_flags=0x10)
     assert accepts(made, "10.0.0.2", "10.0.0.1", tcp_flags=0x10, state=0x2)
@@ -325,7 +329,7 @@ def test_tunnels_pass_only_where_the_proxy_judges_what_is_inside(tunnels: bool) 
     assert accepts(made, "10.0.0.3", "10.0.0.2", 15008) == tunnels
     assert accepts(made, "10.0.0.2", "10.0.0.3", 15008) == tunnels
     assert not accepts(made, "10.0.0.3", "10.0.0.2", 8080)
-    # front is in no mesh: what comes to its port 15008, or leaves it for one, is as any other traffic.
+    # front is not in the mesh, so traffic to its port 15008 is like any other.
     assert not accepts(made, "10.0.0.3", "10.0.0.1", 15008)
     assert not accepts(made, "10.0.0.1", "10.0.0.3", 15008)
 

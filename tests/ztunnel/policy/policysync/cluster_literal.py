@@ -1,7 +1,8 @@
-"""What network-policy-api and Kubernetes say of one connection, read literally from the objects: slow and plain.
+"""The decision of network-policy-api and Kubernetes about one connection, read literally from the objects: slow
+and simple.
 
 Admin policies by priority, then NetworkPolicy, which decides for a pod that it isolates, then baseline policies,
-then allowed. Labels of the world below are its only ones; a peer is a pod, a node, or an address outside.
+then allowed. The labels used by the tests below are the only ones; a peer is a pod, a node, or an address outside.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ Body = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """One end of a connection; ``pod`` is false for a node and for what is outside."""
+    """One end of a connection. ``pod`` is false for a node and for an address outside of the cluster."""
 
     address: str
     pod: bool = False
@@ -53,7 +54,9 @@ def selects(selector: Body, labels: Mapping[str, str]) -> bool:
 
 
 def in_namespaced(pods: Body, end: End) -> bool:
-    """``pods``: of namespaces and pods that two selectors select; an empty one selects all."""
+    """Return whether an end is selected by ``pods``: two selectors of namespaces and pods. An empty one selects
+    all.
+    """
     return (
         end.pod
         and selects(pods.get("namespaceSelector", {}), end.namespace_labels)

@@ -157,7 +157,7 @@ def rules(draw: st.DrawFn, kind: str, direction: str) -> list[dict[str, Any]]:
 @st.composite
 def policies(draw: st.DrawFn) -> list[dict[str, Any]]:
     found = []
-    # No two of one tier have one priority: the API leaves open which is asked first.
+    # No two policies of one tier have the same priority, because the API does not define their order.
     priorities = draw(st.permutations(range(4)))
     for number in range(draw(st.integers(0, 3))):
         kind = draw(st.sampled_from(["ClusterNetworkPolicy", "ClusterNetworkPolicy", "AdminNetworkPolicy"]))

@@ -125,7 +125,7 @@ def test_files_that_cannot_be_read_are_no_answer(tmp_path: Path) -> None:
 
 
 def test_serve_follows_a_cluster(tmp_path: Path) -> None:
-    """Kubernetes' and Calico's policies of one name, one that is faulty, and an API server that goes away."""
+    """Kubernetes' and Calico's policies of one name, a faulty one, and an API server that becomes unreachable."""
     back = c.EndpointId("k8s", "shop/back", "eth0")
     api = FakeApi()
     api.versions |= {"v1alpha1", "v1alpha2", "v3"}

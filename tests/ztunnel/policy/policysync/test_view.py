@@ -1,4 +1,4 @@
-"""What a client is told: only what its endpoints need, and nothing that names what is not there yet."""
+"""A client receives only the objects that its endpoints need, and each after the objects that it names."""
 
 from collections.abc import Iterable
 
@@ -26,7 +26,7 @@ SPECS = (
 def applied(
     state: dict[str, dict[object, object]], updates: Iterable[c.Update]
 ) -> dict[str, dict[object, object]]:
-    """Apply updates as a client would; fail where one names what is not there."""
+    """Apply updates like a client. Fail if an update names a missing object."""
     sets, policies, profiles, endpoints = (state[key] for key in ("sets", "policies", "profiles", "endpoints"))
     for update in updates:
         match update:

@@ -1,4 +1,4 @@
-"""What hooks may return, and what several addons say together."""
+"""The values that hooks can return, and the combination of several addons' verdicts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def running(path: str, body: Callable[[AddonProcess], Awaitable[None]]) -> None:
         async with AddonProcess(AddonSettings(specs=(parse_spec(path),))) as entered:
             await body(entered)
 
-    # Not in virtual time: files are loaded in a thread, for which that does not wait.
+    # Not in virtual time, which does not wait for the thread that loads files.
     asyncio.run(main())
 
 

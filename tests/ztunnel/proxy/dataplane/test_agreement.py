@@ -141,7 +141,9 @@ def test_side_without_a_certificate_does_not_agree() -> None:
 
 
 def test_credentials_that_are_no_longer_used_are_freed_at_once() -> None:
-    """Certificates are renewed, and each has been judged by many: what was found out must not keep old ones."""
+    """Certificates are renewed, and many others have judged each. The cached results must not keep old ones
+    alive.
+    """
     kept, old = shown(CLIENT), shown(SERVER)
     assert agree(kept, old)
     assert agree(old, kept, expected=CLIENT)

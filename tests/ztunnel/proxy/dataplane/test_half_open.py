@@ -1,4 +1,6 @@
-"""Connections before their handshake, over loopback: whose turn it is, who must go, what is charged."""
+"""Connections before their handshake, over loopback: the order of handshakes, the closed connections, the
+charges.
+"""
 
 import asyncio
 import errno

@@ -106,10 +106,10 @@ class Harness:
         self.server.publish("it", self.snapshot)
 
     async def published(self, *resources: tuple[str, Json]) -> str | None:
-        """Publish and wait for the listeners' answer; its error.
+        """Publish, and wait for the answer about the listeners. Return its error.
 
-        Clusters that changed are answered once they are warm: whoever connects then is not ahead of them.
-        An answer to an earlier version may still be on its way, and does not count.
+        Changed clusters are answered once they are warm, so later connections find them. An answer to an earlier
+        version can still arrive, and does not count.
         """
         before = len(self.answered)
         awaited = [LISTENERS]
@@ -205,7 +205,7 @@ async def application(reply: bytes = b"", *, echo: bool = True) -> AsyncIterator
 
 
 async def ask(port: int, data: bytes = b"ping") -> bytes:
-    """Send, half-close, read to the end; what a reset cut off is empty."""
+    """Send, half-close, and read to the end. Return nothing if the connection was reset."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
@@ -241,7 +241,7 @@ class Open:
         self._writer.write(data)
 
     async def was_reset(self) -> bool:
-        """Wait for the other side's end; whether it is a reset."""
+        """Wait for the other side's end. Return whether it is a reset."""
         try:
             while await asyncio.wait_for(self._reader.read(65536), WAIT_S):
                 pass
@@ -429,7 +429,7 @@ def outbound_cluster(port: int) -> tuple[str, Json]:
 async def tunnel(
     harness: Harness, port: int, identities: Identities, *filters: Json, **log: Any
 ) -> list[tuple[str, Json]]:
-    """Both ends of a tunnel in one proxy, with SERVER's policy ``filters``; published."""
+    """Publish both ends of a tunnel in one proxy, with SERVER's policy ``filters``."""
     secrets = [identities.secret(CLIENT), identities.secret(SERVER), identities.root()]
     end = inbound({"route_config": connect_route("app")}, *filters)
     await harness.published(end, cluster(port), *secrets)

@@ -101,7 +101,7 @@ def test_explain_agrees_with_connections_under_calico_policies(tmp_path: Path) -
                 if text == before:
                     continue
                 await made.change(before := text)
-                # The tunnel names the application, so that its end has to be asked by itself.
+                # The tunnel's authority is the application's address, so its far end needs a separate question.
                 ends = [
                     explanation(harness, f"source=127.0.0.1&destination=127.0.0.1:{harness.port('l')}&listener=l"),
                     explanation(

@@ -1,4 +1,6 @@
-"""What a hostile peer of the tunnel port may try: nothing reaches an application, and others do not notice."""
+"""Attacks by a hostile peer of the tunnel port: nothing reaches an application, and other clients are not
+affected.
+"""
 
 import asyncio
 import contextlib
@@ -51,7 +53,9 @@ def serve(
     switches: Switches = Switches(),  # noqa: B008  frozen
     handshake: str = "10s",
 ) -> None:
-    """A tunnel listener in front of an application; ``body`` gets its port and what the application heard."""
+    """Run a tunnel listener in front of an application. ``body`` gets its port and the data received by the
+    application.
+    """
 
     async def main(harness: Harness) -> None:
         heard: list[bytes] = []
@@ -104,7 +108,7 @@ def context(authority: Authority | None, leaf: Leaf | None, **more: object) -> T
 
 
 async def request(harness: Harness, ctx: TlsContext, *headers: tuple[bytes, bytes], data: bytes = b"x") -> bytes:
-    """One tunnel of a client of its own; what came back, or the status it was refused with."""
+    """Open one tunnel with a new client. Return the received bytes, or the status of the refusal."""
     sock = socket.socket()
     sock.setblocking(False)
     await asyncio.get_running_loop().sock_connect(sock, ("127.0.0.1", harness.port("inbound")))

@@ -28,11 +28,11 @@ def test_connections_through_a_tunnel_leave_none(tmp_path: Path) -> None:
                 garbage = Counter(
                     getattr(each, "__qualname__", type(each).__qualname__)
                     for each in gc.garbage
-                    # Of an object its class's, of a function (and what it closes over) its own.
+                    # The module of an object is its class's; that of a function (and of its closure) is its own.
                     if str(getattr(each, "__module__", "")).partition(".")[0] in _OURS
                 )
                 gc.garbage.clear()
-            # An object or two of a connection still closing would be chance; one per connection is a cycle.
+            # A connection that is still closing can leave an object or two. One object per connection is a cycle.
             assert not {name: count for name, count in garbage.items() if count >= 10}
 
     run(tmp_path, body)

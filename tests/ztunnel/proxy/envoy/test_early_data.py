@@ -34,11 +34,11 @@ from ztunnel.proxy.envoy.config.settings import Switches
 
 
 class Peer:
-    """A server of plaintext tunnels that says it holds early bytes, and answers when it is told to.
+    """A server of plaintext tunnels that announces early data, and answers on request of the test.
 
     Attributes:
-        requests: unanswered.
-        connections: by which they came, in order.
+        requests: the unanswered requests.
+        connections: the connections in order of arrival.
     """
 
     def __init__(self, poller: Poller, tasks: asyncio.TaskGroup) -> None:
@@ -68,7 +68,7 @@ class Peer:
         return request, request._tunnel._early_bytes
 
     async def echo(self, request: Request) -> bytes:
-        """Answer, and return the client's bytes to it until it ends; what they were."""
+        """Answer, and echo the client's bytes until it ends. Return the bytes."""
         near, inner = tcp_pair()
         received = b""
         with near, PlainSocket(inner, self.poller) as end, request.accept() as tunnel:
@@ -107,7 +107,7 @@ async def peers(number: int) -> AsyncIterator[tuple[list[Peer], list[int]]]:
 
 
 def ask(port: int, question: bytes) -> asyncio.Task[bytes]:
-    """Send before the proxy has as much as accepted; the task's result is all that comes back, up to a reset."""
+    """Send before the proxy has accepted. The task's result is everything received, up to a reset."""
     sock = socket.create_connection(("127.0.0.1", port))
     sock.sendall(question)
     sock.shutdown(socket.SHUT_WR)
@@ -124,7 +124,7 @@ def ask(port: int, question: bytes) -> asyncio.Task[bytes]:
 
 
 async def tunnelling(harness: Harness, *ports: int) -> int:
-    """Publish a listener that tunnels to peers, asking a second one when the first fails."""
+    """Publish a listener that tunnels to peers, and tries a second one when the first fails."""
     log = access_log(harness.folder)
     proxy = tcp("tunnel", tunneling_config={"hostname": "app:80"}, max_connect_attempts=2, access_log=log)
     await harness.published(
@@ -155,7 +155,7 @@ def test_early_data_is_retried_only_if_the_peer_cannot_have_delivered_it(tmp_pat
     async def body(harness: Harness) -> None:
         async with peers(2) as (both, ports):
             port = await tunnelling(harness, *ports)
-            for _ in both:  # by turns; each says what it holds
+            for _ in both:  # alternately; each has its own bytes
                 asking = ask(port, b"hello")
                 await answered(both)
                 assert await asking == b"hello"

@@ -95,7 +95,9 @@ def terminating(folder: Path) -> tuple[str, Json]:
 
 
 async def one_stream(harness: Harness, leave: Callable[[Tunnels], object]) -> list[Json]:
-    """Carry a tunnel with bytes, let the client leave in some way; the log when the connection is over."""
+    """Carry a tunnel with bytes, and let the client leave in some way. Return the log when the connection is
+    over.
+    """
     client = await Tunnels.to(harness.port("l"))
     client.connect(1)
     await client.until(h2.events.ResponseReceived, 1)
@@ -112,7 +114,7 @@ async def one_stream(harness: Harness, leave: Callable[[Tunnels], object]) -> li
 
 @pytest.mark.parametrize("after_eof", [False, True])
 def test_an_application_that_resets_is_an_upstream_reset(tmp_path: Path, after_eof: bool) -> None:
-    """Also after the client's half-close, which came first: it is not the client that failed."""
+    """This also holds after an earlier half-close by the client, because the client has not failed."""
 
     async def body(harness: Harness) -> None:
         async with resetting(after_eof=after_eof) as port:

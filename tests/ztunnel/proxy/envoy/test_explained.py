@@ -1,4 +1,4 @@
-"""What explain says is what the connection then gets: random chains, policies and hosts, over real sockets."""
+"""Explained results equal real ones: random chains, policies and hosts, over real sockets."""
 
 import contextlib
 import json
@@ -175,7 +175,7 @@ def _proxies(draw: st.DrawFn, targets: st.SearchStrategy[str]) -> Json:
 
 
 class Case(NamedTuple):
-    """A configuration: chains, of which the second is the default, and what they lead to."""
+    """A configuration: chains, of which the second is the default, and their targets."""
 
     chains: list[list[Json]]
     matches: bool
@@ -430,7 +430,7 @@ def test_listener_filters_that_read_bytes_are_refused_for_internal_listeners(tmp
 
 @pytest.mark.parametrize("late", ["original_src.v3.OriginalSrc", "tls_inspector.v3.TlsInspector"])
 def test_a_discovered_listener_filter_closes_an_internal_listener(tmp_path: Path, late: str) -> None:
-    """It has not arrived, or can only be one that reads bytes."""
+    """The filter has not arrived, or can only be one that reads bytes."""
     discovery = {
         "config_source": {"ads": {}, "initial_fetch_timeout": "0.1s"},
         "type_urls": [LISTENER_FILTERS + late],

@@ -1,4 +1,4 @@
-"""A proxy that takes another one's place (Envoy's dialect), and nobody who connects notices."""
+"""A proxy replaces another one (Envoy's dialect) without any effect for clients."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_restart_epochs_follow_each_other_without_failed_connections(tmp_path: P
                     held = await Open.to(port)
                     assert await held.say(b"one") == b"one"
                     running = await stack.enter_async_context(generation(path, epoch))
-                    await live(admin, epoch)  # it is the last one that is asked
+                    await live(admin, epoch)  # the newest process answers
                     await clients.more()
                     before.send_signal(signal.SIGTERM)
                     await clients.more()

@@ -1,4 +1,4 @@
-"""Active health checks by a whole proxy: which hosts get connections, and what is said of them."""
+"""Active health checks by a whole proxy: the hosts that get connections, and the reported states."""
 
 import asyncio
 import contextlib

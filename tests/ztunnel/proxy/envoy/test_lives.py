@@ -42,7 +42,7 @@ DRAINED = "connection_closed_due_to_connection_drain"
 
 
 class AnyPort(dict[int, int]):
-    """Every port is one of tunnels that come back to this proxy."""
+    """A set of tunnel ports that contains every port, so that tunnels come back to this proxy."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -67,7 +67,7 @@ def inbound_for_pod(at: int, *filters: Json, log: list[Json], **more: Any) -> tu
 
 
 class Tunnel:
-    """Both ends of a tunnel in one proxy, joined or on the wire."""
+    """Both ends of a tunnel in one proxy, joined in-process or over the network."""
 
     def __init__(self, harness: Harness, port: int, log: list[Json]) -> None:
         self.harness, self.port, self.log = harness, port, log

@@ -62,7 +62,7 @@ WANTS = pytest.mark.parametrize("wants", [by_rds, by_ecds, by_sds], ids=["rds", 
 
 
 async def refused(harness: Harness, *resources: tuple[str, Json]) -> str:
-    """Publish, and return the error of the answer that has one; an earlier answer may still be on its way."""
+    """Publish, and return the error of the answer that has one. An earlier answer can still arrive."""
     before = len(harness.answers)
     harness.publish(*resources)
     await harness.until(lambda: any(error for _, error in harness.answers[before:]))
@@ -83,7 +83,7 @@ def test_listener_with_a_source_of_an_unknown_cluster_is_refused(wants: Wants, t
             harness.publish(listener(), cluster(port), listener(name="bad"))
             await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
             assert await ask(harness.port("bad"), b"") == b"here"
-            # And a bad one leaves the good one as it is.
+            # A bad version leaves the good one unchanged.
             await refused(harness, listener(), cluster(port), wants(NOWHERE))
             assert await ask(harness.port("bad"), b"") == b"here"
 
@@ -156,7 +156,7 @@ def test_cluster_with_a_source_of_an_unknown_cluster_is_refused(
             await harness.until(lambda: harness.proxy.listeners.active and harness.proxy.clusters.get("app"))
             assert harness.proxy.clusters.failures["bad"].details.startswith(WHY["gone"])
             assert await ask(harness.port("l"), b"") == b"here"
-            # Twice: a secret that could not be asked for is not taken for one that is on its way.
+            # Twice: a secret that could not be requested must not count as one that will arrive.
             again = bad[0], {**bad[1], "connect_timeout": "7s"}
             await refused(harness, listener(), cluster(port), again)
 
@@ -177,7 +177,7 @@ def test_a_bootstrap_whose_own_discovery_has_no_source(
 
 
 def test_static_listeners_end_the_start_in_words(tmp_path: Path) -> None:
-    """As any other fault of what is static."""
+    """The error is reported like any other fault of a static resource."""
 
     def extend(bootstrap: Bootstrap) -> None:
         bootstrap.static_resources.listeners.append(parse_value(by_sds(NOWHERE)[1], Listener).message)

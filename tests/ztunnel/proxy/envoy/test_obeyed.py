@@ -1,5 +1,6 @@
-"""Configuration that a proxy obeys as Envoy does, seen from outside; each was accepted and meant something
-else."""
+"""Configuration with the same effect as in Envoy, observed from outside. Each was once accepted with another
+meaning.
+"""
 
 import asyncio
 import contextlib

@@ -167,7 +167,7 @@ def test_a_burst_waits_for_connections_up_to_the_breakers_limit(tmp_path: Path) 
 
 
 def internal_cluster(name: str, leads_to: str) -> tuple[str, Json]:
-    """A cluster of one internal listener, to which it passes on what may be."""
+    """Return a cluster of one internal listener that passes allowed metadata to it."""
     kind = f"{T}envoy.extensions.transport_sockets"
     raw = {"name": "raw", "typed_config": {"@type": f"{kind}.raw_buffer.v3.RawBuffer"}}
     socket = {"@type": f"{kind}.internal_upstream.v3.InternalUpstreamTransport", "transport_socket": raw}
@@ -220,7 +220,7 @@ def test_filter_state_passes_internal_connections_as_shared(tmp_path: Path) -> N
 
 
 def test_a_missing_part_of_filter_state_is_a_dash_unless_omitted(tmp_path: Path) -> None:
-    """As Envoy, whose format strings say ``-`` for what is missing."""
+    """Like in Envoy, whose format strings print ``-`` for missing values."""
     values = [
         {
             "object_key": key,
@@ -590,7 +590,9 @@ def test_listener_on_a_taken_port_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_strict_tls_subscribes_to_the_root(tmp_path: Path) -> None:
-    """A 2022 upstream context verifies nobody; ours asks for ROOTCA unless told to obey."""
+    """An upstream context of 2022 verifies no server. Ours requests ROOTCA, unless it must follow the
+    configuration.
+    """
     socket = tls(CLIENT, server=False)
     del socket["typed_config"]["common_tls_context"]["combined_validation_context"]
 

@@ -1,4 +1,6 @@
-"""A field that our messages lack is NACKed by its name over gRPC, and what served before goes on serving."""
+"""A field unknown to our messages is rejected by its name over gRPC, and the previous version continues to
+serve.
+"""
 
 from pathlib import Path
 

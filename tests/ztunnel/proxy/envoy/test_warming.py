@@ -1,4 +1,4 @@
-"""Nothing waits for another thing's warming: each test has a part that never arrives, without a limit."""
+"""No part waits for another one's warming: each test has a part that never arrives, without a time limit."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Hubble's gRPC service, asked by grpcio; the real programs are in tests/ztunnel/ask/flows/test_hubble.py."""
+"""Hubble's gRPC service, called by grpcio; the real programs are in tests/ztunnel/ask/flows/test_hubble.py."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class End:
 
 
 def handshake(client_context: TlsContext, server_context: TlsContext) -> tuple[End, End]:
-    """Shake hands; each end sends ``hello`` as soon as TLS lets it."""
+    """Do a handshake. Each end sends ``hello`` as soon as TLS permits."""
     client, server = End(TlsSession(client_context)), End(TlsSession(server_context))
     room = memoryview(bytearray(sealed_bytes(1000)))
     to_server = to_client = b""

@@ -123,7 +123,7 @@ class End:
         return data
 
     async def read_all(self) -> bytes:
-        """Everything to the end; what a reset cut off is empty."""
+        """Read to the end. Return nothing if the connection was reset."""
         data = b""
         with contextlib.suppress(ConnectionError):
             while more := await self._loop.sock_recv(self.sock, 65536):
@@ -195,14 +195,14 @@ class Application:
 
 @dataclass
 class Wire:
-    """Where dialled addresses lead.
+    """The targets of dialled addresses.
 
     Attributes:
-        handlers: take what arrives at an address.
-        errors: instead of connecting.
+        handlers: the handler for connections to an address.
+        errors: errors to raise instead of connecting.
         gates: held connections; dialling waits for the event.
-        dialled: every address that was dialled, in order, and the source asked for.
-        ends: of the test, closed with the cluster.
+        dialled: every dialled address with the requested source, in order.
+        ends: the test's ends, closed with the cluster.
     """
 
     handlers: dict[SocketAddress, Accepted] = field(default_factory=dict)
@@ -270,7 +270,7 @@ class WiredSockets(PodSockets):
 
 
 class HeldCertificates:
-    """Certificates of this node's workloads, made when asked for, or put by the test."""
+    """Certificates of this node's workloads, issued on request, or set by the test."""
 
     def __init__(self) -> None:
         self.held: dict[SpiffeId, WorkloadCertificate] = {}
@@ -331,7 +331,7 @@ def certificate(
 
 
 class LoopClock:
-    """The loop's time; the wall goes with it, from now on."""
+    """The loop's time. The wall clock advances with it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -346,7 +346,7 @@ class LoopClock:
 
 
 class Lookups(Resolver):
-    """Answers names from a dictionary; others fail."""
+    """Resolves names from a dictionary; others fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -359,7 +359,7 @@ class Lookups(Resolver):
 
 
 class Revoked:
-    """Lists that a test puts in place; see :class:`ztunnel.proxy.istio.certificates.manager.Revocations`."""
+    """Revocation lists set by a test; see :class:`ztunnel.proxy.istio.certificates.manager.Revocations`."""
 
     def __init__(self) -> None:
         self.current = RevocationLists()
@@ -372,7 +372,7 @@ Answering = Callable[[Request], Awaitable[None]]
 
 
 class Peer:
-    """Another node's end of tunnels, as the test wants it to answer.
+    """Another node's end of tunnels, with scripted answers.
 
     Attributes:
         requests: every CONNECT that arrived.
@@ -408,7 +408,7 @@ class Peer:
         await self.answer(request)
 
     async def echo(self, request: Request) -> None:
-        """Accept, and give back what comes."""
+        """Accept the request, and echo."""
         await echo(request.accept())
 
     def headers(self, number: int = -1) -> dict[str, str]:
@@ -437,7 +437,7 @@ async def pass_on(cluster: "Cluster", tunnel: Tunnel, to: SocketAddress) -> None
 
 
 async def echo(tunnel: Tunnel) -> None:
-    """Give back what comes through a tunnel, to its end."""
+    """Echo through a tunnel until its end."""
     near, far = socket.socketpair()
     for sock in (near, far):
         sock.setblocking(False)
@@ -460,12 +460,12 @@ async def echo(tunnel: Tunnel) -> None:
 
 
 class Cluster:
-    """One node's proxy and what is around it.
+    """One node's proxy and its environment.
 
     Attributes:
         node: with its mesh, metrics and clock.
         pods: running proxies by name.
-        wire: what they dial.
+        wire: the targets that they dial.
     """
 
     def __init__(
@@ -580,7 +580,7 @@ class Cluster:
         return [line for text in self._lines if (line := json.loads(text))["scope"] == scope]
 
     async def line(self, number: int = 1) -> dict[str, Any]:
-        """The access line of that number, once it is there; no others are."""
+        """Wait until there are exactly this many access lines, and return the last one."""
         await self.until(lambda: len(self.lines()) >= number)
         lines = self.lines()
         assert len(lines) == number, lines

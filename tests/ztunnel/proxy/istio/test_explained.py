@@ -1,4 +1,4 @@
-"""What explain says is what the connection then gets: random meshes and policies, real proxies and sockets."""
+"""Explained results equal real ones: random meshes and policies, real proxies and sockets."""
 
 import ipaddress
 import json
@@ -234,7 +234,7 @@ def ways_of(answer: Answer, line: Json) -> list[Answer]:
 
 
 async def opened(cluster: Cluster, destination: str) -> tuple[bool, Json, list[Json]]:
-    """Dial from the client's pod; whether it worked, its line, and those of the far end."""
+    """Dial from the client's pod. Return whether it worked, its access line, and those of the far end."""
     before = len(cluster.lines())
     worked = await cluster.dial(destination).ask() == b"ping"
 
@@ -260,7 +260,7 @@ async def compared(cluster: Cluster, destination: str) -> None:
     ways = ways_of(answer, line)
     last_resorts = [each["workload"] for each in answer.get("left_out", ()) if "if no other" in each["because"]]
     if not ways and any(uid.endswith(f"/{line.get('dst.workload')}") for uid in last_resorts):
-        # An endpoint was tried after all, because one that was drawn is no way to the application.
+        # An endpoint was tried nevertheless, because the chosen one does not lead to the application.
         assert any(refusal_of(way).startswith("503") for way in answer["ways"]), shown
         return
     if verdict == "allowed":
@@ -303,7 +303,7 @@ def test_outbound_connection_behaves_as_explain_predicts(mesh: Mesh, host: str) 
     within(mesh, body)
 
 
-#: Clients that no proxy of this node carries: address, and the identity that they show; empty: plain text.
+#: Clients outside this node: address, and the identity that they present; empty: plain text.
 _clients = st.sampled_from(
     [
         (OUTSIDE, ""),

@@ -20,10 +20,10 @@ WAIT_S = 60.0
 
 
 class Collector:
-    """What came, and how it is answered.
+    """A collector with its received requests and scripted answers.
 
     Attributes:
-        status: of every answer; may be changed at any time.
+        status: the status of every answer; can be changed at any time.
         hold: answers wait while it is not set.
     """
 
@@ -54,7 +54,7 @@ class Collector:
             self._came.notify_all()
 
     def wait(self, condition: Callable[[], Any]) -> None:
-        """Wait until what came meets a condition."""
+        """Wait until the received requests meet a condition."""
         with self._came:
             assert self._came.wait_for(condition, WAIT_S)
 

@@ -1,4 +1,4 @@
-"""What a collector gets is what the metrics page and the log say; a collector that fails costs nobody anything."""
+"""A collector receives the contents of the metrics page and the log. A failing collector affects no connection."""
 
 import asyncio
 import logging

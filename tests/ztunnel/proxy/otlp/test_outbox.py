@@ -12,7 +12,7 @@ WAIT_S = 60.0
 
 
 class Taken:
-    """Batches as they are sent; the first ``failures`` of them fail."""
+    """Stores sent batches. The first ``failures`` of them fail."""
 
     def __init__(self, failures: Sequence[Exception] = ()) -> None:
         self.batches: list[list[int]] = []

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Packet:
-    """One packet, and what its block says of it."""
+    """One packet, with the fields of its block."""
 
     interface: int
     at_us: int
@@ -42,7 +42,7 @@ class Capture:
     packets: list[Packet] = field(default_factory=list)
 
     def streams(self) -> dict[tuple[tuple[str, int], tuple[str, int]], tuple[bytes, bytes]]:
-        """Return, by client and server, what each sent; every sequence number is checked.
+        """Return the bytes of each direction by client and server. Every sequence number is checked.
 
         Connections with equal ports are joined. A gap is filled with nothing.
         """

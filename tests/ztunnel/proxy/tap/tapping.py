@@ -45,7 +45,7 @@ class Source:
 
 @dataclass
 class Tapped:
-    """One request, and what has come of its answer so far."""
+    """One request, with the received part of its answer."""
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
@@ -85,7 +85,7 @@ class Tapped:
             self.data += event.data
 
     def stop(self) -> None:
-        """End the tap; the rest still comes."""
+        """End the tap. The rest of the capture still arrives."""
         self.writer.write_eof()
 
     async def rest(self) -> Read:

@@ -1,4 +1,4 @@
-"""From what passes on connections to packets: directions, ends, and a queue that does not grow."""
+"""From the bytes of connections to packets: directions, ends, and a bounded queue."""
 
 from dataclasses import replace
 

@@ -41,7 +41,7 @@ def a_capture(client: SocketAddress, server: SocketAddress) -> bytes:
 @pytest.mark.parametrize(("client", "server"), [V4, V6])
 def test_wireshark_sees_no_fault(client: SocketAddress, server: SocketAddress) -> None:
     found = complaints(a_capture(client, server))
-    # The reset that was asked for is one of Wireshark's warnings.
+    # Wireshark warns about the intended reset.
     assert [line for line in found if "Connection reset (RST)" not in line] == []
     assert len(found) == 1
 

@@ -11,7 +11,7 @@ needs_tshark = pytest.mark.skipif(
 
 
 def tshark(capture: bytes, *arguments: str) -> str:
-    """Return what tshark prints of a capture; a fault of the file fails."""
+    """Return tshark's output for a capture. Fail if the file is faulty."""
     options = ("-o", "tcp.check_checksum:TRUE", "-o", "ip.check_checksum:TRUE")
     done = subprocess.run(
         ["tshark", "-n", "-r", "-", *options, *arguments], input=capture, capture_output=True, timeout=120

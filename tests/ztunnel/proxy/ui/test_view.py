@@ -12,7 +12,7 @@ def test_rates_are_of_the_time_since_the_event_before() -> None:
     assert (first["connections_per_s"], first["bytes_per_s"]) == (None, None)
     (second,) = rates.of([flow(opened=14, failed=3, bytes_sent=1500, bytes_received=5500)], 102.0, 9)
     assert (second["connections_per_s"], second["failures_per_s"], second["bytes_per_s"]) == (2.0, 0.5, 500.0)
-    # A flow that is new began at 0; one whose counts went down has a proxy that began anew.
+    # A new flow began at 0. A flow with decreased counts belongs to a restarted proxy.
     new, again = rates.of([flow(source="shop/c", opened=8), flow(opened=1, bytes_sent=0)], 104.0, 9)
     assert (new["source"], new["connections_per_s"]) == ("shop/c", 4.0)
     assert (again["connections_per_s"], again["bytes_per_s"]) == (0.0, 0.0)

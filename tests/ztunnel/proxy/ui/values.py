@@ -1,4 +1,4 @@
-"""Values of what a proxy has seen, for tests of the live page."""
+"""Example values for tests of the live page."""
 
 from dataclasses import replace
 from typing import Any

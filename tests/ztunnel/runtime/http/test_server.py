@@ -295,7 +295,7 @@ def test_two_generations_may_share_an_address_and_nobody_else_may() -> None:
                 answers = [
                     await asyncio.to_thread(raw, old.address.port, b"GET / HTTP/1.0\r\n\r\n") for _ in range(20)
                 ]
-                assert new.connections_total == 20 == len(answers)  # whoever came last is asked
+                assert new.connections_total == 20 == len(answers)  # the newest process is asked
             with pytest.raises(PortTaken):
                 await PageServer("other", old.address, echo, clock).__aenter__()
             with pytest.raises(PortTaken):  # of the same make, but it did not mean to

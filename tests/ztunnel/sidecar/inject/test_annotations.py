@@ -31,7 +31,7 @@ def test_without_annotations_the_configuration_applies() -> None:
     config = parse_config("sidecar: {excludeOutboundPorts: '25', rewriteAppHTTPProbes: false, logLevel: debug}")
     configured = read(config.sidecar)
     assert (configured.flags, configured.rewrite, configured.log_level) == ({"-o": "25"}, False, "debug")
-    # An annotation stands in the place of what is configured.
+    # An annotation replaces the configured value.
     assert read(config.sidecar, **{TRAFFIC + "excludeOutboundPorts": " 26,27 "}).flags == {"-o": "26,27"}
 
 

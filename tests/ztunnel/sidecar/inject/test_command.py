@@ -1,4 +1,4 @@
-"""``ztunnel inject -f``: what comes out, and what is said of bad input."""
+"""``ztunnel inject -f``: its output, and its messages about invalid input."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The preStop hook: asks the proxy, waits as it is told, and fails where no proxy is."""
+"""The preStop hook drains the proxy, waits as configured, and fails without a proxy."""
 
 import contextlib
 import threading
@@ -12,7 +12,7 @@ from ztunnel.sidecar.inject.drain import drain
 
 @contextlib.contextmanager
 def proxy(*answers: tuple[int, str]) -> Iterator[tuple[int, list[str]]]:
-    """A server that gives one answer after the other, the last one for ever; its port, and what it was asked."""
+    """Run a server with scripted answers, repeating the last one. Yield its port, and the received requests."""
     asked: list[str] = []
     left = list(answers)
 

@@ -1,4 +1,4 @@
-"""The gate opens once there is a listener in the pod, and says what it waits for."""
+"""The gate opens once there is a listener in the pod, and prints the reason while it waits."""
 
 import contextlib
 import socket

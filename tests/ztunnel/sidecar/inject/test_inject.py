@@ -89,7 +89,7 @@ def test_to_inject_again_changes_nothing(labels: dict[str, str] | None) -> None:
     once = inject(given_pod, "shop", CONFIG).pod
     assert inject(once, "shop", CONFIG).pod == once
     assert "patch" not in response(review(once))
-    # A later release of the injector has another image; the old gate does not stay beside the new one.
+    # A later release of the injector has another image. Its gate replaces the old one.
     again = inject(once, "shop", InjectConfig(image="example/ztunnel:2")).pod
     gates = [each["image"] for each in again["spec"]["initContainers"] if each["name"] == GATE]
     assert gates == ["example/ztunnel:2"]

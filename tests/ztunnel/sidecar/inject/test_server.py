@@ -1,4 +1,4 @@
-"""The webhook's server over real sockets: HTTP errors, reloading, and what is said of bad files."""
+"""The webhook's server over real sockets: HTTP errors, reloading, and messages about faulty files."""
 
 import asyncio
 import base64
@@ -153,7 +153,7 @@ def test_a_certificate_is_taken_up_once_its_key_fits(tmp_path: Path, caplog: pyt
             async with client(port, new) as http:
                 answered = await http.post("/inject", content=review(), headers=JSON)
                 assert answered.status_code == 200
-                # For a minute, so that no connection goes on with the old one.
+                # For a minute, so that no connection continues with the old certificate.
                 assert answered.headers["connection"] == "close"
 
     asyncio.run(check())

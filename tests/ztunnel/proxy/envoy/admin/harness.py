@@ -37,7 +37,7 @@ class Answer:
 
 @dataclass(slots=True)
 class Client:
-    """Asks one server; one connection for all questions."""
+    """Sends requests to one server over one connection."""
 
     port: int
     connection: http.client.HTTPConnection = field(init=False)

@@ -96,7 +96,7 @@ def envoy(reference: Reference) -> Iterator[Client]:
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Answer, Answer]]:
-    """Path -> (Envoy's answer, ours). Both read the same files, one after the other."""
+    """Return both answers by path, Envoy's first. Both proxies read the same files, one after the other."""
     reference = write_reference(tmp_path_factory.mktemp("reference"))
     paths = (*SAME_JSON, *SAME_TEXT, "/clusters", "/help", "/server_info", "/memory", "/stats?format=json")
     with envoy(reference) as client:
@@ -274,7 +274,7 @@ def test_inspect_commands_read_an_envoys_dump(tmp_path: Path, capsys: pytest.Cap
 
 
 def _without_its_own(told: Any) -> Any:
-    """An answer without what each proxy has of its own: free ports of listeners, the time of certificates."""
+    """Return an answer without values that always differ: ports of listeners, times of certificates."""
     if isinstance(told, list):
         return [_without_its_own(each) for each in told]
     if not isinstance(told, dict):

@@ -151,7 +151,7 @@ def test_failures_and_denials_are_told_apart() -> None:
 
 
 def test_what_is_denied_where_a_tunnel_ends_within_the_node_is_counted() -> None:
-    """It is no connection of its own there; of plain text the connection itself is counted."""
+    """Such a tunnel has no connection at its end. With plain text the connection itself is counted."""
     counted = traffic()
     denials = counted._proxy.decisions.ledger.denials
     by = DeniedBy(

@@ -218,7 +218,7 @@ def test_validate_accepts_the_reference(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w1").symlink_to(REFERENCE / "w1")
     assert main(["proxy", "--bootstrap", "w1/bootstrap.yaml", "--validate"]) == 1
-    # Only the certificates are missing, which every site has of its own.
+    # Only the certificates are missing, which differ at every site.
     faults = capsys.readouterr().out.splitlines()
     assert [fault for fault in faults if "certs/" not in fault] == []
     assert len(faults) == 2

@@ -48,7 +48,7 @@ class Generations:
 
     Attributes:
         old, new: each with its own control plane, statistics and log. ``new`` runs after :meth:`meet`.
-        resources: of both, by name; tests change what the successor has before :meth:`meet`.
+        resources: the resources of both, by name; tests change the successor's before :meth:`meet`.
     """
 
     def __init__(
@@ -188,7 +188,9 @@ class Generations:
 
 @contextlib.asynccontextmanager
 async def generations(folder: Path, policies: Mapping[str, str]) -> AsyncIterator[Generations]:
-    """Both; the old proxy runs, with an application. ``policies`` are Calico's, by ``old`` and ``new``."""
+    """Yield both proxies. The old one runs, with an application. ``policies`` are Calico's, by ``old`` and
+    ``new``.
+    """
     async with application() as port, contextlib.AsyncExitStack() as stack:
         made = Generations(folder, port, stack, policies)
         await made.start(made.old)

@@ -19,7 +19,7 @@ _MOST = 3
 
 
 async def through(made: Generations, moves: int) -> dict[str, float]:
-    """Connections of each kind that move some times, and then end in order; what was counted of them."""
+    """Move connections of each kind several times, and end them in order. Return their counts."""
     opened = await made.opened()
     await made.meet()
     for number in range(_MOST):
@@ -28,7 +28,7 @@ async def through(made: Generations, moves: int) -> dict[str, float]:
                 await made.meet_again()
             result = await made.give()
             assert result.left == 0, str(result)
-            # Nothing is left where they were.
+            # The old process has no connections left.
             await made.old.until(lambda: not len(made.old.proxy.connections))
             assert not len(made.old.proxy.connections.hops)
         for each in opened.values():
@@ -87,7 +87,7 @@ def test_the_successor_judges_by_its_own_policies(
             assert await opened[name].ended()
         for each in opened.values():
             await each.close()
-        # Both ends of a tunnel are here: the old process can still carry one when the new one ends the other.
+        # Both ends of a tunnel are here. The old process can still carry one end when the new one ends the other.
         lines = await made.log(len(PLACES) + 1 + 2)
         assert POLICY_CHANGE in {line["details"] for line in lines}
 

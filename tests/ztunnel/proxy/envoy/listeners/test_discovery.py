@@ -161,7 +161,7 @@ def from_a_dump(harness: Harness) -> Json:
 
 
 def test_connections_are_closed_while_a_filter_without_default_is_missing(tmp_path: Path) -> None:
-    """The filter may be one that denies: nothing is served without it."""
+    """The missing filter might deny, so nothing is served without it."""
 
     async def body(harness: Harness) -> None:
         async with application() as port:
@@ -216,7 +216,7 @@ def test_a_limit_counts_on_through_an_update_of_the_listener(tmp_path: Path) -> 
 
 
 def test_listener_with_a_refused_first_filter_opens_after_the_fetch_timeout(tmp_path: Path) -> None:
-    """What is wrong with one filter or route table must not keep the proxy from its start for ever."""
+    """A fault in one filter or route table must not delay the proxy's start for ever."""
 
     async def body(harness: Harness) -> None:
         async with application() as port:

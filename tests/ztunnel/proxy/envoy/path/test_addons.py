@@ -1,4 +1,4 @@
-"""Addons and the connections of Envoy's dialect: what they are told, and that each verdict has its effect."""
+"""Addons and the connections of Envoy's dialect: the facts passed to hooks, and the effect of each verdict."""
 
 from __future__ import annotations
 

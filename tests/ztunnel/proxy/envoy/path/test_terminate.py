@@ -42,7 +42,7 @@ def test_an_inverted_value_matches_no_request_without_the_header(match: StringMa
 
 
 def test_headers_are_overwritten_before_others_are_appended() -> None:
-    """Both are judged by the request without any of them, in Envoy's order."""
+    """Both evaluate the request without any of the added headers, in Envoy's order."""
     wanted = [
         ("x-a", "1", AppendAction.APPEND_IF_EXISTS_OR_ADD),
         ("x-a", "2", AppendAction.ADD_IF_ABSENT),

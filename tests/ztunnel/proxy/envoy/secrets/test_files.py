@@ -1,4 +1,4 @@
-"""Files of secrets and contexts are served as they are now; what cannot be used leaves the last good version."""
+"""Changed files of secrets and contexts are used at once. Unusable contents leave the last good version."""
 
 import logging
 from collections.abc import Callable

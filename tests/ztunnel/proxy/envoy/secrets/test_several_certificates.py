@@ -1,4 +1,6 @@
-"""Of several certificates a server shows one by the client's server name and by what it can verify, as Envoy."""
+"""A server with several certificates chooses by the client's server name and by the algorithms it can verify, like
+Envoy.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,7 +87,7 @@ def test_only_the_issuers_of_the_certificate_are_sent() -> None:
 
 
 def test_client_is_verified_with_each_server_certificate() -> None:
-    """Another context answers for a name; the rules for clients must be those of the first."""
+    """Each certificate has its own OpenSSL context, which must have the same rules for clients."""
     both = HboneContext(
         Role.SERVER,
         TlsSettings(
@@ -121,7 +123,7 @@ def test_too_many_names_are_refused() -> None:
 
 
 def test_secrets_of_two_certificates_renew_independently(tmp_path: Path) -> None:
-    """Over SDS: it serves when both have arrived; a renewal of one leaves the other; ``/certs`` shows both."""
+    """Over SDS, the server serves when both have arrived. Renewing one leaves the other. ``/certs`` shows both."""
     sds = {"ads": {}}
     common = {"tls_certificate_sds_secret_configs": [{"name": name, "sds_config": sds} for name in ("one", "two")]}
     context = {

@@ -1,4 +1,4 @@
-"""Headers that a connection manager writes, made when they are asked for; Envoy beside it is in interop."""
+"""Headers added by a connection manager, created on demand; tests/interop compares them with Envoy."""
 
 import re
 from typing import Any
@@ -26,7 +26,7 @@ def request(*headers: tuple[str, str], tls: TlsFacts | None = None, **manager: A
 
 def test_the_default_format_has_an_id_which_is_kept_for_the_stream() -> None:
     hop = request()
-    assert not hop.stream_id  # nothing has asked for one
+    assert not hop.stream_id  # not requested yet
     line = renderer(parse_format(DEFAULT_FORMAT))
     first, second = _UUID.findall(line(hop)), _UUID.findall(line(hop))
     assert len(first) == 1

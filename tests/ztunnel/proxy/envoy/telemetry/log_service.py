@@ -14,10 +14,10 @@ _NAME = "envoy.service.accesslog.v3.AccessLogService"
 
 
 class LogService:
-    """A server that keeps every message, with the number of its stream.
+    """A server that stores every message, with the number of its stream.
 
     Args:
-        port: to listen on, of loopback; 0 is a free one.
+        port: the port to listen on, on loopback; 0 is a free one.
         reads: called before each message is read.
     """
 

@@ -166,7 +166,7 @@ def json_line(*, omit_empty: bool = False, **fields: object) -> str:
 
 
 def test_json_reads_as_envoys() -> None:
-    """Metadata is a value and no text of one, whole numbers have no fraction, names are in order."""
+    """Metadata is a JSON value, not text; whole numbers have no fraction; names are sorted."""
     line = json_line(
         tunnel="%DYNAMIC_METADATA(tunnel)%",
         mixed="m=%DYNAMIC_METADATA(tunnel:deep)%",

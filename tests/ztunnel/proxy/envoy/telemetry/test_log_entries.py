@@ -1,4 +1,4 @@
-"""Entries of access log services: which facts of a hop stand in which field."""
+"""Entries of access log services: the field for each fact of a hop."""
 
 import pytest
 

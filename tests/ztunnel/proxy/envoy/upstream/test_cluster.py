@@ -18,7 +18,7 @@ from ztunnel.runtime.clock import SystemClock
 
 
 class Names(Resolver):
-    """Says what it is told to, once each, and then the last for ever."""
+    """Returns scripted answers, each once, and then repeats the last one."""
 
     def __init__(self, *answers: str) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Waits(list[float]):
             await asyncio.Event().wait()
 
 
-#: Of eight resolutions; the last answer is the one before it once more.
+#: The counts of eight resolutions. The last answer repeats the previous one.
 COUNTED = {"attempt": 8, "failure": 5, "success": 3, "empty": 0, "no_rebuild": 1}
 
 

@@ -1,4 +1,4 @@
-"""Streams to clusters of the bootstrap: TLS as their transport socket says, or not at all."""
+"""Streams to clusters of the bootstrap use TLS as configured by their transport socket, or fail."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -59,7 +59,7 @@ def own_certificate() -> Json:
 
 
 def control_plane() -> SnapshotServer:
-    """One that lets in who proves to be somebody."""
+    """Run a control plane that admits authenticated clients."""
     leaf = AUTHORITY.issue(SERVER)
     shown = [(leaf.key_pem, leaf.chain_pem)]
     tls = grpc.ssl_server_credentials(shown, root_certificates=AUTHORITY.pem, require_client_auth=True)

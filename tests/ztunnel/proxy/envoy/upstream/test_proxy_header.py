@@ -94,7 +94,7 @@ async def pipe_application(path: Path) -> AsyncIterator[list[bytes]]:
 
 
 async def echoed(host: str, port: int) -> tuple[int, bytes]:
-    """Say something; the client's port, and what the application got."""
+    """Send something. Return the client's port, and the bytes received by the application."""
     reader, writer = await asyncio.open_connection(host, port)
     own = writer.get_extra_info("sockname")[1]
     writer.write(b"ping")
@@ -267,7 +267,7 @@ def test_health_check_has_the_header_of_a_connection_without_client(tmp_path: Pa
 
 
 def test_connection_to_a_pipe_has_the_clusters_tls(tmp_path: Path) -> None:
-    """It once went in plain text, whatever the transport socket said."""
+    """Such a connection was once in plain text, whatever the transport socket was."""
 
     async def body(harness: Harness) -> None:
         identities = Identities()

@@ -39,7 +39,7 @@ def _assignment(*groups: tuple[int, list[int]], status: str = "HEALTHY", **more:
 
 
 def _receive(cluster: LiveCluster, document: dict[str, Any]) -> str:
-    """Give a cluster an assignment; return its refusal, if any."""
+    """Pass an assignment to a cluster. Return the error if it refuses."""
     body = pack(parse_value(document, ClusterLoadAssignment).message)
     resource = Resource(name="web", version="1", body=body)
     try:

@@ -243,7 +243,7 @@ def test_a_drained_connection_has_not_failed(tmp_path: Path) -> None:
 
 
 def test_connection_retried_elsewhere_is_counted_once(tmp_path: Path) -> None:
-    """Nothing counts before it is known who answers, so that no counter ever falls."""
+    """A connection is counted only when the answering endpoint is known, so that no counter ever decreases."""
 
     def check(node: Node, clock: StoppedClock, lines: Lines) -> None:
         record = a_record(node)

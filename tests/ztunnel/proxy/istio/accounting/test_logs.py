@@ -173,7 +173,7 @@ def test_a_traceback_is_one_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [plain_line, json_line])
 def test_access_line_values_are_not_cached(line: Callable[..., str]) -> None:
-    """Its values mostly come once (durations, ports): a cache of them keeps the memory of what was made beside."""
+    """Its values (durations, ports) mostly occur once. A cache of them would keep nearby memory in use."""
     with_many = [[("src.addr", Bare(f"10.0.0.1:{port}")), ("duration", f"{port}ms")] for port in range(1000)]
     line(timestamp(0.0), "info", "access", "connection complete", with_many[0])
     tracemalloc.start()

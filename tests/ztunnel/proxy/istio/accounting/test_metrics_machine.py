@@ -23,7 +23,7 @@ def labels_of(uid: str) -> tuple[str, ...]:
 
 
 class Traffic(RuleBasedStateMachine):
-    """The model: who is there, what is open, when each label set was last used."""
+    """The model: the workloads, the open connections, and the last use of each label set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Traffic(RuleBasedStateMachine):
         assert len(before) - len(after) == dropped
         for key in before.keys() - after.keys():
             self.opened -= int(before[key])
-            self.closed -= int(before[key])  # only idle ones go
+            self.closed -= int(before[key])  # only idle series are dropped
             del self.seen[key]
             assert not any(f'source_workload="{uid}"' in key for uid in self.there)
 

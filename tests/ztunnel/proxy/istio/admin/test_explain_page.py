@@ -1,4 +1,6 @@
-"""What ``/explain`` says of certificates is what the connection then gets, between two pods of a node."""
+"""The certificate checks that ``/explain`` predicts equal those of real connections, between two pods of a
+node.
+"""
 
 import json
 from collections.abc import Callable

@@ -30,7 +30,7 @@ def body_of(page: Page) -> str:
 async def application(
     respond: Callable[[bytes], bytes | None], tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[tuple[int, list[tuple[str, bytes]]]]:
-    """A server that answers a request's head by what ``respond`` says; its port, and whom it has seen."""
+    """Run a server whose answer ``respond`` makes from the request's head. Yield its port, and its clients."""
     seen: list[tuple[str, bytes]] = []
 
     serving: set[asyncio.Task[None] | None] = set()
@@ -85,7 +85,7 @@ def test_http_probe_relays_status_body_and_headers() -> None:
 def test_probe_with_its_own_host_uses_the_kernels_source_address() -> None:
     async def check() -> None:
         async with application(lambda _: OK) as (port, seen):
-            # "localhost" may be ::1 first, for which there is no IPv4 source.
+            # "localhost" can resolve to ::1 first, for which there is no IPv4 source.
             probe = AppProbe(kind="http", port=port, host="localhost")
             assert (await answer(probe, "192.0.2.1", "127.0.0.6")).status == 200
             same = AppProbe(kind="http", port=port, host="127.0.0.1")

@@ -1,4 +1,4 @@
-"""The servers of the process over real sockets: what istioctl, kubelet and Prometheus ask, and what they get."""
+"""The servers of the process over real sockets, with the requests of istioctl, kubelet and Prometheus."""
 
 import asyncio
 import http.client

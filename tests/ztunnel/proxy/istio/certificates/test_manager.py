@@ -98,7 +98,7 @@ def test_concurrent_callers_share_one_fetch() -> None:
 
 
 def test_a_certificate_is_not_used_in_its_last_second() -> None:
-    """RFC 5280 lets it be; but OpenSSL, at the other end, refuses it from notAfter on."""
+    """RFC 5280 permits it, but OpenSSL at the other end refuses it from notAfter on."""
 
     async def main() -> None:
         issued = certificate(ROOT)

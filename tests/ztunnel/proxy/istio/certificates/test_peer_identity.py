@@ -83,7 +83,7 @@ BAD: dict[str, tuple[Callable[[], Leaf], Refusal, Refusal]] = {
 
 
 def workload(leaf: Leaf | None = None, policy: TlsPolicy | None = None) -> WorkloadCertificate:
-    """WEB, which knows what is revoked."""
+    """Return the workload WEB, which has revocation lists."""
     own = certificate(ROOT) if leaf is None else issued(leaf, ROOT.pem)
     return WorkloadCertificate(own, 1, policy or TlsPolicy(), RevocationLists.parse(CRL))
 
@@ -143,7 +143,7 @@ def test_client_refuses_a_bad_server_certificate(name: str) -> None:
 _ROOTS = {"ours": ROOT, "foreign": STRANGER}
 _DATES = {"now": (-1, 1), "over": (-3, -1), "to come": (1, 3)}
 _NAMES: dict[str, tuple[tuple[str, ...], bool, bool]] = {
-    # URI names; whether a server takes them; whether a client that expects CART does
+    # URI names; whether a server accepts them; whether a client that expects CART accepts them
     "right": ((str(CART),), True, True),
     "another of the domain": ((str(WEB),), True, False),
     "another domain's": (("spiffe://other.example/ns/shop/sa/cart",), False, False),
@@ -292,7 +292,7 @@ def test_client_hello_offers_the_expected_parameters() -> None:
 
 
 def _extensions(record: bytes) -> dict[int, bytes]:
-    """Of a ClientHello in one record (RFC 8446, 4.1.2)."""
+    """Return the extensions of a ClientHello in one record (RFC 8446, 4.1.2)."""
     position = 5 + 4 + 2 + 32
     position += 1 + record[position]  # session id
     position += 2 + int.from_bytes(record[position : position + 2], "big")  # cipher suites

@@ -1,4 +1,4 @@
-"""Which names are the mesh's, and what is said of them."""
+"""The names that belong to the mesh, and their answers."""
 
 from dataclasses import replace
 from typing import Any

@@ -60,7 +60,7 @@ def test_search_domains_of_resolv_conf() -> None:
 
 
 class Site:
-    """Name servers 127.0.0.1, 127.0.0.2, ... on one port, and a forwarder that knows them."""
+    """Name servers 127.0.0.1, 127.0.0.2, ... on one port, and a forwarder that uses them."""
 
     def __init__(self, tmp_path: Path, servers: list[Upstream], forwarder: Forwarder) -> None:
         self.path = tmp_path / "resolv.conf"

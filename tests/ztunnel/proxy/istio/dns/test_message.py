@@ -1,4 +1,4 @@
-"""DNS messages by bytes: ours are what dnspython reads, others' are passed on as they came."""
+"""DNS messages as bytes: dnspython can read ours, and forwarded ones are unchanged."""
 
 import ipaddress
 from typing import Any
@@ -162,7 +162,7 @@ def test_unknown_edns_version_gets_badvers(version: int) -> None:
 @pytest.mark.parametrize("keyed", [False, True])
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_forwarded_answer_has_an_opt_record_if_the_query_has_one(*, asks: bool, keyed: bool) -> None:
-    """Of servers without EDNS, too; a signature stays the last record and true."""
+    """This includes servers without EDNS. A signature stays the last record and valid."""
     asked = query("www.example.com", **({"use_edns": 0, "payload": 1232} if asks else {}))
     plain = dns.message.make_response(dns.message.make_query("www.example.com", "A", id=4711))
     plain.answer.append(dns.rrset.from_text("www.example.com.", 60, "IN", "A", "192.0.2.1"))

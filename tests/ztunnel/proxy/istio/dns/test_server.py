@@ -320,7 +320,7 @@ def test_names_for_the_proxy_itself(tmp_path: Path) -> None:
 
 
 def test_a_datagram_from_our_own_address_is_not_answered(tmp_path: Path) -> None:
-    """With CAP_NET_RAW a pod can forge one; an answer to it would come back as a query."""
+    """With CAP_NET_RAW a pod can forge such a datagram. An answer to it would come back as a query."""
 
     async def body(pod: Pod) -> None:
         query = dns.message.make_query("cart", "A").to_wire()

@@ -1,4 +1,4 @@
-"""Name servers for tests, on loopback addresses and one port: UDP and TCP, doing as the test says."""
+"""Name servers for tests, on loopback addresses and one port: UDP and TCP, with scripted behaviour."""
 
 import asyncio
 import socket
@@ -39,7 +39,7 @@ def silent(query: dns.message.Message, protocol: str) -> list[bytes]:
 
 
 class Upstream(asyncio.DatagramProtocol):
-    """One server; ``queries`` holds what it was asked, and by which protocol and from which port."""
+    """One server. ``queries`` has the received queries, with their protocol and source port."""
 
     def __init__(self, host: str, port: int, behave: Behaviour) -> None:
         self.host = host

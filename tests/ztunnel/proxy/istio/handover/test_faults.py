@@ -54,7 +54,7 @@ from ztunnel.runtime.settings import HANDOVER_SOCKET
 from ztunnel.runtime.sockets import PeerProcess, UnixListener
 
 GREETING = Greeting(version="scripted", schema=SCHEMA, oldest=SCHEMA)
-#: Of a version with slices; GREETING is one without.
+#: A greeting of a version with slices; GREETING is of one without.
 SLICING = msgspec.structs.replace(GREETING, slices=True)
 
 
@@ -153,7 +153,7 @@ def test_unresponsive_successor_leaves_connections_with_the_predecessor(tmp_path
             result = await task
             assert result is not None
             assert result.given == 0
-            # Else it could keep descriptors of the connection open for ever.
+            # Otherwise it could keep descriptors of the connection open for ever.
             assert await taker.hear() is None
         await still_served(made, end)
 

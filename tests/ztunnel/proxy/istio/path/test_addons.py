@@ -1,4 +1,4 @@
-"""Addons and the connections of an Istio mesh: what they are told, and that each verdict has its effect."""
+"""Addons and the connections of an Istio mesh: the facts passed to hooks, and the effect of each verdict."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NEAR = workload("client", CLIENT, canonical_name="client", canonical_revision="v
 
 
 class Scripted(Addon):
-    """Says what the test wants, and keeps what it is told."""
+    """Returns the test's verdicts, and stores the received facts."""
 
     def __init__(self) -> None:
         self.said: list[tuple[str, Any]] = []

@@ -250,7 +250,7 @@ TestNaive.settings = settings(max_examples=examples(40), stateful_step_count=40,
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), max_size=30))
 def test_candidates_after_changes_equal_new_candidates(changes: list[tuple[int, int]]) -> None:
-    """Endpoints come, change and go; who may be picked is as in a mesh made of the last state."""
+    """Endpoints are added, changed and removed. The candidates are those of a new mesh with the last state."""
     last: dict[str, Workload] = {}
     store = mesh(service(BalancerMode.FAILOVER, Scope.REGION))
     for number, kind in changes:

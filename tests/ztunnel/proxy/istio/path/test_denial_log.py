@@ -1,4 +1,4 @@
-"""Lines about denials: what they say, when they are written, and how many."""
+"""Lines about denials: their text, when they are written, and how many."""
 
 import asyncio
 import ipaddress

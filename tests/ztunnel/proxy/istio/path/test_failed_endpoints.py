@@ -1,4 +1,4 @@
-"""Endpoints that failed, against a clock; what asking costs."""
+"""Failed endpoints, with a test clock; and the cost of look-ups."""
 
 from xds.model.workload import WorkloadUid
 from ztunnel.proxy.istio.path.failed_endpoints import AVOID_S, FailedEndpoints

@@ -1,4 +1,4 @@
-"""Connections that come to pods: tunnels and plain ones; what is refused, and how they end."""
+"""Connections to pods, in tunnels and in plain text: refusals, and how the connections end."""
 
 import asyncio
 import errno

@@ -30,7 +30,9 @@ from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REVOK
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("reason", ["policy", "stop"])
 def test_a_verdict_while_the_application_is_dialled(tmp_path: Path, reason: str, loop: str) -> None:
-    """A policy says 401, which must not be tried elsewhere; any other end does not."""
+    """A policy is answered with 401, after which the client tries no other endpoint. Other ends get another
+    status.
+    """
 
     async def body(cluster: Cluster, connection: Connection) -> None:
         cluster.wire.gates[APP] = asyncio.Event()

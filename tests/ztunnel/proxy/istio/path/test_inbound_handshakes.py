@@ -19,7 +19,7 @@ from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 
 async def shown_to_the_server(cluster: Cluster, shown: WorkloadCertificate) -> None:
-    """Show a certificate; in TLS 1.3 the client hears what the server thinks of it only after its handshake."""
+    """Present a certificate. In TLS 1.3 the client learns the server's decision only after its handshake."""
     connection = await cluster.tunnels_to("server", shown=shown)
     await connection.open(fields())
 
@@ -162,7 +162,7 @@ def test_handshake_fails_without_a_certificate(tmp_path: Path) -> None:
         cluster.certificates.errors[identity("server")] = "the CA says no"
         await cluster.start(POD)
         client = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT)
-        await client.send(b"hello")  # a certificate is for those that speak
+        await client.send(b"hello")  # a certificate is requested only when the client sends
         await client.read_all()
         assert (await cluster.line())["error"] == "signing error: the CA says no"
 

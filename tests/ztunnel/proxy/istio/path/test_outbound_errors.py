@@ -230,7 +230,7 @@ def test_attempts_end_with_the_time_window(tmp_path: Path) -> None:
 
 
 def test_late_answer_is_not_retried(tmp_path: Path) -> None:
-    """The application may have got first bytes, so they must not go to another one."""
+    """The application can have received the first bytes, so they must not be sent to another one."""
 
     async def body(cluster: Cluster) -> None:
         second = endpoint("second", OTHER, node=ELSEWHERE)

@@ -1,4 +1,4 @@
-"""Where connections of pods go: every row of the route table, and what is asked for on demand."""
+"""Routes of pods' connections: every row of the route table, and requests on demand."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_row_6_another_network_is_reached_through_its_gateway(tmp_path: Path, lo
         assert gateway.headers()[":authority"] == inner.headers()[":authority"] == "shop.example:80"
         line = await cluster.line()
         assert (line["dst.identity"], line["dst.workload"]) == (identity("far-server"), "far-server-v1")
-        # The far side can tell this end from one that was cut off.
+        # The far side can distinguish this end from an aborted connection.
         (far_end,) = inner.connections
         await cluster.until(lambda: far_end.error is not None)
         assert far_end.link.tls is not None
@@ -342,7 +342,7 @@ def test_unanswered_on_demand_request_does_not_pass_through(tmp_path: Path) -> N
 
 
 def test_on_demand_requests_per_connection_are_limited(tmp_path: Path) -> None:
-    """A mesh that points from one unknown to the next is no reason to ask for ever."""
+    """A mesh in which each unknown key leads to another one must not cause endless requests."""
     clusters: list[Cluster] = []
 
     async def ask(key: str) -> None:

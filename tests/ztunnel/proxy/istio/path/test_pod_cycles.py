@@ -1,4 +1,4 @@
-"""A pod that ends leaves no reference cycles; those of a node with much churn would wait hours to be collected."""
+"""An ended pod leaves no reference cycles. On a node with much churn they would wait hours to be collected."""
 
 import gc
 from collections import Counter
@@ -23,7 +23,7 @@ def test_ended_pods_leave_no_reference_cycles(tmp_path: Path) -> None:
             pod = PodProxy(cluster.node, name, sockets)
             await pod.start()
             await pod.stop()
-            sockets.accepted = {}  # the stand-in's own; real ones close their listeners
+            sockets.accepted = {}  # the test double's own; real ones close their listeners
 
         await one(0)
         gc.collect()

@@ -1,4 +1,4 @@
-"""Binding a pod's ports: what each refusal of the kernel means. ``listen`` is replaced to force its errors."""
+"""Binding a pod's ports: the meaning of each refusal by the kernel. ``listen`` is replaced to force its errors."""
 
 import asyncio
 import errno
@@ -31,7 +31,7 @@ Refuse = Callable[[str, int, bool], Exception | None]
 
 
 class Kernel:
-    """Stands for ``sockets.listen``: gives sockets on free ports, or what ``refuse`` says."""
+    """Replaces ``sockets.listen``: returns sockets on free ports, or raises the errors in ``refuse``."""
 
     def __init__(self, refuse: Refuse) -> None:
         self.made: list[socket.socket] = []

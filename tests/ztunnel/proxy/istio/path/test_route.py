@@ -147,7 +147,8 @@ def test_row_1_a_service_with_a_waypoint_goes_to_the_waypoint(gateway: GatewayAd
 
 @pytest.mark.parametrize("gateway", [BY_NAME, BY_VIP, BY_IP], ids=["name", "vip", "ip"])
 def test_row_1_the_waypoint_itself_goes_to_the_endpoints(gateway: GatewayAddress) -> None:
-    # Upstream sends it to itself, for ever: a captured waypoint that dials what was dialled never gets there.
+    # Upstream routes it to itself for ever: a captured waypoint that dials the original address never reaches the
+    # service.
     service = cart(waypoint=gateway)
     assert tunnel(route(VIP, service, BACK, wp(), WAYPOINT, client=WAYPOINT)).workload is BACK
     impostor = pod("client", "10.0.0.1", service_account="wp")

@@ -30,7 +30,7 @@ async def resolve(name: str, *, ipv6: bool) -> str | None:
 
 
 def shaken(pieces: list[bytes], *, end: bool = False, ipv6: bool = False) -> tuple[SocketAddress | None, bytes]:
-    """Where the client wants to go, and what it was told."""
+    """Return the client's requested destination, and the answer to the client."""
 
     async def main() -> tuple[SocketAddress | None, bytes]:
         family, host = (socket.AF_INET6, "::1") if ipv6 else (socket.AF_INET, "127.0.0.1")

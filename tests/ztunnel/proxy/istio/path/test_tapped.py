@@ -1,4 +1,4 @@
-"""Taps of pods in an Istio mesh: a capture has what goes over their connections, and nothing else changes."""
+"""Taps of pods in an Istio mesh: a capture has the bytes of their connections, and has no other effect."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_connections_before_and_after_a_tap_are_not_captured(tmp_path: Path) -> 
             assert await each.read(3) == b"two"
         found = await tap.end()
         assert [sent for sent, _ in found.streams().values()] == [b"two"]
-        # The new one goes on without the tap.
+        # The new connection continues without the tap.
         assert await new.ask(BLOB) == BLOB
         assert await old.ask(BLOB) == BLOB
 
@@ -266,7 +266,7 @@ def test_plain_connections_to_the_pod(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tapped", [("client",), ("server",), ("client", "server")])
 def test_tap_captures_a_node_local_tunnel(tmp_path: Path, tapped: tuple[str, ...]) -> None:
-    """It has one relay; either of its two pods can be tapped, or both."""
+    """Such a tunnel has one relay. Either of its two pods can be tapped, or both."""
 
     async def body(cluster: Cluster) -> None:
         await cluster.start(SERVER_POD, NEAR)

@@ -22,7 +22,7 @@ def test_the_worker_with_most_connections_accepts_last() -> None:
     assert (connection_counts.is_turn_of(0), there.is_turn_of(1)) == (False, False)
     there.remove(2)
     assert connection_counts.is_turn_of(0)
-    # The last one running always has its turn.
+    # The last running worker always accepts.
     there.remove(1)
     connection_counts.set(0, 100)
     assert connection_counts.is_turn_of(0)

@@ -78,7 +78,7 @@ def test_workers_are_not_handed_credentials() -> None:
 
 
 def test_hanging_worker_is_killed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It answers while its poller turns; from the third time on it hangs."""
+    """It answers while its poller runs. From the third time on it hangs."""
     asked = 0
 
     async def nothing(message: Notification, descriptors: Descriptors) -> None:

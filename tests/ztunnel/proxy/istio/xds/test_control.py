@@ -1,4 +1,6 @@
-"""What the control plane says, from the embedded one over a Unix socket: when it counts as heard, and as away."""
+"""Resources from the embedded control plane over a Unix socket; and when the proxy counts as ready, or as
+disconnected.
+"""
 
 import asyncio
 import contextlib

@@ -178,7 +178,7 @@ def test_authority_is_asked_without_a_saved_certificate(
         last = LastConfiguration(holder, SystemClock())
         before = last.before(Once())
         assert await before.issue(WANTED) is certificate
-        with pytest.raises(IdentityError):  # what this process has fetched is no answer for itself
+        with pytest.raises(IdentityError):  # certificates fetched by this process are not returned to itself
             await before.issue(WANTED)
         last.close()
 

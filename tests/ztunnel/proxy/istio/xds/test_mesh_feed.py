@@ -1,4 +1,4 @@
-"""Resources and local files into the mesh: what is applied, what is refused, and in which words."""
+"""Resources and local files are applied to the mesh, or refused with a reason."""
 
 import asyncio
 import logging
@@ -208,7 +208,7 @@ def test_at_the_start_a_faulty_file_is_an_error(tmp_path: Path, text: str | byte
 
 
 class ControlPlane:
-    """Scripted: what it is sent, and what it says."""
+    """A scripted control plane, with its received requests."""
 
     def __init__(self) -> None:
         self.requests: asyncio.Queue[DeltaDiscoveryRequest] = asyncio.Queue()

@@ -1,4 +1,4 @@
-"""A node agent that says what a test tells it to, and a proxy of a pod that only counts."""
+"""A scripted node agent, and a pod's proxy that only counts."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ INFO = PodInfo(name="a", namespace="default", service_account="a")
 
 def open_descriptors() -> set[str]:
     """Descriptors that are open, with what they are, except for what the loop itself keeps."""
-    gc.collect()  # what earlier tests have dropped in cycles would go at a moment of its own
+    gc.collect()  # otherwise cycles of earlier tests would be freed at an arbitrary time
     found = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -80,7 +80,7 @@ class Agent:
         assert await self.ask(SnapshotSent()) == ""
 
     async def closed(self) -> bool:
-        """Whether the next thing the peer does is to go."""
+        """Return whether the next action of the peer is to close the connection."""
         assert self.channel is not None
         async with asyncio.timeout(WAIT_S):
             return await self.channel.receive() is None
@@ -96,7 +96,7 @@ class CountingPod:
         self.drained_s: float | None = None
 
     async def stop(self) -> None:
-        # The namespace must still be there for whatever has to be cleared up in it.
+        # The namespace must still exist for clean-up work in it.
         os.fstat(self.netns.fileno())
         await asyncio.sleep(0)
         self._starts.running.remove(self)

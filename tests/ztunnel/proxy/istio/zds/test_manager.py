@@ -298,7 +298,7 @@ def test_drain_reaches_all_pods_at_once_and_readiness_stays() -> None:
             await asyncio.sleep(0)
         assert not draining.done()
         assert scene.manager.ready
-        # Whoever judges connections still finds those that drain.
+        # Draining proxies are still listed, so that their connections can be judged.
         assert [status.running for status in scene.manager.states().values()] == pods
         scene.starts.drained.set()
         await draining

@@ -1,4 +1,4 @@
-"""Messages as bytes: those seen on the wire, every value there and back, and everything that is no message."""
+"""Messages as bytes: recorded ones, every value in both directions, and invalid bytes."""
 
 import pytest
 from hypothesis import given

@@ -41,7 +41,7 @@ def connected() -> Reconciler:
 
 
 def with_pod(uid: PodUid = A, *, snapshot: bool = True) -> tuple[Reconciler, Generation]:
-    """Connected, with one pod that is up."""
+    """Return a connected reconciler with one running pod."""
     pods = connected()
     generation = add(pods, uid)
     assert pods.started(generation, 0) == [Answer()]
