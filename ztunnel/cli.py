@@ -265,15 +265,15 @@ async def _result(status: Awaitable[int]) -> int:
 def _proxy(args: argparse.Namespace) -> int:
     from ztunnel.runtime import process
 
-    if not (args.addon or any(os.environ.get(name) for name in _USE_ASYNCIO_TLS)):
-        leave_out()
-    from ztunnel.runtime import descriptors, heap, rotation
-
     try:
         own = process.under_holder(os.environ, wanted=args.hold_sockets, serves=not args.validate)
     except ValueError as error:
         print(f"ztunnel: {error}", file=sys.stderr)
         return 2
+    if not (args.addon or any(os.environ.get(name) for name in _USE_ASYNCIO_TLS)):
+        leave_out()
+    from ztunnel.runtime import descriptors, heap, rotation
+
     rotation.ignore_rotation()  # until there is a loop that handles the signals
     descriptors.raise_limit()  # before the first thread
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time

@@ -119,9 +119,9 @@ def test_an_unknown_flag_shows_the_usage_of_its_command(command: tuple[str, ...]
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("agent", "--socket", "/nonexistent/a.sock"), "/nonexistent"),
-        (("control-plane", "/nonexistent"), "/nonexistent: no such file or directory"),
-        (("intercept", "apply", "-f", "/nonexistent"), "/nonexistent: no such file or directory"),
+        (("agent", "--socket", "/proc/absent/a.sock"), "/proc/absent"),
+        (("control-plane", "/proc/absent"), "/proc/absent: no such file or directory"),
+        (("intercept", "apply", "-f", "/proc/absent"), "/proc/absent: no such file or directory"),
         (("intercept", "apply"), "host.addresses: must be a list of IP addresses, and is missing"),
         (("agent", "--check"), "--check needs --state FILE"),
         (("agent", "--probe-user", "x"), "argument --probe-user: must be a whole number, not negative: 'x'"),
