@@ -20,8 +20,11 @@ _EXEMPLAR: Final = struct.Struct("<dd56s")
 #: The place of the last digit of the flags in a ``traceparent``, and its values if the trace is sampled.
 _FLAG: Final = 54
 _SAMPLED: Final = b"13"
-#: How long an exemplar with a sampled trace is kept, rather than one without: a few scrapes.
-_KEPT_S: Final = 60.0
+_NOT_SAMPLED: Final = ord("0")
+#: How long an exemplar is kept before a trace without sampling replaces it: a sampled one for a few scrapes, and
+#: others so briefly that a scrape finds a recent one. Most observations of a busy proxy cost a comparison then.
+_SAMPLED_KEPT_S: Final = 60.0
+_KEPT_S: Final = 1.0
 
 
 class DurationCounts(NamedTuple):
@@ -59,13 +62,14 @@ class Durations:
         bounds: the upper bounds of its buckets, in seconds.
     """
 
-    __slots__ = ("_bounds", "_exemplars", "_numbers", "total_s")
+    __slots__ = ("_bounds", "_exemplars", "_kept_until_s", "_numbers", "total_s")
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds
         self._numbers = [0] * (len(bounds) + 1)
         self.total_s = 0.0
         self._exemplars = bytearray()
+        self._kept_until_s = [0.0] * len(self._numbers)  # wall time
 
     def observe(self, seconds: float, trace: bytes = b"", wall_s: float = 0.0) -> None:
         """Count an observation of ``seconds``.
@@ -77,7 +81,7 @@ class Durations:
         place = bisect_left(self._bounds, seconds)
         self._numbers[place] += 1
         self.total_s += seconds
-        if trace:
+        if trace and (trace[-1] != _NOT_SAMPLED or not 0 < self._kept_until_s[place] - wall_s <= _SAMPLED_KEPT_S):
             self._keep(place, seconds, wall_s, trace)
 
     def exemplify(self, seconds: float, trace: bytes, wall_s: float) -> None:
@@ -87,16 +91,17 @@ class Durations:
     def _keep(self, place: int, seconds: float, wall_s: float, trace: bytes) -> None:
         if len(trace) <= _FLAG:
             return
-        slots, at = self._exemplars, place * _EXEMPLAR.size
-        if not slots:
-            slots.extend(bytes(_EXEMPLAR.size * len(self._numbers)))
-        elif (
-            slots[at + 16 + _FLAG] in _SAMPLED
-            and trace[_FLAG] not in _SAMPLED  # which has no span
-            and wall_s - _EXEMPLAR.unpack_from(slots, at)[1] < _KEPT_S
-        ):
+        sampled = trace[_FLAG] in _SAMPLED
+        # A clock that was set back must not keep an exemplar for longer.
+        if not sampled and 0 < self._kept_until_s[place] - wall_s <= _SAMPLED_KEPT_S:
             return
-        _EXEMPLAR.pack_into(slots, at, seconds, wall_s, trace)
+        self._kept_until_s[place] = wall_s + (_SAMPLED_KEPT_S if sampled else _KEPT_S)
+        self._put(place, seconds, wall_s, trace)
+
+    def _put(self, place: int, seconds: float, wall_s: float, trace: bytes) -> None:
+        if not self._exemplars:
+            self._exemplars.extend(bytes(_EXEMPLAR.size * len(self._numbers)))
+        _EXEMPLAR.pack_into(self._exemplars, place * _EXEMPLAR.size, seconds, wall_s, trace)
 
     def exemplars(self) -> Iterator[Exemplar | None]:
         """Iterate over the exemplars of all buckets, for :meth:`cumulative`'s values."""
@@ -123,7 +128,7 @@ class Durations:
         for place, found in enumerate(_unpacked(counts.exemplars)):
             known = own[place]
             if found is not None and (known is None or known.wall_s < found.wall_s):
-                self._keep(place, *found)
+                self._put(place, *found)
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
         """Iterate over (upper bound, number of observations up to it)."""

@@ -42,6 +42,18 @@ def test_a_sampled_trace_is_kept_for_a_minute() -> None:
     assert kept(durations)[0] == Exemplar(0.04, 219.5, trace(4))
 
 
+def test_a_trace_that_is_not_sampled_is_kept_for_a_second() -> None:
+    durations = Durations(BOUNDS)
+    for number, wall_s in enumerate((100.0, 100.9, 101.0, 90.0, 30.0)):
+        durations.observe(0.01, trace(number), wall_s)
+        expected = {0: 0, 1: 0, 2: 2, 3: 2, 4: 4}[
+            number
+        ]  # the last time, the clock was set back by more than a minute
+        found = kept(durations)[0]
+        assert found is not None
+        assert found.trace == trace(expected)
+
+
 def test_an_observation_gets_its_trace_later() -> None:
     durations = Durations(BOUNDS)
     durations.observe(0.5)
