@@ -1,13 +1,15 @@
-"""Profiles the event loop's thread: samples its stack from another thread.
+"""Profiles a process: where the event loop's thread spends its time, or where memory was allocated and kept.
 
-A sample takes microseconds of the interpreter's lock, a hundred times a second. A loop that waits for events
-appears as a stack of its own.
+A sample of the thread's stack takes microseconds of the interpreter's lock, a hundred times a second. A loop that
+waits for events appears as a stack of its own. A profile of the heap traces every allocation meanwhile, which
+makes them two to four times as slow.
 """
 
 import asyncio
 import sys
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from types import FrameType
 from typing import Final
@@ -18,11 +20,19 @@ from ztunnel.runtime.http.page import PLAIN, Page, Query, text
 MOST_S: Final = 60.0
 _DEFAULT_S: Final = 5.0
 _BETWEEN_S: Final = 0.01
+#: The innermost stack frames of an allocation.
+_FRAMES: Final = 12
 _running = threading.Lock()
 
 
 async def page(query: Query) -> Page:
-    """Return folded stacks for flame graphs, one per line with its number of samples: ``?seconds=N``."""
+    """Return folded stacks for flame graphs, one per line: ``?seconds=N&of=heap``.
+
+    A line ends with the number of its samples, for the heap with the bytes allocated meanwhile and still in use.
+    """
+    of = query.get("of") or "cpu"
+    if of not in ("cpu", "heap"):
+        return text("of: must be cpu or heap\n", 400, PLAIN)
     try:
         seconds = float(query.get("seconds") or _DEFAULT_S)
     except ValueError:
@@ -32,7 +42,10 @@ async def page(query: Query) -> Page:
     if not _running.acquire(blocking=False):
         return text("a profile is made already\n", 409, PLAIN)
     try:
-        found = await asyncio.to_thread(sampled, threading.get_ident(), seconds)
+        if of == "heap":
+            found = await asyncio.to_thread(allocated, seconds)
+        else:
+            found = await asyncio.to_thread(sampled, threading.get_ident(), seconds)
     finally:
         _running.release()
     return Page(content_type=PLAIN, body=tuple(f"{stack} {count}\n" for stack, count in found.most_common()))
@@ -49,6 +62,23 @@ def sampled(thread: int, seconds: float) -> Counter[str]:
         found[_folded(frame)] += 1
         del frame  # a frame keeps everything that it refers to alive
         time.sleep(_BETWEEN_S)
+    return found
+
+
+def allocated(seconds: float) -> Counter[str]:
+    """Return the bytes that were allocated within a time and are still in use, by stack. Blocks its thread."""
+    began_here = not tracemalloc.is_tracing()  # otherwise PYTHONTRACEMALLOC has begun it
+    if began_here:
+        tracemalloc.start(_FRAMES)
+    try:
+        time.sleep(seconds)
+        snapshot = tracemalloc.take_snapshot()
+    finally:
+        if began_here:
+            tracemalloc.stop()
+    found: Counter[str] = Counter()
+    for each in snapshot.statistics("traceback"):
+        found[";".join(f"{frame.filename}:{frame.lineno}" for frame in each.traceback)] = each.size
     return found
 
 

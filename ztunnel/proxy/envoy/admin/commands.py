@@ -442,7 +442,10 @@ COMMANDS: tuple[Command, ...] = (
         "/profile",
         "print where the event loop's thread is, as folded stacks for a flame graph",
         _profile,
-        parameters=(Parameter("seconds", "How long to sample (default 5, at most 60)"),),
+        parameters=(
+            Parameter("seconds", "How long to sample (default 5, at most 60)"),
+            Parameter("of", "cpu (default), or heap for memory that was allocated meanwhile and kept"),
+        ),
     ),
     Command("/quitquitquit", "exit the server", _quit, mutates=True),
     Command("/rbac", "print the policies of RBAC filters with what they decided", _rbac),

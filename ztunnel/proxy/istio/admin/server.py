@@ -51,7 +51,7 @@ _PAGES = {
     "/denials": "the last connections that policies denied or ended, by pair of workloads",
     "/check": "facts of this node for ztunnel check; ?reach=ADDRESS tries port 15008 of a workload",
     "/metrics": "the metrics of the stats port, for commands that ask through one port",
-    "/profile": "where the event loop's thread is, as folded stacks for a flame graph: ?seconds=N",
+    "/profile": "folded stacks of the event loop's thread for a flame graph: ?seconds=N, of memory: &of=heap",
     "/flows": "the last connections that ended, as JSON lines of Hubble's flows: ?last=N&after=NANOSECONDS",
     "/explain": "what would become of a connection: ?source=NAMESPACE/POD&destination=SERVICE.NAMESPACE:PORT",
     "/ui": "the live page: the mesh of this node as it is now",
