@@ -50,11 +50,25 @@ WAYS = {"tunnel": 1, "joined": 2, "plain": 3, "behind": 4}
 _ENDS, _TUNNEL_PORT = 10, 15008
 _TLS = "envoy.extensions.transport_sockets.tls.v3"
 _START_S = 60.0
-#: Counters of an Envoy that do not change if it has seen no reset, no GOAWAY and no end of a connection.
+#: New tunnels after each replacement of an Envoy's peer. They use the tunnel connections that have moved.
+_NEW = 5
+#: Counters of an Envoy that do not change if it has seen no new tunnel connection, no end of one, no GOAWAY and
+#: no reset.
 _SEEN = re.compile(
-    r"^(cluster\.(?:to-\w+)\.upstream_(?:cx_destroy_remote|cx_close_notify|cx_protocol_error|rq_rx_reset)"
-    r"|http\.inbound\.downstream_(?:rq_rx_reset|cx_protocol_error|cx_destroy_remote_active_rq)): (\d+)$",
+    r"^(cluster\.to-\w+\.upstream_(?:cx_total|cx_destroy|cx_destroy_remote|cx_close_notify|cx_protocol_error|rq_rx_reset)"
+    r"|http\.inbound\.downstream_(?:cx_total|cx_destroy|cx_destroy_remote|cx_protocol_error|rq_rx_reset)"
+    r"|(?:cluster\.to-\w+\.)?http2\.(?:rx_reset|tx_reset)): (\d+)$",
     re.MULTILINE,
+)
+#: Of each kind of counter; an Envoy without it would not be checked.
+_NEEDED = (
+    "upstream_cx_total",
+    "downstream_cx_total",
+    "upstream_cx_destroy",
+    "downstream_cx_destroy",
+    "cx_close_notify",
+    "rq_rx_reset",
+    "http2.rx_reset",
 )
 
 
@@ -307,7 +321,9 @@ async def run(
                     group.create_task(client(place, node.address(way), kind, outcome, pace_s))
                     if not number % 20:
                         await asyncio.sleep(0.1)
-                for way in (WAYS["tunnel"], WAYS["joined"]):
+                # Beside an Envoy, new tunnels are only opened between replacements: a successor that accepts a
+                # connection before it has taken the tunnel connections dials one of its own.
+                for way in (WAYS["joined"],) if far_envoy else (WAYS["tunnel"], WAYS["joined"]):
                     group.create_task(short_connections(place, near.address(way), outcome))
                 await asyncio.sleep(1.0)
                 outcome.round_trips_s.clear()
@@ -316,24 +332,30 @@ async def run(
                 for number in range(replacements):
                     report.replacements.append(await measured(replaced[number % len(replaced)]))
                     report.during_s += drained(outcome.round_trips_s)
+                    for _ in range(_NEW if far_envoy else 0):
+                        await client(place, near.address(WAYS["tunnel"]), "short", outcome)
                     await asyncio.sleep(pause_s)
                     report.between_s += drained(outcome.round_trips_s)
                 if far_envoy:
-                    outcome.failures += await asyncio.to_thread(_noticed, far, seen)
+                    outcome.failures += noticed(seen, await asyncio.to_thread(far.get, "/stats"))
                 outcome.stop.set()
         await _check_lines(report, near, far)
     return report
 
 
-def _noticed(far: Node, before: str) -> list[str]:
-    """Return what an Envoy has counted of hand-overs at the other end."""
-    earlier = {name: int(number) for name, number in _SEEN.findall(before)}
-    found = [
-        f"Envoy counted {name} {int(number) - earlier.get(name, 0)}"
-        for name, number in _SEEN.findall(far.get("/stats"))
-        if int(number) > earlier.get(name, 0)
+def noticed(before: str, after: str) -> list[str]:
+    """Return what an Envoy has noticed of hand-overs at the other end of its tunnel connections.
+
+    Args:
+        before, after: its page ``/stats`` at two times, between which no such connection should have changed.
+    """
+    earlier, later = ({name: int(number) for name, number in _SEEN.findall(page)} for page in (before, after))
+    found = [f"Envoy has no counter {name}" for name in _NEEDED if not any(each.endswith(name) for each in later)]
+    return found + [
+        f"Envoy counted {name} {number - earlier.get(name, 0)}"
+        for name, number in later.items()
+        if number > earlier.get(name, 0)
     ]
-    return found if earlier else ["Envoy has none of the counters"]
 
 
 async def _check_lines(report: Report, near: Node, far: Node) -> None:
