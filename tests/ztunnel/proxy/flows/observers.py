@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -88,19 +89,18 @@ def relaying(
     if client is not None:
         options = [f"--tls-hubble-client-{kind}-file={client}/tls.{name}" for kind, name in _FILES]
         options += [f"--tls-hubble-server-ca-files={client}/ca.crt"]
-    process = run(
-        [
-            *(needed("hubble-relay"), "serve", f"--peer-service={peer_service}", f"--cluster-name={cluster}"),
-            *("--disable-server-tls", f"--listen-address={address}"),
-            f"--health-listen-address=127.0.0.1:{free_port()}",
-            *options,
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "HOME": "/nonexistent"},  # it reads a configuration there
-    )
+    command = [
+        *(needed("hubble-relay"), "serve", f"--peer-service={peer_service}", f"--cluster-name={cluster}"),
+        *("--disable-server-tls", f"--listen-address={address}"),
+        f"--health-listen-address=127.0.0.1:{free_port()}",
+        *options,
+    ]
+    home = tempfile.TemporaryDirectory()  # it reads a configuration there, and writes its process id
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = run(command, **quiet, env={**os.environ, "HOME": home.name})
     try:
         yield address
     finally:
         process.kill()
         process.wait()
+        home.cleanup()
