@@ -34,35 +34,41 @@ def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
                 yield chain.tls
 
 
-def certificates_in_use(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
-    """Iterate over the roots and own certificates of every context."""
-    yield from roots_shown(proxy)
+def certificates_in_use(proxy: InspectedProxy) -> tuple[list[x509.Certificate], list[x509.Certificate]]:
+    """Return the own certificates of all contexts, and their roots, each once."""
+    chains: set[bytes] = set()
+    roots: set[bytes | None] = set()
     for context in contexts_in_use(proxy):
-        yield from _own(context)
-
-
-def roots_shown(proxy: InspectedProxy) -> Iterator[x509.Certificate]:
-    """Iterate over the roots of every context. A root can occur repeatedly."""
-    for context in contexts_in_use(proxy):
-        yield from _roots(context)
+        chains.update([own.chain_pem for own in context.certificates])
+        roots.add(_roots_pem(context))
+    return [_parsed(chain)[0] for chain in chains], [root for pem in roots for root in _parsed(pem)]
 
 
 def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate, list[str]]]:
-    """Iterate over the own certificates of every context, each with its URI names. The same certificate can occur
-    several times.
+    """Iterate over the own certificates of every context, with their URI names. A certificate can occur
+    repeatedly.
     """
     for context in contexts_in_use(proxy):
         for leaf in _own(context):
-            yield leaf, [name["uri"] for name in _names(leaf) if "uri" in name]
+            yield leaf, uri_names(leaf)
+
+
+def uri_names(certificate: x509.Certificate) -> list[str]:
+    """Return the URIs among a certificate's names."""
+    return [name["uri"] for name in _names(certificate) if "uri" in name]
+
+
+def _roots_pem(context: LiveContext) -> bytes | None:
+    validation = context.validation
+    return validation.trusted_ca_pem if validation is not None else None
 
 
 def _roots(context: LiveContext) -> list[x509.Certificate]:
-    validation = context.validation
-    return _parsed(validation.trusted_ca_pem if validation is not None else None)
+    return _parsed(_roots_pem(context))
 
 
 def _own(context: LiveContext) -> list[x509.Certificate]:
-    """Return the leaf of each of the context's own chains."""
+    """The leaves."""
     return [_parsed(own.chain_pem)[0] for own in context.certificates]
 
 

@@ -13,7 +13,7 @@ import hbone
 from ztunnel import __version__
 from ztunnel.proxy.dataplane.gauges import Gauge, configuration_gauges, process_gauges
 from ztunnel.proxy.dataplane.handover.families import handover_families
-from ztunnel.proxy.envoy.admin.certs import certificates_shown, roots_shown
+from ztunnel.proxy.envoy.admin.certs import certificates_in_use, uri_names
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.proxy.envoy.stats.prometheus import scraped
 from ztunnel.runtime.http.exposition import Family, LabelledValue, family
@@ -93,15 +93,16 @@ def _by_kind(name: str, text: str, numbers: dict[str, int]) -> Family:
 
 
 def _certificates(proxy: InspectedProxy) -> Iterator[Family]:
+    own, roots = certificates_in_use(proxy)
     ends: dict[str, float] = {}
-    for certificate, names in certificates_shown(proxy):
+    for certificate in own:
         end_s = certificate.not_valid_after_utc.timestamp()
-        for name in names[:1]:
+        for name in uri_names(certificate)[:1]:
             ends[name] = min(end_s, ends.get(name, end_s))
     text = "When the certificate of an identity ends, in Unix seconds (unstable)"
     found: list[LabelledValue] = [((name,), end_s) for name, end_s in ends.items()]
     yield family("istio_cert_expiry_seconds", "gauge", text, found, ("identity",), "seconds")
-    roots = {root.not_valid_after_utc.timestamp() for root in roots_shown(proxy)}
     text = "When the first root of the mesh ends, in Unix seconds (unstable)"
-    first: list[LabelledValue] = [((), min(roots))] if roots else []
+    root_ends = [root.not_valid_after_utc.timestamp() for root in roots]
+    first: list[LabelledValue] = [((), min(root_ends))] if root_ends else []
     yield family("ztunnel_root_expiry_seconds", "gauge", text, first, (), "seconds")

@@ -51,7 +51,8 @@ def days_until_first_expiry(proxy: InspectedProxy) -> int:
     from ztunnel.proxy.envoy.admin.certs import certificates_in_use
 
     now = datetime.fromtimestamp(proxy.clock.wall(), UTC)
-    days = [(certificate.not_valid_after_utc - now).days for certificate in certificates_in_use(proxy)]
+    own, roots = certificates_in_use(proxy)
+    days = [(certificate.not_valid_after_utc - now).days for certificate in (*own, *roots)]
     return max(0, min(days, default=2**32 - 1))
 
 
