@@ -158,7 +158,7 @@ def _break(source: SourceState, sink: SinkState) -> Transition:
     match sink:
         case SinkState.BROKEN | SinkState.RESET_SENT:
             return Transition(source, sink)
-        case SinkState.RESET_PENDING:  # nothing is left that the reset would have to wait for
+        case SinkState.RESET_PENDING:  # no bytes are pending before the reset
             return Transition(source, SinkState.RESET_SENT, (EndAction.SEND_RESET,))
         case SinkState.EOF_PENDING:
             return Transition(source, SinkState.BROKEN, (EndAction.DISCARD, EndAction.REPORT_WRITTEN))

@@ -340,8 +340,7 @@ class Engine(Sender):
         """Check a frame of the peer against the stream state table.
 
         Returns:
-            Return the state after the frame. None if it has no effect on the stream, or was answered by
-            RST_STREAM.
+            The state after the frame. None if it has no effect on the stream, or was answered by RST_STREAM.
 
         Raises:
             Failure: it ends the connection.
@@ -355,7 +354,7 @@ class Engine(Sender):
                 raise Failure(verdict.code, f"{frame.value} on a stream that is {state.value}")
             self._stream_error(stream_id, verdict.code)
         elif frame is StreamFrame.HEADERS or frame is StreamFrame.HEADERS_END or frame is StreamFrame.RST_STREAM:
-            # Of DATA the windows bound how much can be on its way, and WINDOW_UPDATE pays in any state.
+            # The windows bound the DATA that can be in flight, and WINDOW_UPDATE is charged in any state.
             self._charge()
         return None
 

@@ -35,7 +35,9 @@ class Unfrozen(Exception):
 
 
 class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
-    """A :class:`hbone.flow.Budget`: tokens left, and how long ago that was; ``None``: never used."""
+    """The state of a :class:`hbone.flow.Budget`: the tokens left, and the age of that number. ``None``: never
+    used.
+    """
 
     left: float
     age_s: float | None

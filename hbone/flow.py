@@ -30,7 +30,7 @@ class Budget:
         self._seen_s: float | None = None
 
     def spend(self, now_s: float, tokens: float = 1.0) -> bool:
-        """Take ``tokens`` at ``now_s`` (monotonic seconds); return False when the budget is overdrawn."""
+        """Use ``tokens`` at ``now_s`` (monotonic seconds). Return False if the budget is overdrawn."""
         self._refill(now_s)
         self._left -= tokens
         return self._left >= 0

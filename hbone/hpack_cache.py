@@ -215,8 +215,8 @@ class BlockDecoder(Generic[T]):
             self._forget()  # the block may have changed the table, as below
             return self._oversized
         parsed = self._parse(fields)
-        # The table does not count a size update to 0 and back as a change, though it empties the table: a
-        # remembered block would skip that the next time it comes.
+        # The table does not count a size update to 0 and back as a change, although this empties the table. A
+        # cached block with such an update would not empty it the next time.
         if self._table.changes != self._changes or block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
             self._forget()
         else:

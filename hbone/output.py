@@ -11,7 +11,7 @@ from typing import Final, Protocol
 from hbone.frames import DATA, END_STREAM, HEADER, HEADER_BYTES
 
 BUFFER_BYTES: Final = 256 * 1024
-_LEAST_ROOM: Final = 4096  # a smaller remainder is not worth a read of its own
+_LEAST_ROOM: Final = 4096  # a smaller remainder is not used for a read
 
 
 class Buffers(Protocol):

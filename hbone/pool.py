@@ -201,7 +201,7 @@ class PoolState:
             return self._assign_waiters(key, entry, now_s)
         if entry.waiters:
             if entry.dialling == waiter:
-                entry.dialling = next(iter(entry.waiters))  # its error, if any, is the next waiter's
+                entry.dialling = next(iter(entry.waiters))  # a failed dial would be reported to the next waiter
             return []
         entry.dialling = None
         self._drop_if_empty(key, entry)
@@ -322,7 +322,7 @@ class PoolState:
                 if now_s - member.idle_since_s < timeout_s:
                     break
                 if waiting is self._spare and len(self._keys[member.key].members) == 1:
-                    del self._spare[connection]  # the other connections of its key have ended since
+                    del self._spare[connection]  # the other connections of its key have ended
                     continue
                 member.draining = True
                 actions += self._close_if_unused(connection, member)

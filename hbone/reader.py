@@ -46,7 +46,9 @@ class FrameSink(Protocol):
     """Receives the frames from a :class:`FrameReader`; implemented by the engine."""
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
-        """Take a DATA frame without padding that arrived in full; any other calls the next three."""
+        """Handle a DATA frame without padding that arrived completely. Any other DATA frame calls the next three
+        methods.
+        """
 
     def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
         """Start a DATA frame: ``length`` bytes count against the windows, and ``payload`` bytes follow."""

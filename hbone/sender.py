@@ -45,7 +45,9 @@ def fields(headers: Iterable[Header]) -> bytes:
 
 
 class Stream(StreamWindow):
-    """An open stream. ``send_window``: bytes that the peer accepts; ``tunnel``: DATA without end, no trailers."""
+    """An open stream. ``send_window``: bytes that the peer accepts. ``tunnel``: neither side limits its DATA, and
+    there are no trailers.
+    """
 
     __slots__ = ("answered", "blocked", "cost", "send_window", "state", "tunnel")
 

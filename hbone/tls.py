@@ -214,7 +214,7 @@ class TlsSession(TlsStream):
         self._sent = 0
         self._due = 0  # bytes until the next record's header
         self._head = b""  # the part of a header that has arrived
-        self._shorts = 0  # records of the length of a key update, without those that were payload
+        self._shorts = 0  # records as long as a key update, without those that had payload
         self._irregular = False  # a record other than payload was sent
         self._tickets_due = False
 
@@ -304,13 +304,13 @@ class TlsSession(TlsStream):
             )
         if self.missing:
             raise Unmovable("within a record")
-        # A key update is the only record of its length that is no payload (RFC 8446, 4.6.3).
+        # Of the records of this length, only a KeyUpdate is not payload (RFC 8446, 4.6.3).
         if self._shorts or self._irregular:
             raise Unmovable("keys were updated")
         if self._tickets_due:
             raise Unmovable(
                 "nothing sent yet"
-            )  # how many session tickets come first is seen with the first output
+            )  # the number of leading session tickets is known with the first output
         secrets = self._verification.secrets
         server, client = secrets.get(b"SERVER"), secrets.get(b"CLIENT")
         if server is None or client is None:
@@ -414,7 +414,7 @@ class TlsSession(TlsStream):
             try:
                 self._connection.shutdown()
             except SSL.Error as error:
-                # A session that has failed cannot send close_notify; its error was raised where it happened.
+                # A failed session cannot send close_notify. Its error was raised earlier.
                 del error
 
     def facts(self) -> PeerFacts:

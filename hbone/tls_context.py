@@ -159,7 +159,7 @@ class TlsContext:
         self.role = role
         self._settings = settings
         self.raw: SSL.Context
-        self._kept: list[Any] = [] if shared is None else shared._kept  # what OpenSSL points to
+        self._kept: list[Any] = [] if shared is None else shared._kept  # objects that OpenSSL refers to
         if shared is not None:
             self.raw = shared.raw
             return

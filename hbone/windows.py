@@ -34,7 +34,7 @@ _UNPROVEN_BYTES: Final = 3 * 1024 * 1024
 _QUICK_BYTES: Final = 256 * 1024  # below this a window grows fourfold at once, above it doubles
 _KEPT_BYTES: Final = 64 * 1024  # the growth that a slow stream keeps
 _LEAST_GROWTH: Final = 8192
-_STREAM_STEP: Final = 32  # streams for which the connection's window is made ready at once
+_STREAM_STEP: Final = 32  # streams for which the connection's window is enlarged at once
 _MOST_STREAMS: Final = 200  # assumed if we announce no limit, as a client
 
 
@@ -147,8 +147,8 @@ class ConnectionWindow:
         if elapsed_s <= FAST_S and waiting <= size >> 2:
             self._grow(stream, streams)
         elif elapsed_s > SLOW_S and size > _KEPT_BYTES and size > self.initial:
-            # By withholding credit, because granted credit cannot be withdrawn (except by SETTINGS, from all
-            # streams at once).
+            # The window shrinks by withholding credit, because granted credit cannot be withdrawn (except by
+            # SETTINGS, from all streams at once).
             self._return(stream, size - max(size >> 1, _KEPT_BYTES, self.initial, size - consumed))
             self._fit(streams, self._grown)
         stream.step = stream.size >> 1

@@ -37,7 +37,7 @@ _READER_IS_GONE = 141
 #: The lowest similarity of a mistyped command to a suggestion. Below it, "get" would resemble "agent".
 _NEAR: Final = 0.78
 
-#: Addons can call anything, and the prober of a sidecar asks its application over asyncio's TLS.
+#: Addons can call any library, and a sidecar's prober uses asyncio's TLS.
 _USE_ASYNCIO_TLS: Final = (ADDON_VARIABLES["addon"], "ISTIO_KUBE_APP_PROBERS")
 
 #: The commands that the packages add, beside ``proxy`` and ``version``.
@@ -229,7 +229,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _proxy(args)
     status = args.run(args)
     if isinstance(status, Awaitable):
-        import asyncio  # a proxy imports it without some of its own imports
+        import asyncio  # a proxy imports it later, without some of its own imports
 
         status = asyncio.run(_result(status))
     return int(status)

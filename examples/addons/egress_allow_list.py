@@ -20,7 +20,9 @@ class EgressAllowList(Addon):
 
     @dataclass(frozen=True)
     class Options:
-        """Names, ``*.`` in front for all below; the namespaces of pods that are limited, or all."""
+        """The allowed names, where ``*.`` covers all names below; and the namespaces of limited pods. Empty:
+        all.
+        """
 
         hosts: tuple[str, ...]
         namespaces: tuple[str, ...] = ()

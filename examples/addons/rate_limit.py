@@ -23,7 +23,7 @@ class RateLimit(Addon):
 
     @dataclass(frozen=True)
     class Options:
-        """``burst`` connections at once, then ``per_second``. Only for these namespaces, or for all."""
+        """``burst`` connections at once, then ``per_second``. Applies to these namespaces, or to all."""
 
         per_second: float = 100.0
         burst: int = 200

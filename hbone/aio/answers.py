@@ -72,7 +72,7 @@ class PendingAnswers:
         tunnel = waiter.tunnel
         if status == 200:
             tunnel.headers = headers
-            # From here on the server has the early data for good: no other attempt may send it again.
+            # The server has the early data now. Another attempt must not send it again.
             if tunnel.early_sent is not None:
                 source, size = tunnel.early_sent
                 source.discard(size)

@@ -607,7 +607,7 @@ class Connection(ConnectionTunnels):
         self._on_change = None
 
     def _changed(self) -> None:
-        # Drained. In a callback of its own: this may run inside a read whose events are not all dispatched.
+        # Drained. Called separately, because this can run inside a read whose events are not all dispatched.
         if self._closing and self.error is None and not self.open_streams and self.engine.goaway_sent:
             self.poller.loop.call_soon(self.close)
         if self._on_change is not None:

@@ -44,11 +44,13 @@ class RelayObserver(ABC):
 
     @abstractmethod
     def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:
-        """``end`` has no more bytes to read; ``clean``: treat ``error`` as an orderly end."""
+        """Record that ``end`` has no more bytes to read. ``clean``: treat ``error`` as an orderly end."""
 
     @abstractmethod
     def write_ended(self, end: End) -> None:
-        """Everything for ``end``, its EOF included, was handed to the network or discarded; idempotent."""
+        """Record that all output of ``end``, including its EOF, was passed to the network or discarded;
+        idempotent.
+        """
 
     @abstractmethod
     def reset_sent(self) -> None:
@@ -62,7 +64,7 @@ class RelayObserver(ABC):
 
     @abstractmethod
     def fail(self, end: End, error: Exception) -> None:
-        """``end`` can neither read nor write any more."""
+        """Record that ``end`` can neither read nor write any more."""
 
 
 class End(ABC):
@@ -94,7 +96,9 @@ class End(ABC):
         self.start()
 
     def leave_relay(self) -> None:
-        """Drop the references to relay and peer, which breaks their cycle, because the relay is over."""
+        """Drop the references to the relay and the peer when the relay is over. This breaks their reference
+        cycle.
+        """
         self.relay = None
         self.peer = None
 
@@ -131,11 +135,11 @@ class End(ABC):
 
     @abstractmethod
     def write(self, chunks: list[memoryview], size: int) -> None:
-        """Take all ``size`` bytes; the views are valid until ``flush`` returned."""
+        """Accept all ``size`` bytes. The views are valid until ``flush`` has returned."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Send what ``write`` gave, copy the rest."""
+        """Send the bytes given to ``write``, and copy those that the network does not accept."""
 
     @abstractmethod
     def write_eof(self) -> None:

@@ -49,7 +49,7 @@ _ENDING = "about to end"
 
 
 class PlainState(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
-    """A plain socket; ``pending``: bytes that its network has not accepted yet."""
+    """A plain socket. ``pending``: bytes that its network has not accepted yet."""
 
     source: str
     sink: str
@@ -163,7 +163,7 @@ class Frozen:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the unit is still as it was when it was frozen."""
+        """Whether the unit's state is the same as when it was frozen."""
         if any(end.closed for end in self._plain):
             return False
         try:

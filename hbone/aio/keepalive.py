@@ -1,4 +1,4 @@
-"""Keepalive of a connection: a PING every interval, whose answer must come within a limit."""
+"""Keepalive of a connection: a PING every interval, which must be answered within a time limit."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ class LinkClosed(Exception):
 
 
 def network_error(error: Exception, when: str) -> HboneError:
-    """Return the error of a connection whose :class:`Link` failed with ``error``; ``when`` ends the message."""
+    """Return the error of a connection whose :class:`Link` failed with ``error``. ``when`` is appended to its
+    text.
+    """
     if isinstance(error, HboneError):
         return error
     what = "peer closed the connection" if isinstance(error, LinkClosed) else f"network failed: {error}"
@@ -230,7 +232,7 @@ class Link:
         self._unsent = bytearray()
 
     def close(self, *, lingers: bool = False) -> None:
-        """Close the socket; ``lingers``: later, and unread until then."""
+        """Close the socket. With ``lingers`` it stays open for some time, and is not read."""
         self.poller.unregister(self.sock.fileno())
         if lingers:
             self.poller.lingering.keep(self.sock)

@@ -130,7 +130,7 @@ class ObservedEnd(End):
         _show(self._observer.received, chunks, size)
 
     def show_receive_ended(self, *, reset: bool) -> None:
-        """Show that no more bytes come."""
+        """Report to the observer that no more bytes will be received."""
         self._observer.receive_ended(reset=reset)
 
     # The states belong to the inner end, which applies the events itself.
@@ -139,10 +139,10 @@ class ObservedEnd(End):
         return 0
 
     def _send_eof(self) -> None:
-        """Nothing: see above."""
+        """Do nothing, because the inner end sends its EOF itself."""
 
     def _send_reset(self) -> None:
-        """Nothing: see above."""
+        """Do nothing, because the inner end sends its reset itself."""
 
 
 class _FarSide(End):

@@ -38,7 +38,7 @@ from hbone.tls import sealed_bytes
 
 logger = logging.getLogger(__name__)
 
-READS_PER_TURN: Final = 4  # of one socket, before the others are read
+READS_PER_TURN: Final = 4  # reads of one socket before others are read
 REQUEUED_S: Final = 0.001
 """The time per iteration for all sockets with much to read together."""
 BULK_BYTES: Final = 32 * 1024

@@ -169,7 +169,7 @@ class Pool:
         return connection_id
 
     def release(self, connection_id: ConnectionId) -> None:
-        """Give back a place of :meth:`reserve` on which no tunnel was opened."""
+        """Release a place reserved by :meth:`reserve` on which no tunnel was opened."""
         self._released(connection_id)
 
     def open_on(
@@ -260,7 +260,7 @@ class Pool:
                     self._dials[key] = Fiber(self._poller, self._run_dial(key), name)
                 case Assign(waiter=waiter, connection=connection_id):
                     future = self._waiting.pop(waiter)
-                    # The waiter was cancelled, and its ``finally`` has not run yet: the slot goes back, later,
+                    # The waiter was cancelled, but its ``finally`` has not run yet. The slot is returned later,
                     # because this list of actions is not finished.
                     if future.done():
                         self._loop.call_soon(self._released, connection_id)

@@ -171,7 +171,8 @@ class Relay(RelayObserver):
             b.start()
 
     def _is_running(self) -> bool:
-        return self._a is not None  # a call: type checkers remember what an attribute was
+        # a function call, because type checkers would assume that the attribute is unchanged
+        return self._a is not None
 
     def __await__(self) -> Generator[object, None, RelayEnd]:
         assert self._done is not None

@@ -23,7 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 class Request:
-    """One request that waits for its answer. Not only CONNECT: the handler itself answers 404 or 400."""
+    """A request that waits for its answer. It need not be CONNECT: the handler answers 404 or 400 to other
+    methods.
+    """
 
     __slots__ = ("_requests", "_tunnel", "answered", "connection", "ended", "head")
 

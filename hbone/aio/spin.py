@@ -27,7 +27,7 @@ from typing import Final
 
 _POLLS: Final = 8  # polls in a row, before the loop's other callbacks run: some 5 microseconds
 _LATE_S: Final = 500e-6  # between two polls in a row: another process had the processor for long
-_HOLD_S: Final = 0.005  # at first; doubled each time up to
+_HOLD_S: Final = 0.005  # the first pause; doubled each time, up to
 _LONGEST_HOLD_S: Final = 3.2
 _WINDOW_TURNS: Final = 64
 """The number of iterations of a measurement. A trial is one measurement."""

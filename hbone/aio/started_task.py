@@ -41,7 +41,8 @@ class StartedTask(asyncio.Task[T]):
 
 
 async def _begin(coroutine: Coroutine[Any, Any, T], start: _Start) -> T:
-    # The task itself is no argument: a traceback would keep this frame, and the frame the task with its error.
+    # The task is not an argument, because a traceback would keep this frame alive, and the frame the task with its
+    # error.
     start.begun = True
     if start.cancellations:
         _cancel_now(start)

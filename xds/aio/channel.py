@@ -39,7 +39,8 @@ from xds.grpc.status import Headers, RpcFailed, Status
 logger = logging.getLogger(__name__)
 
 CONNECT_S: Final = 20.0  # the same as in gRPC's own clients
-_EACH_S: Final = 5.0  # for each of a name's addresses but the last, so that a dead one does not use up the time
+# for each address of a name except the last, so that an unreachable one does not use up the time
+_EACH_S: Final = 5.0
 _USER_AGENT: Final = "grpc-python-ztunnel"
 _UNSENT_BYTES: Final = 4 * 1024 * 1024
 _CLOSE_S: Final = 1.0

@@ -109,7 +109,8 @@ class Secured(Plain):
         self._shake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # The connection inside closes its transport when it learns of this, and uvloop's takes no write any more.
+        # The connection inside closes its transport when it is notified, and uvloop's transport accepts no write
+        # afterwards.
         self._closing, self._transport = True, None
         if self._session.established:
             self._inner.connection_lost(self._error or exc)

@@ -28,7 +28,7 @@ class Comparison(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StatusFilter:
-    """Lets lines through by comparing the response code (0 if there is none) with ``value``."""
+    """Selects lines by comparing the response code (0 if there is none) with ``value``."""
 
     comparison: Comparison
     value: int
@@ -51,14 +51,14 @@ class FlagFilter:
 
 @dataclass(frozen=True, slots=True)
 class AllFilters:
-    """Lets lines through if every filter does, or there is none."""
+    """Selects lines that every filter selects. Without filters it selects all."""
 
     filters: tuple["LogFilter", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AnyFilter:
-    """Lets lines through if at least one filter does."""
+    """Selects lines that at least one filter selects."""
 
     filters: tuple["LogFilter", ...]
 

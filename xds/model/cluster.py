@@ -68,7 +68,7 @@ class Endpoint:
 
     @property
     def key(self) -> str:
-        """The address as text: what EDS updates are compared by."""
+        """The address as text, by which EDS updates are compared."""
         return str(self.address)
 
 
@@ -241,7 +241,7 @@ class Balancing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subsets:
-    """``lb_subset_config``: which metadata keys make subsets, and what serves when no subset fits.
+    """``lb_subset_config``: the metadata keys that form subsets, and the fallback if no subset matches.
 
     ``fallback`` is ``NO_FALLBACK``, ``ANY_ENDPOINT`` or ``DEFAULT_SUBSET`` (then ``default``).
     """

@@ -9,9 +9,10 @@ _SEGMENT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]+")
 
 
 class SpiffeId(NamedTuple):
-    """``spiffe://<trust domain>/ns/<namespace>/sa/<service account>``, as Istio shapes it.
+    """``spiffe://<trust domain>/ns/<namespace>/sa/<service account>``, in Istio's form.
 
-    A tuple, which hashes and compares without Python code: identities are keys of what each connection looks up.
+    A tuple, because it is hashed and compared without Python code, and identities are keys of every connection's
+    look-ups.
     """
 
     trust_domain: str

@@ -153,7 +153,7 @@ class Rbac:
 
     Attributes:
         rules: the enforced rules. ``None`` permits every connection.
-        shadow: judged and counted, never enforced.
+        shadow: rules that are evaluated and counted, but not enforced.
         log_only: the action is LOG: permit, and set the access log hint.
     """
 

@@ -37,7 +37,9 @@ class InputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input; ``key`` is a filter state key or metadata namespace, ``path`` the path below the latter."""
+    """One input. ``key`` is a filter state key or metadata namespace, and ``path`` the path inside the
+    metadata.
+    """
 
     kind: InputKind
     key: str = ""

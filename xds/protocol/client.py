@@ -129,7 +129,7 @@ class ClientState(Protocol[Request, Response]):
         """
 
     def requests_to_send(self) -> list[Request]:
-        """Return what the stream must carry now, and forget it."""
+        """Return the requests to send now, and remove them from the queue."""
 
     def next_expiry_s(self) -> float | None:
         """Return when :meth:`expire` has work, on the clock given to :meth:`receive`."""
@@ -161,7 +161,7 @@ class Lifetimes:
             self._held[type_url, resource.name] = now_s + resource.ttl_s, resource
 
     def renewed(self, type_url: str, name: str, ttl_s: float | None, now_s: float) -> Resource | None:
-        """Note a heartbeat; returns the resource it is for, None if that is not held."""
+        """Process a heartbeat. Return its resource, or None if that is not known here."""
         held = self._held.get((type_url, name))
         if held is None:
             return None
@@ -309,7 +309,7 @@ class Backoff:
         self._ceiling_s = 0.0
 
     def ended(self, end: StreamEnd) -> None:
-        """A stream has ended. This has no effect here; see :meth:`reset`."""
+        """Record that a stream has ended. This has no effect here; see :meth:`reset`."""
 
 
 @dataclass(slots=True)
@@ -330,7 +330,7 @@ class DoublingBackoff(Backoff):
         return self._wait_s
 
     def reset(self) -> None:
-        """Nothing: a stream that worked and then failed is a failure."""
+        """Do nothing, because a stream that worked and then failed counts as a failure."""
 
     def ended(self, end: StreamEnd) -> None:
         """Double the wait, or begin again."""

@@ -108,7 +108,7 @@ class DeltaClient:
                 state.asking.append(name)
 
     def resume(self, type_url: str, versions: Mapping[str, str]) -> None:
-        """Hold resources of an earlier process, by name; the first request lists their versions."""
+        """Store the resources of an earlier process, by name. The first request lists their versions."""
         self._type(type_url).held = dict(versions)
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
@@ -234,7 +234,7 @@ class DeltaClient:
         self._answered(self._types[received.update.type_url], received, self._failure(reason))
 
     def _hold(self, received: Received, rejected: Collection[str]) -> None:
-        """Note versions of what was accepted."""
+        """Record the versions of accepted resources."""
         update = received.update
         state = self._types[update.type_url]
         state.version = update.version

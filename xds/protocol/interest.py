@@ -152,7 +152,7 @@ class Interest(Generic[Key]):
         return parts
 
     def accepted(self, part: Update) -> None:
-        """Remember what a subscriber accepted."""
+        """Store the resources that a subscriber accepted."""
         self._version = part.version
         for name in part.removed:
             self._known.pop(name, None)

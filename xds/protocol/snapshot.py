@@ -102,7 +102,9 @@ class Snapshot:
         return self.resources.get(type_url, {})
 
     def carried(self, type_url: str, names: AbstractSet[str] | None = None) -> list[Resource]:
-        """Return what a state-of-the-world response carries: those named that exist, None for all of the type."""
+        """Return the resources of a state-of-the-world response: the existing ones among ``names``, or for None
+        all of the type.
+        """
         of_type = self.of_type(type_url)
         return [of_type[name] for name in sorted(of_type if names is None else names & of_type.keys())]
 
@@ -153,10 +155,10 @@ class ServerState(Protocol[Request, Response]):
         """Process one request. Return the client's verdict if the request is an ACK or NACK."""
 
     def update(self, snapshot: Snapshot) -> None:
-        """Replace what the client should have."""
+        """Replace the resources that the client should have."""
 
     def responses_to_send(self) -> list[Request]:
-        """Return what the stream must carry now, and forget it."""
+        """Return the responses to send now, and remove them from the queue."""
 
 
 def _in_push_order(types: Iterable[str]) -> list[str]:
@@ -345,7 +347,7 @@ class DeltaServer:
         return responses
 
     def _names(self, type_url: str, state: _DeltaType) -> set[str]:
-        """The resources of a client that did not ask for all."""
+        """Return the names for a client that did not request all."""
         names = self._snapshot.asked(type_url, state.names)
         if type_url in self._snapshot.aliases:
             state.brought |= names | self._snapshot.own.get(type_url, frozenset())
@@ -361,7 +363,7 @@ class DeltaServer:
             state.missing.add(name)
             if name not in request.initial_resource_versions:
                 for resource in {name} | self._snapshot.asked(request.type_url, {name}):
-                    state.known.pop(resource, None)  # asked for once more: sent once more
+                    state.known.pop(resource, None)  # requested again, so sent again
         for name in request.resource_names_unsubscribe:
             if name == "*":
                 state.wildcard = False

@@ -313,5 +313,5 @@ class Deprecated(NamedTuple):
     instead: str
 
 
-#: By the name of the hook or of the setting of :class:`Addon`.
+#: Deprecated names, by hook or by setting of :class:`Addon`.
 DEPRECATED: Final[Mapping[str, Deprecated]] = MappingProxyType({})

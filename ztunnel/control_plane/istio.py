@@ -127,8 +127,8 @@ class Registrar:
 
         Args:
             data: the request.
-            check: as of :meth:`certificate`.
-            account: whose token it has shown.
+            check: see :meth:`certificate`.
+            account: the account of the presented token.
 
         Raises:
             NotAdmitted: no pod of the mesh has the identity.

@@ -66,7 +66,7 @@ class MeshFaults(Faults):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pod:
-    """One pod. ``uid`` is made up from the name: the file has no others."""
+    """One pod. ``uid`` is derived from the name, because the file has no uids."""
 
     name: str
     namespace: str

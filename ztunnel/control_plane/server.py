@@ -77,7 +77,7 @@ class NodePolicies:
         await self._server.__aexit__(*exception)
 
     async def publish(self, mesh: Mesh) -> None:
-        """Serve another mesh; close the sockets of nodes that it does not have.
+        """Serve another mesh, and close the sockets of nodes that are not in it.
 
         Raises:
             ServeError: the socket of a node cannot be served.
@@ -255,7 +255,9 @@ class ControlPlane:
                 self._server.publish(f"{node}/{flavour}", Snapshot.of(messages))
 
     def _publish_workloads(self) -> None:
-        """What Istio's node proxies get: the same everywhere, but for what they get unasked when on demand."""
+        """Publish the resources of Istio's node proxies. They are the same for every node, except for those that
+        on-demand clients get without a request.
+        """
         config = WorkloadConfig(self._mesh)
         everything = Snapshot.of(config.resources())
         self._node_proxies.update(self._mesh.nodes)

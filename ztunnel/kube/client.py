@@ -222,7 +222,7 @@ class Client:
         return found, response.headers.get("date", "")
 
     async def list_all(self, selection: Selection) -> list[Object]:
-        """Return all objects, page by page; when the list expires meanwhile it starts over once."""
+        """Return all objects, page by page. If the list expires meanwhile, start over once."""
         for attempt in (1, 2):
             found: list[Object] = []
             continued = ""

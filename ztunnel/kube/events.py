@@ -23,8 +23,8 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: The number of different events waiting to be written, and of events remembered for their count. A guess at a
-#: bad day.
+#: The number of different events waiting to be written, and of events whose count is remembered. A guess, for a
+#: day with many faults.
 _MOST: Final = 1000
 #: The API's limit for a message (validateEventMessage).
 _MAX_MESSAGE: Final = 1024

@@ -76,7 +76,7 @@ class FileObjects:
         self._states: dict[Path, FileState] = {}
         self._objects: dict[Path, Mapping[ObjectKey, Object]] = {}
         self._places: dict[Path, Mapping[ObjectKey, str]] = {}
-        #: Of files with faults: last good forms of objects that a faulty part can be.
+        #: For files with faults: the last good forms of objects that the faulty part could be.
         self._kept: dict[Path, Mapping[ObjectKey, Object]] = {}
         #: Files that have never been readable as a whole.
         self._unknown: set[Path] = set()
@@ -101,7 +101,7 @@ class FileObjects:
         """Read the files now. :meth:`next` reports their objects.
 
         Raises:
-            ConfigError: some cannot be read; each is named.
+            ConfigError: names each file that cannot be read.
             OSError: the folder cannot be read.
         """
         self._read_ahead = self._scan(self._listed())
@@ -143,7 +143,7 @@ class FileObjects:
         return found
 
     def _look(self) -> bool:
-        """Read the files that have changed; return whether any has.
+        """Read the files that have changed. Return whether any has.
 
         An unreadable folder is logged once and causes no change.
         """

@@ -138,7 +138,7 @@ class Informer:
                 version = await self._watch(index, version, backoff)
             except _Restart:
                 version = ""
-                # A server whose lists are older than its watches would be asked without end.
+                # Without a wait, a server whose lists are older than its watches would be queried in a busy loop.
                 await asyncio.sleep(backoff.next(self._random()))
             except ApiRefused as error:
                 if error.status == 404 and self._selections[index].optional:
@@ -181,7 +181,7 @@ class Informer:
         return page.resource_version
 
     async def _watch(self, index: int, version: str, backoff: Backoff) -> str:
-        """Report events until the stream ends; the version to continue from."""
+        """Report events until the stream ends. Return the version to continue from."""
         began_s = asyncio.get_running_loop().time()
         timeout_s = int(_WATCH_S * (1 + self._random()))
         first = True
@@ -242,7 +242,7 @@ class Informer:
         if self._known[index].get(key) == state and state.version:
             return key
         self._known[index][key] = state
-        # Items of a list have neither of these two.
+        # Items of a list lack these two fields.
         kept: Object = {**item, "apiVersion": selection.kind.api_version, "kind": selection.kind.name}
         if selection.keep is not None:
             try:

@@ -201,7 +201,8 @@ def _needs_of_account(condition: p.PeerServiceAccount) -> list[_Need]:
     return [((p.PeerServiceAccount, "", 0), value)]
 
 
-#: By type, not by ``match``: when a mesh's policies arrive it is called for each part of each policy at once.
+#: Keyed by type and not a ``match`` statement: it is called for every part of every policy when a mesh's policies
+#: arrive.
 _NEEDS: Mapping[type[Any], Callable[[Any], list[_Need] | None]] = {
     p.Never: lambda _: [],
     p.AnyOf: _needs_of_any,

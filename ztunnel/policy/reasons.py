@@ -36,7 +36,8 @@ def reason(condition: p.Condition, facts: ConnectionFacts) -> str:
 
 def _of_parts(condition: p.AnyOf | p.AllOf, facts: ConnectionFacts) -> str:
     parts = condition.conditions
-    decisive = isinstance(condition, p.AnyOf)  # one part that holds decides an AnyOf, one that does not an AllOf
+    # one part that holds decides an AnyOf, one that does not hold an AllOf
+    decisive = isinstance(condition, p.AnyOf)
     for part in parts:
         if holds(part, facts) is decisive:
             return reason(part, facts)

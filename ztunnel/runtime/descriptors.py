@@ -165,6 +165,6 @@ class DescriptorShare:
         self._descriptors.note(number)
 
     def close(self) -> None:
-        """Give up the share; idempotent."""
+        """Release the share; idempotent."""
         self.waiting = False
         self._descriptors.forget(self)

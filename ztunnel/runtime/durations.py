@@ -85,7 +85,7 @@ class Durations:
             self._keep(place, seconds, wall_s, trace)
 
     def exemplify(self, seconds: float, trace: bytes, wall_s: float) -> None:
-        """Note the trace of an observation that has been counted without one."""
+        """Store the trace of an observation that was counted without one."""
         self._keep(bisect_left(self._bounds, seconds), seconds, wall_s, trace)
 
     def _keep(self, place: int, seconds: float, wall_s: float, trace: bytes) -> None:

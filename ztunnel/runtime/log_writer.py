@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 FLUSH_BYTES: Final = 64 * 1024
 MAX_PENDING: Final = 16 * 1024 * 1024
-#: Seconds between two reports of write errors of one file. A guess between noise and silence.
+#: Seconds between two reports of write errors of one file. A guess, between too many reports and too few.
 COMPLAIN_EVERY_S: Final = 60.0
 _STANDARD: Final = {"/dev/stdout": 1, "/dev/stderr": 2}
 

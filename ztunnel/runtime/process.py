@@ -84,7 +84,7 @@ def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) 
     if holder is not None:
         for name in own:
             os.environ.pop(name, None)
-        end_with_parent(signal.SIGTERM)  # no other process would stop this one
+        end_with_parent(signal.SIGTERM)  # no other process would end it
         try:
             holder.take()
         except OSError as error:

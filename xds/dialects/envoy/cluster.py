@@ -142,7 +142,7 @@ def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluste
             "healthy_panic_threshold",
             "zone_aware_lb_config",  # needs a local cluster; without one Envoy ignores it too
             "locality_weighted_lb_config",
-            "update_merge_window",  # changes are applied as they come, at a cost in proportion to the change
+            "update_merge_window",  # changes are applied at once; their cost is proportional to the change
         )
     eds = message.eds_cluster_config
     eds_source = None
@@ -346,7 +346,7 @@ def _proxy_header(
 ) -> model.ProxyHeader | model.InternalUpstream:
     """Compile a PROXY header that precedes another transport socket's bytes.
 
-    Around ``internal_upstream`` and inside it the same bytes are sent; the value is always the latter.
+    It sends the same bytes around ``internal_upstream`` as inside it, so the compiled value is always inside.
     """
     required(message, "transport_socket")
     with at("config"):

@@ -294,7 +294,7 @@ def _connection_manager(
         "http_protocol_options",  # settings of HTTP/1.1, which is not served
         "http2_protocol_options",
         "server_name",
-        "drain_timeout",  # the final GOAWAY follows when the peer has seen the first, which a PING tells
+        "drain_timeout",  # the final GOAWAY follows when a PING proves that the peer has seen the first
         "access_log",
         "use_remote_address",  # for logs and routes; policies never trust x-forwarded-for
         "generate_request_id",

@@ -93,9 +93,9 @@ def compile_listener(
         "deprecated_v1",
         "stat_prefix",
         "enable_reuse_port",
-        "ignore_global_conn_limit",  # there is none
+        "ignore_global_conn_limit",  # this proxy has no such limit
         "max_connections_to_accept_per_socket_event",  # the number accepted in one iteration is always bounded
-        "bypass_overload_manager",  # there is none
+        "bypass_overload_manager",  # this proxy has no overload manager
     )
     required(message, "name")
     if message.connection_balance_config.HasField("extend_balance"):

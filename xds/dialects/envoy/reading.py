@@ -180,7 +180,9 @@ class Shared(Generic[Compiled]):
         return self._values.get(packed)
 
     def keep(self, packed: bytes, value: Compiled) -> None:
-        """Keep a value that depends on these bytes only. Incomplete ones of :func:`every_fault` are not kept."""
+        """Cache a value that depends on these bytes only. Incomplete values of :func:`every_fault` are not
+        cached.
+        """
         if _collector is None:
             if len(self._values) >= self._most:
                 self._values.clear()
@@ -192,7 +194,8 @@ class Shared(Generic[Compiled]):
 
 
 class _At:
-    # Not a generator: entered a dozen times per endpoint, which took a fifth of a big mesh's start.
+    # Not a generator, because it is entered a dozen times per endpoint: generators took a fifth of a big mesh's
+    # start.
     __slots__ = ("_steps",)
 
     def __init__(self, steps: tuple[str | int, ...]) -> None:

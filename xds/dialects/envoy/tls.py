@@ -108,7 +108,9 @@ def _protocols(entries: Iterable[str]) -> tuple[str, ...]:
 
 
 def _versions(params: proto.TlsParameters, *, server: bool) -> tuple[TlsVersion, TlsVersion]:
-    """TLS_AUTO is 1.2 to 1.3. Older than 1.2 is refused: no library we would trust still speaks it."""
+    """Return the range of versions. TLS_AUTO is 1.2 to 1.3. Older ones are refused, because no trusted library
+    supports them.
+    """
     only(
         params,
         "tls_minimum_protocol_version",

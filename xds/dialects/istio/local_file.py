@@ -98,7 +98,8 @@ def parse_local_file(source: str | IO[str]) -> LocalMesh:
 
 
 def read_workload(value: object) -> Workload:
-    """Return a workload; as dumps do, it may leave ``services`` to the services' entries.
+    """Return a workload. Like in dumps, its ``services`` can be missing and are then read from the services'
+    entries.
 
     Raises:
         ConfigError: every fault with its place, here and below.

@@ -50,7 +50,7 @@ class NotFound(AgentError):
 
 
 class CannotAdd(AgentError):
-    """A pod for the mesh is not in it, and must not start."""
+    """A pod that belongs to the mesh could not be enrolled, so it must not start."""
 
 
 class NoProxy(AgentError):

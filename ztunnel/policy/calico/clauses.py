@@ -264,7 +264,7 @@ def _is_member(facts: Facts, wanted: frozenset[str], found: frozenset[str], *, d
     """Return whether all required sets are among the found sets.
 
     Raises:
-        Undecidable: only sets that are missing stand against it, and the rule denies.
+        Undecidable: all sets that are not found are missing from the store, and the rule denies.
     """
     if wanted <= found:
         return True

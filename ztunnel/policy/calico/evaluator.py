@@ -381,7 +381,7 @@ class Evaluator:
         return self._plan(endpoint, direction).has_staged
 
     def reads_source_port(self, endpoint: c.EndpointId, direction: c.Direction) -> bool:
-        """Return whether a rule that is evaluated for an endpoint of the store asks for the source's port."""
+        """Return whether a rule that is evaluated for an endpoint of the store tests the source's port."""
         return self._plan(endpoint, direction).reads_source_port
 
     def _put(self, policy_id: c.PolicyId, policy: c.Policy | None) -> None:

@@ -41,7 +41,7 @@ RESULTS: Final = {
 
 
 def note(uses: Uses[TierPolicy], verdict: Verdict, now_s: float, *, staged: bool = False) -> None:
-    """Count a decision; ``staged``: staged policies would have made it."""
+    """Count a decision. ``staged``: the decision that staged policies would have made."""
     rule = verdict.rule
     if rule is None:
         policy = TierPolicy(NO_RULE, verdict.code.name)
@@ -185,7 +185,7 @@ class Guard:
 
 
 def _always_allowed(store: Store, direction: c.Direction, flow: c.Flow) -> bool:
-    """Return whether no policy is asked: between a pod and its node, or itself (NetworkPolicy's documentation)."""
+    """Return whether no policy applies: between a pod and its node, or itself (NetworkPolicy's documentation)."""
     sets = store.ip_sets
     if c.NODE_ADDRESSES not in sets:
         return False

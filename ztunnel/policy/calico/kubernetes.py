@@ -108,7 +108,7 @@ class KubernetesReader(ConfigReader):
         self.flaws: list[Flaw] = []
 
     def attempt(self, read: Callable[[], _Value]) -> tuple[_Value, list[str]]:
-        """Return a value and the faults that reading it recorded, which are then no faults of the object."""
+        """Return a value, and the faults recorded while reading it. They do not count as faults of the object."""
         before = len(self.faults)
         value = read()
         faults = self.faults[before:]
@@ -264,7 +264,9 @@ class KubernetesReader(ConfigReader):
         self.put(self.found.services, (found.namespace, found.name), found, resource.where)
 
     def network_policy(self, resource: Document) -> None:
-        """Convert Kubernetes' NetworkPolicy: rules that allow, of order 1,000 in the tier ``default``."""
+        """Convert a Kubernetes NetworkPolicy to a policy with allowing rules only, of order 1,000 in the tier
+        ``default``.
+        """
         where = f"{resource.where}: spec"
         (spec, types), unclear = self.attempt(lambda: self._spec_and_types(resource, where))
         self.faults += unclear
@@ -374,9 +376,10 @@ class KubernetesReader(ConfigReader):
         )
 
     def label_selector(self, value: object, where: str, *, pods: bool) -> str:
-        """Return a LabelSelector in Calico's language; of pods, with the term that makes them Kubernetes' own.
+        """Return a LabelSelector in Calico's language. For pods it includes the term that selects Kubernetes'
+        pods.
 
-        One with a fault selects all.
+        A faulty selector becomes one that selects all.
         """
         everything = ["projectcalico.org/orchestrator == 'k8s'"] if pods else []
         terms, faults = self.attempt(lambda: self._label_terms(value, where))

@@ -15,8 +15,8 @@ from ztunnel.policy.calico.report import state_of
 from ztunnel.policy.ledger import TierPolicy, Uses
 from ztunnel.runtime.clock import Clock
 
-#: How long a new connection waits for the policies of a pod that is not known yet: a pod may run before its
-#: endpoint has been announced. As long as policies of an Istio mesh are waited for.
+#: How long a new connection waits for the policies of an unknown pod, which can start before its endpoint is
+#: announced. The same time as for policies of an Istio mesh.
 GRACE_S: Final = 5.0
 #: Shortest time between two reviews: with 10,000 connections one takes about 0.1 s of the loop's time (a guess).
 _REVIEW_S: Final = 0.1
@@ -97,7 +97,7 @@ class LivePolicies:
         self._reviews[review] = None
 
     def unwatch(self, review: Review) -> None:
-        """Stop the reviews that :meth:`watch` began; idempotent."""
+        """Stop the reviews begun by :meth:`watch`; idempotent."""
         self._reviews.pop(review, None)
 
     async def admit(self, direction: c.Direction, flow: c.Flow) -> Decision:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 #: Variables of both dialects.
 DIRECTORY, SYNC, UNKNOWN_PODS = "CALICO_POLICY_DIR", "POLICY_SYNC", "CALICO_UNKNOWN_PODS"
-#: Of Istio's dialect only: Envoy's does not mark waypoints.
+#: For Istio's dialect only, because Envoy's dialect does not mark waypoints.
 HTTP_WAYPOINTS = "CALICO_HTTP_WAYPOINTS"
 
 

@@ -15,8 +15,8 @@ def families(controller: Controller, table: Table | None, not_followed: Iterable
     """Yield the metric families of one scrape.
 
     Args:
-        table: was read just now, with its counters.
-        not_followed: plurals of the kinds, or paths of the files, that cannot be followed at this moment.
+        table: the table as just read, with its counters.
+        not_followed: plurals of the kinds, or paths of the files, that cannot be followed now.
     """
     counts, built = controller.counts, controller.built
     plain: tuple[tuple[str, str, str, float], ...] = (

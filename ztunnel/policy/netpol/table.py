@@ -113,7 +113,9 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class _IpSet:
-    """An IP set's members as sets here, by family; ``shape`` changes if rules must name another set."""
+    """The sets that represent an IP set in the table, by family. If ``shape`` changes, rules must name other
+    sets.
+    """
 
     members: frozenset[str]
     sets: dict[Family, Set]
@@ -481,7 +483,7 @@ class _RuleCompiler:
                 yield from self._with(rule, protocol, family)
 
     def _protocols(self, rule: c.Rule) -> Iterator[tuple[Phrase, bool]]:
-        """Yield tests of the protocol, and whether what they match has ports."""
+        """Yield tests of the protocol, each with whether the matched protocols have ports."""
         excluded = _number(rule.not_protocol)
         unless = e.protocol_is(excluded, negate=True) if excluded is not None else ()
         number = _number(rule.protocol)
@@ -618,7 +620,7 @@ class _RuleCompiler:
 
 
 def _tidy(phrase: Phrase) -> Phrase:
-    """Return a program without the tests of the family that repeat the first one."""
+    """Return a program without later repetitions of its first test of the family."""
     words: list[e.Expression] = []
     seen: set[Phrase] = set()
     at = 0

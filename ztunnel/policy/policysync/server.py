@@ -49,10 +49,10 @@ class _Stream:
 
 
 class PolicySyncServer:
-    """Serves compiled policies; ``async with`` ends every socket.
+    """Serves compiled policies; ``async with`` closes every socket at the end.
 
     Args:
-        form: how policies are listed, for clients before Calico 3.32.
+        form: the form of lists of policies, which differs for clients before Calico 3.32.
 
     Attributes:
         flows: the clients' reports.
@@ -78,7 +78,7 @@ class PolicySyncServer:
         return tuple(self._sockets)
 
     def publish(self, compiled: Compiled) -> None:
-        """Serve another state from now on; clients are sent the difference."""
+        """Serve another state from now on. Clients are sent the differences."""
         self._compiled = compiled
         for streams in self._streams.values():
             for stream in streams:

@@ -22,7 +22,9 @@ _Value = TypeVar("_Value")
 
 @dataclass(slots=True)
 class View:
-    """The objects that a client needs, by key; and all accounts and namespaces, whose labels selectors read."""
+    """The objects that a client needs, by key, and all accounts and namespaces, whose labels selectors can
+    read.
+    """
 
     ip_sets: Mapping[str, tuple[c.IpSetType, frozenset[str]]] = field(default_factory=dict)
     policies: Mapping[c.PolicyId, c.Policy] = field(default_factory=dict)

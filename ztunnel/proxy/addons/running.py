@@ -414,7 +414,7 @@ class _Steps:
                 if self.abandoned:
                     with contextlib.suppress(
                         RuntimeError
-                    ):  # the hook survives this as well, and is left to the garbage collector
+                    ):  # the hook ignores the close as well, and is left to the garbage collector
                         coroutine.close()
                     raise
                 error = thrown

@@ -172,7 +172,7 @@ class PendingHandshake:
         return self._running is not None
 
     def proved(self) -> float:
-        """Record that the handshake has authenticated the peer; idempotent. Return its seconds, at first."""
+        """Record that the handshake has authenticated the peer; idempotent. The first call returns its seconds."""
         return self._limiter.leave(self, proved=True)
 
     def offended(self) -> None:
@@ -279,7 +279,7 @@ class HalfOpen:
             self._timer = self.poller.loop.call_later(_SWEEP_S, self._sweep)
 
     def removed(self, limiter: HandshakeLimiter) -> None:
-        """Forget a limiter; idempotent."""
+        """Remove a limiter; idempotent."""
         self._limiters.pop(limiter, None)
 
     def pump(self) -> None:

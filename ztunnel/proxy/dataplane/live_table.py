@@ -31,7 +31,7 @@ Abort = Callable[[str], object]
 
 LifeT = TypeVar("LifeT", bound="Life")
 
-#: How many lives a review checks at a time. Other connections wait about a millisecond meanwhile
+#: The number of lives that a review checks at a time. Other connections wait about a millisecond meanwhile
 #: (``bench/review.py``).
 SLICE: Final = 128
 #: The reason for ending a connection if judging it raised an unexpected error: fail closed.
@@ -300,7 +300,8 @@ class LiveTable:
         # The first slice runs at once: in a small mesh, ended lives are closed before the update is answered.
         # Running reviews come first, so that a life sees events in order.
         self._walks.append(walk)
-        if self._handle is None and not self._walking:  # else one that ends a life has led here
+        # otherwise one of these is running and ended a life, which led here
+        if self._handle is None and not self._walking:
             self._continue()
 
     def _continue(self) -> None:

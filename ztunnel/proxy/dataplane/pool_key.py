@@ -55,7 +55,8 @@ async def dial_connection(
         Exception: any error of ``context_for`` and ``open_socket``. TlsError, PeerSilent, ConnectionBroken: the
         handshake failed.
     """
-    # The context first: creating it can fail (OpenSSL refuses a key), and then there is no socket to leak.
+    # The context is created first, because this can fail (OpenSSL refuses a key), and there is no socket to leak
+    # yet.
     context = context_for()
     sock = await open_socket()
     began_s = poller.loop.time()

@@ -272,7 +272,7 @@ class Proxy:
             poller=self.poller,
             connections=self.connections,
             accepted=self.datapath.accepted,
-            # Which pod a connection is of shows once it is accepted; see PodQuota.
+            # The pod of a connection is known only once it is accepted; see PodQuota.
             gate=self.descriptors.share("the proxy", lambda: 0),
             drain_s=self.settings.drain_s,
         )
@@ -346,7 +346,7 @@ class Proxy:
         if ads is None:
             return None
         target = self.bootstrap.targets[ads.cluster]
-        tls_of(target, self._surroundings)  # what is wrong with it is so now, not at the first attempt
+        tls_of(target, self._surroundings)  # faults are reported now, not at the first attempt
         return AdsClient(
             target.address,
             self.bootstrap.message.node,
@@ -556,7 +556,7 @@ class Proxy:
         if handover is not None:
             await handover.give()
             self._tasks.start(handover.give_late(), "late hand-over")
-        deadline_s = self.clock.monotonic() + self.settings.shutdown_s  # of what has not moved
+        deadline_s = self.clock.monotonic() + self.settings.shutdown_s  # for the connections that were not moved
         self.connections.review_all(Event.DRAIN)
         with suppress(TimeoutError):
             async with asyncio.timeout(max(deadline_s - self.clock.monotonic(), 0.0)):

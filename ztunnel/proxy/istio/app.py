@@ -217,7 +217,8 @@ class IstioProxy:
 
     def _last_configuration(self) -> LastConfiguration | None:
         holder = held_sockets.holder()
-        if holder is None or self.config.xds_on_demand:  # which workloads were asked for is not known any more
+        # the on-demand requests of the previous process are unknown
+        if holder is None or self.config.xds_on_demand:
             return None
         # Most proxies have no holder, and save the memory.
         from ztunnel.proxy.istio.xds.last_configuration import LastConfiguration

@@ -40,7 +40,7 @@ class Findings:
             client_tls(roots.read(), names, tls_1_2=policy.tls_1_2, groups=policy.groups)
         except CredentialsError as error:
             self.faults.append(f"{variable}: {error}")
-        except ValueError:  # of a library, which says where its manual is
+        except ValueError:  # the library's text, which refers to its manual, is not used
             self.faults.append(f"{variable}: {roots.place}: no certificate in PEM that can be read")
         else:
             self.contexts += 1

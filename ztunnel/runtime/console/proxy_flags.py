@@ -68,12 +68,12 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
 }
 #: The flags of Calico's policies.
 POLICY_FLAGS: Final = ("policy", "policy_sync", "unknown_pods")
-#: The flags that also go with a proxy of an Istio mesh, which reads their variables.
+#: The flags that are also valid for a proxy of an Istio mesh, which reads their variables.
 SHARED_FLAGS: Final = (*POLICY_FLAGS, "handover_dir")
 #: The help of ``--replace``, in both dialects.
 REPLACE: Final = "ZTUNNEL_REPLACE"
 
-#: The flags of addons, which can be repeated: flag, metavar, help. They go with both dialects.
+#: The flags of addons, which can be repeated: flag, metavar, help. They are valid in both dialects.
 ADDON_FLAGS: Final = (
     (
         "--addon",
@@ -91,7 +91,7 @@ ADDON_VARIABLES: Final[Mapping[str, str]] = {
     "addon_options": "ZTUNNEL_ADDON_OPTIONS",
 }
 
-#: The flags for deliberate differences from Envoy, likewise.
+#: The flags for deliberate differences from Envoy: the variable and the help of each.
 SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "route_timeouts": (
         "ZTUNNEL_ROUTE_TIMEOUTS",

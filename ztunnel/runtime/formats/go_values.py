@@ -1,6 +1,6 @@
-"""Values as Go's standard library reads them, for what users of Istio, Calico and Kubernetes write. Pure.
+"""Parses values like Go's standard library, for texts written by users of Istio, Calico and Kubernetes. Pure.
 
-Each reader raises ValueError with a reason that fits behind the name of a flag, annotation or field.
+Each parser raises ValueError with a reason that can follow the name of a flag, annotation or field.
 """
 
 import re

@@ -21,7 +21,7 @@ _TURN_S: Final = 3.0
 
 
 async def page(poller: Poller, request: PageRequest) -> Page:
-    """Return 200 once ``poller`` has run a step, 500 if it did not within 3 s; for GET and HEAD."""
+    """Return 200 once ``poller`` has run a step, or 500 if it has not within 3 s. For GET and HEAD."""
     if request.method not in ("GET", "HEAD"):
         return text("", 405, PLAIN)
     try:

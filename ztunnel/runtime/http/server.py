@@ -91,7 +91,7 @@ class _Server(ABC):
         self._server: asyncio.Server | None = None
         self.connections_total = 0
         self._lines = LineLimit(
-            clock, lambda count: log.warning("%s: lines about full pages left_out=%d", name, count)
+            clock, lambda count: log.warning("%s: further lines about closed connections left_out=%d", name, count)
         )
 
     @abstractmethod
@@ -280,7 +280,7 @@ class _Connection:
         """Close at once; idempotent."""
         self._finishing = True
         if self.stage is not Stage.IDLE:
-            self._writer.transport.abort()  # a close would wait for what the client does not read
+            self._writer.transport.abort()  # close() would wait for bytes that the client does not read
         if self.task is not None:
             self.task.cancel()
 
@@ -302,7 +302,7 @@ class _Connection:
         except h11.RemoteProtocolError as error:
             await self._refuse(error)
         except TimeoutError:
-            self._writer.transport.abort()  # the client does not read; a close would wait for it
+            self._writer.transport.abort()  # the client does not read, and close() would wait for it
         except OSError as error:
             log.debug("%s: %s", self._server.name, error)
         finally:

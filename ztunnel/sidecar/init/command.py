@@ -99,7 +99,8 @@ def _change(wanted: "Wanted", where: Any) -> int:
     from tproxy.sidecar import PASSTHROUGH, TABLE, sidecar
 
     changes = 0
-    # The address first: rules without it would let the proxy's connections to the application come back to it.
+    # The address is added first, because without it the rules would redirect the proxy's own connections to the
+    # application.
     if 6 in wanted.sidecar.versions and not wanted.remove:
         changes += put_address(PASSTHROUGH[6], where)
     table = BlockingTable(TABLE, where)

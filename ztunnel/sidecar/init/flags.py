@@ -33,7 +33,7 @@ _WITHOUT_EFFECT: Final = (
     "host_nsenter_exec",
     "iptables_trace_logging",
 )
-#: Of upstream's log, which this command does not have. It prints its actions and faults.
+#: Options of upstream's log, which this command does not have. It prints its actions and faults.
 _OF_LOGS: Final = (
     *("log_output_level", "log_stacktrace_level", "log_caller", "log_target", "log_rotate", "log_rotate_max_age"),
     *("log_rotate_max_size", "log_rotate_max_backups", "vklog", "stderrthreshold"),
@@ -206,7 +206,7 @@ def wanted(
 
 
 def resolvers_of(resolv_conf: str) -> tuple[IpAddress, ...]:
-    """Return the servers of a ``resolv.conf`` (resolv.conf(5)); lines that name none are passed over."""
+    """Return the servers of a ``resolv.conf`` (resolv.conf(5)). Other lines are ignored."""
     found: list[IpAddress] = []
     for line in resolv_conf.splitlines():
         words = line.split()

@@ -22,7 +22,7 @@ from tproxy.sidecar import Sidecar
 _ELSEWHERE: Final[dict[Version, IpAddress]] = {4: IPv4Address("192.0.2.1"), 6: IPv6Address("2001:db8::1")}
 _FAMILIES: Final[dict[Version, socket.AddressFamily]] = {4: socket.AF_INET, 6: socket.AF_INET6}
 _WILDCARD: Final[dict[Version, str]] = {4: "0.0.0.0", 6: "::"}
-#: Addresses of a captured range that are tried for one which is not excluded.
+#: The number of addresses of a captured range that are tested for one that is not excluded.
 _TRIED: Final = 1024
 
 

@@ -80,7 +80,7 @@ class Offer(Struct, frozen=True, kw_only=True):
 
     @property
     def connections(self) -> int:
-        """How many connections of pods it has; 1 for a tunnel connection without any."""
+        """The number of pod connections; 1 for a tunnel connection without any."""
         return max(1, len(self.unit.relays))
 
 

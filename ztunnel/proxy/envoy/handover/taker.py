@@ -101,7 +101,7 @@ class Hop(NamedTuple):
 
     @property
     def place(self) -> tuple[LiveCluster, Host]:
-        """Its cluster and host.
+        """The cluster and the host of the connection.
 
         Raises:
             ValueError: it has none, because it is a tunnel connection.

@@ -344,7 +344,7 @@ class PodQuota:
         self._used[pod] = self._used.get(pod, 0) + 1
 
     def leave(self, pod: str) -> None:
-        """Undo one :meth:`enter`."""
+        """Undo one call of :meth:`enter`."""
         left = self._used[pod] - 1
         if left:
             self._used[pod] = left

@@ -207,7 +207,7 @@ async def take_proxy_header(entry: model.ProxyProtocol, end: PlainSocket, info: 
     """Run ``proxy_protocol``: apply a PROXY header and remove it from the bytes.
 
     Raises:
-        FilterClosed: a malformed or disallowed header, or none where one is demanded.
+        FilterClosed: the header is malformed or disallowed, or a required header is missing.
     """
     seen = b""
     while True:

@@ -75,7 +75,7 @@ class Handshakes:
             limiter.reject(pending, "")
             sock.close()
             if waiting.turn.done() and not waiting.turn.cancelled():
-                waiting.turn.exception()  # asyncio complains of one that nobody has seen
+                waiting.turn.exception()  # retrieved, so that asyncio does not log it as unhandled
             raise
 
     def _limiter(self, destination: str, timeout_s: float) -> HandshakeLimiter:

@@ -91,7 +91,7 @@ def wanted_sources(model: Listener) -> set[ConfigSource]:
 
 
 def _log_services(logs: Iterable[AnyAccessLog]) -> Iterator[ConfigSource]:
-    """Yield the streams to log services, as streams: each needs a static cluster, as one of resources does."""
+    """Yield the streams to log services as sources: like a source of resources, each needs a static cluster."""
     return (GrpcSource(log.stream.cluster, False) for log in logs if isinstance(log, GrpcAccessLog))
 
 
@@ -212,7 +212,7 @@ class ListenerManager:
                 await self._apply(resource)
                 self.failures.pop(resource.name, None)
             except (ConfigError, TproxyError, OSError) as error:
-                # With Envoy's capitals: the control plane reads it.
+                # Capitalised like Envoy's text, because the control plane reads it.
                 reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 log.warning("listener %s refused, its last good version stays: %s", resource.name, reason)
                 errors.append(f"{resource.name}: {reason}")
@@ -273,7 +273,8 @@ class ListenerManager:
             self._secrets.check(chain.secret_refs)
 
     def _refuse_duplicate_address(self, model: Listener) -> None:
-        wanted = {address for address in model.addresses if address.port}  # port 0 is a free one for each
+        # port 0 selects a free port for each listener
+        wanted = {address for address in model.addresses if address.port}
         for other in (*self._table, *self._warming.values()):
             if other.name != model.name and (both := wanted.intersection(other.model.addresses)):
                 shared = next(iter(both))

@@ -366,7 +366,8 @@ class _Explainer:
             if not listener.model.internal and _ends_tunnels(listener):
                 info = _accepted(question, listener)
                 chain = listener.chain_for(info.facts)
-                if chain is not None and chain.manager is not None:  # others close what no pod here takes
+                # others close connections to pods that are not on this node
+                if chain is not None and chain.manager is not None:
                     refused = self._handshake(client, chain)
                     hop = self.hop(listener, info, depth + 1)
                     return hop | {"verdict": f"closed: tls handshake error: {refused}"} if refused else hop

@@ -15,7 +15,7 @@ _FAR: Final = "far"
 
 
 def verdict_of(hop: Answer) -> str:
-    """Return ``allowed ...`` or ``refused: ...``, with the first reason of those ways that are closed."""
+    """Return ``allowed ...`` or ``refused: ...`` with the first reason of a refused way."""
     ends = list(_ends(hop))
     closed = [end for end in ends if end not in (_ALLOWED, _FAR)]
     if len(closed) == len(ends):

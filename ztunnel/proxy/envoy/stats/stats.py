@@ -305,7 +305,7 @@ class Scope:
         self._names.add(self._stats.declare(self, declared, owner))
 
     def withdraw(self, declared: tuple[Declared, ...]) -> None:
-        """Take back :meth:`declare` for this scope, of any owner; idempotent."""
+        """Undo :meth:`declare` for this scope, whichever owner called it; idempotent."""
         key = (self.prefix, id(declared))
         self._names.discard(key)
         self._stats.remove((key,))

@@ -13,7 +13,7 @@ from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
 REQUEST_ID: Final = "x-request-id"
 
-#: Returns the values of one header that a manager writes: of the request, its manager and what the client sent.
+#: Returns the values of one header, from the request, its manager and the values that the client sent.
 _Writes = Callable[[StreamInfo, HttpConnectionManager, Sequence[str]], Sequence[str]]
 
 

@@ -65,7 +65,7 @@ class Decisions:
         stats.show(partial(_of_tiers, self.ledger.calico), self.ledger.calico.clear)
 
     def count(self, policy: str, use: Use) -> None:
-        """Count a decision of a policy; without a name, of none that matched."""
+        """Count a policy's decision. Without a name, no policy matched."""
         self.ledger.own.note(policy or NONE_MATCHED, use, self._clock.wall())
 
     def line_limit(self) -> LineLimit:

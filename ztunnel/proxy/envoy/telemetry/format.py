@@ -302,7 +302,7 @@ def _attempted(value_of: Callable[[Endpoint], str]) -> Reader:
 
     def read(info: StreamInfo) -> str | None:
         if info.endpoint is None or (info.method and not info.connected):
-            return None  # Envoy's router lists a host once its connection is there, its TCP proxy before
+            return None  # Envoy's router lists a host once it is connected, its TCP proxy earlier
         return ",".join([value_of(each) for each in (*info.failed, info.endpoint)])
 
     return read

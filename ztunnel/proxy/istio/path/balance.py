@@ -97,7 +97,7 @@ def question_of(service: Service, port: int, client: Workload, *, waypoint: bool
     balancing = service.load_balancing or _ANY_ENDPOINT
     ranks = balancing.mode in (BalancerMode.STRICT, BalancerMode.FAILOVER)
     if balancing.mode is BalancerMode.PASSTHROUGH and by_name:
-        ranks = True  # there is no address to pass through to
+        ranks = True  # a name has no address to pass through to
     preferences = balancing.preferences if ranks else ()
     return Question(
         service=service.key,
@@ -450,7 +450,9 @@ _BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
 
 
 def candidates_for(mesh: Mesh, question: Question) -> Candidates:
-    """Return the candidates for a question. They follow changes of endpoints. A changed service gets new ones."""
+    """Return the candidates for a question. Changes of endpoints update them; a changed service gets new
+    candidates.
+    """
     balancer = _BALANCERS.get(mesh)
     if balancer is None:
         balancer = _BALANCERS[mesh] = _Balancer()

@@ -592,7 +592,7 @@ def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> Non
 
 
 def _learned(node: Node, record: Record, inner: Connection, headers: Headers) -> None:
-    """Write to the record what the far side of a double tunnel has disclosed in its answer."""
+    """Record what the far side of a double tunnel disclosed in its answer."""
     names = inner.facts.uri_sans if inner.facts is not None else ()
     record.destination_workload = None
     record.destination_identity = SpiffeId.parse(names[0]) if names else None

@@ -121,7 +121,7 @@ class PlannedConnection(PodConnection):
         self._step_soon()
 
     def on_interval(self) -> None:
-        """Handle that no answer arrived in time; see :class:`hbone.aio.interval_timer.Member`."""
+        """End the wait for an answer that did not arrive in time; see :class:`hbone.aio.interval_timer.Member`."""
         self._error = TimeoutError()
         self._step_soon()
 
