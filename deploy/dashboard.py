@@ -215,7 +215,7 @@ ROWS: Final = (
                 "Waits",
                 (("sum by (what) (rate(ztunnel_wait_seconds_count[5m]))", "{{what}}"),),
                 "cps",
-                "Connections that waited for a workload, a policy or a certificate that had not arrived.",
+                "Connections that waited for a workload, a policy or a certificate, and requested secrets (SDS).",
             ),
             Panel(
                 "Configuration",
@@ -330,7 +330,14 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
             "overrides": [],
         },
         "targets": [
-            {"refId": chr(ord("A") + index), "datasource": _SOURCE, "expr": query, "legendFormat": legend}
+            {
+                "refId": chr(ord("A") + index),
+                "datasource": _SOURCE,
+                "expr": query,
+                "legendFormat": legend,
+                # Dots of single connections, with their trace ids.
+                **({"exemplar": True} if "_bucket" in query else {}),
+            }
             for index, (query, legend) in enumerate(panel.queries)
         ],
     }

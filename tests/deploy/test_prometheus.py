@@ -126,6 +126,12 @@ def test_the_dashboard_is_made_of_its_panels() -> None:
     assert dashboard.FILE.read_text() == dashboard.text(), "python -m deploy.dashboard"
 
 
+def test_panels_of_histograms_show_exemplars() -> None:
+    targets = [target for panel in dashboard.dashboard()["panels"] for target in panel.get("targets", ())]
+    shown = {target["expr"] for target in targets if target.get("exemplar")}
+    assert shown == {target["expr"] for target in targets if "_bucket" in target["expr"]} != set()
+
+
 def test_panels_fill_the_width_and_none_lies_on_another() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in dashboard.dashboard()["panels"]:
