@@ -89,7 +89,7 @@ def main() -> None:
     """Measure, and print the cost per connection."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--number", type=int, default=100, help="of lives in a round")
+    parser.add_argument("--number", type=int, default=100, help="lives per round")
     args = parser.parse_args()
     without, with_one = asyncio.run(_least(args.rounds, args.number))
     print(f"without                    {without:.2f} us")

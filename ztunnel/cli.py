@@ -134,7 +134,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     proxy.add_argument(
         "--replace",
         action="store_true",
-        help="take the place of the proxy that runs here, with its open connections [ZTUNNEL_REPLACE]",
+        help="replace the running proxy and take over its connections [ZTUNNEL_REPLACE]",
     )
     proxy.add_argument(
         "--hold-sockets",

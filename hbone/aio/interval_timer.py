@@ -24,11 +24,7 @@ class Member(Protocol):
 
 
 class IntervalTimer:
-    """Calls every member once per interval; :meth:`hbone.aio.poller.Poller.interval_timer` has one per interval.
-
-    The first call comes one interval after :meth:`register`, each further one an interval after the last, up to a
-    64th of the interval late.
-    """
+    """Check whether anything is due. Can unregister itself and other members."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         self._loop = loop

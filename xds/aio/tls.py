@@ -95,7 +95,7 @@ class Secured(Plain):
     def __init__(self, context: TlsContext, inner: Inner) -> None:
         super().__init__(inner)
         self.established: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # A cancelled dial does not retrieve the result of the handshake.
+        # Retrieve the exception, because a cancelled dial does not, and asyncio would log it.
         self.established.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._session = TlsSession(context)
         self._plain = memoryview(bytearray(READ_BYTES))

@@ -294,7 +294,7 @@ def _items(document: object) -> Iterator[object]:
 
 
 def _named(item: object) -> str:
-    """Return the kind and name that an object states, as far as it does."""
+    """Return the kind and name of an object, as far as they can be read."""
     if not isinstance(item, Mapping):
         return ""
     metadata = item.get("metadata")

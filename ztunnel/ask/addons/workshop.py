@@ -86,7 +86,7 @@ def add_arguments(subparsers: Any) -> None:
     commands = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     new = commands.add_parser("new", help="write NAME.py and test_NAME.py, whose test passes")
     new.add_argument("name", metavar="NAME", help="lower case, with dashes or underscores between words")
-    new.add_argument("-C", "--directory", default=".", metavar="DIR", help="where (default: here)")
+    new.add_argument("-C", "--directory", default=".", metavar="DIR", help="the folder (default: here)")
     new.set_defaults(run=_new)
     check = commands.add_parser(
         "check",
@@ -96,7 +96,7 @@ def add_arguments(subparsers: Any) -> None:
     )
     check.add_argument("file", metavar="FILE", help="FILE.py[:Class], module:Class or an entry point")
     check.add_argument(
-        "--addon-option", action="append", default=[], metavar="NAME.KEY=VALUE", help="as of ztunnel proxy"
+        "--addon-option", action="append", default=[], metavar="NAME.KEY=VALUE", help="like ztunnel proxy's"
     )
     check.add_argument("--no-mypy", action="store_true", help="check annotations only")
     check.set_defaults(run=_check)

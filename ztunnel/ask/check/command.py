@@ -27,24 +27,22 @@ def add_arguments(subparsers: Any) -> None:
     """Add ``check`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run_command`."""
     command = subparsers.add_parser(
         "check",
-        help="say whether the cluster is fit for the mesh, before and after installation",
+        help="check the cluster for problems, before and after installation",
         description="Check access, deployment, kernels, network, certificates, configuration and policies on all "
         "nodes. Each finding has the cause and the remedy; docs/check.md explains the ids.",
     )
     add_source(command, across=True, saved=True)
-    command.add_argument("--pre", action="store_true", help="before installation: only what makes sense then")
+    command.add_argument("--pre", action="store_true", help="only checks that apply before installation")
     command.add_argument("--only", default="", metavar="ID,...", help="only these checks or categories")
-    command.add_argument("--skip", default="", metavar="ID,...", help="without these checks or categories")
-    command.add_argument(
-        "--wait", metavar="DURATION", help="try again until there is no finding, at most this long"
-    )
+    command.add_argument("--skip", default="", metavar="ID,...", help="skip these checks or categories")
+    command.add_argument("--wait", metavar="DURATION", help="repeat until there is no finding, at most this long")
     command.add_argument(
         "--fail-on",
         choices=("error", "warning"),
         default="error",
         help="the least severity for exit status 1 (error)",
     )
-    command.add_argument("--no-cluster", action="store_true", help="ask the proxy only, not the API server")
+    command.add_argument("--no-cluster", action="store_true", help="query the proxy only, not the API server")
     command.add_argument("--list", action="store_true", help="list the checks instead")
     command.set_defaults(run=run_command)
 

@@ -67,7 +67,7 @@ def gather_facts(args: argparse.Namespace, *, before: bool) -> Facts:
 
     Args:
         args: the command line; see :mod:`ztunnel.ask.check.command`.
-        before: proxies are not asked.
+        before: whether proxies are left out, because none is installed.
     """
     if args.file is not None:
         return archived_facts(args)
@@ -208,7 +208,7 @@ class Shared:
 
 
 def look(pages: Pages) -> NodeFacts:
-    """Let one proxy try port 15008 on other nodes, and return its facts.
+    """Have one proxy test port 15008 on other nodes, and return its facts.
 
     Raises:
         AskFailed: it does not answer.

@@ -40,14 +40,16 @@ def add_arguments(subparsers: Any) -> None:
         "`ztunnel flows -o jsonpb | hubble observe --input-file -` is for those who know Hubble.",
     )
     add_source(flows, across=True, saved=True, short_file=None, own_pod=True, forms=(JSONPB,))
-    flows.add_argument("--last", type=whole_number, metavar="N", help=f"of each proxy (default {_LAST})")
-    flows.add_argument("--since", metavar="WHEN", help="5m, or RFC 3339")
-    flows.add_argument("--until", metavar="WHEN", help="the same")
-    flows.add_argument("-f", "--follow", "-w", "--watch", action="store_true", help="print what ends from now on")
+    flows.add_argument("--last", type=whole_number, metavar="N", help=f"flows of each proxy (default {_LAST})")
+    flows.add_argument("--since", metavar="WHEN", help="earliest end: 5m ago, or RFC 3339")
+    flows.add_argument("--until", metavar="WHEN", help="latest end")
+    flows.add_argument(
+        "-f", "--follow", "-w", "--watch", action="store_true", help="print connections as they end"
+    )
     flows.add_argument(
         "--why",
         action="store_true",
-        help="of what a policy refused, ask the proxy for the clause that decides now",
+        help="for refused connections, query the proxy for the clause that decides now",
     )
     flows.add_argument("-n", "--namespace", default="", metavar="NAME", help="one side is in this namespace")
     filters = flows.add_argument_group(
@@ -67,7 +69,7 @@ def add_arguments(subparsers: Any) -> None:
         filters.add_argument(f"--{name}", action=_Add, metavar=metavar, help=text, dest="filters")
     filters.add_argument("--plain", action=_Add, nargs=0, help="without mTLS", dest="filters")
     filters.add_argument("--encrypted", action=_Add, nargs=0, help="with mTLS", dest="filters")
-    filters.add_argument("--not", action=_Not, nargs=0, help="turn the next filter round", dest="filters")
+    filters.add_argument("--not", action=_Not, nargs=0, help="invert the next filter", dest="filters")
     flows.set_defaults(run=run, filters=[])
 
 

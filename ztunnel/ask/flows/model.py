@@ -18,10 +18,10 @@ VERDICTS: Final = ("FORWARDED", "DROPPED", "ERROR", "AUDIT")
 
 
 class Flow(Item, frozen=True, kw_only=True):
-    """A connection that ended. ``source_identity`` of a flow that is not ``encrypted`` is not proven.
+    """A connection that ended. If it is not ``encrypted``, ``source_identity`` is not proven.
 
-    ``failure`` is the reason by the list of ``ztunnel_connection_errors_total``. ``clause`` is what the present
-    policies say of a refused one, with ``--why``.
+    ``failure`` is the reason as in ``ztunnel_connection_errors_total``. ``clause`` is the clause of the current
+    policies that refuses it, with ``--why``.
     """
 
     time: str

@@ -27,7 +27,7 @@ def add_arguments(subparsers: Any) -> None:
     """Add the command to ``argparse``'s sub-commands; ``args.run`` runs it."""
     audit = subparsers.add_parser(
         "audit",
-        help="compare each pod of the node with what it should be",
+        help="compare each pod of the node with its expected state",
         description="Ask the node agent to compare each pod of its node now: labels, annotation, rules in its "
         "namespace, listeners, the workload as the control plane describes it, certificate.",
     )
@@ -35,13 +35,13 @@ def add_arguments(subparsers: Any) -> None:
     audit.add_argument(
         "--repair",
         action="store_true",
-        help="have the agent put right what is its own: enrolment, annotation, rules, listeners",
+        help="have the agent repair enrolment, annotations, rules and listeners",
     )
     audit.set_defaults(run=_run)
 
 
 def _cell(item: PodAudit, check: str) -> str:
-    """Return the table cell of one check; for the annotation its value, which says more."""
+    """Return the table cell of one check. For the annotation it is the annotation's value."""
     answer = item.checks.get(check, "-")
     if check == "annotation" and answer != "-":
         return f"{item.annotation or 'none'}{', wrong' if answer == 'wrong' else ''}"

@@ -44,9 +44,7 @@ def add_arguments(subparsers: Any) -> None:
         "or config, in Envoy's dialect as listeners or clusters.",
     )
     config.add_argument("part", nargs="?", metavar="PART", help="without it the whole dump is printed")
-    config.add_argument(
-        "entry", nargs="?", default="", metavar="NAME", help="only the part's entries of this name"
-    )
+    config.add_argument("entry", nargs="?", default="", metavar="NAME", help="only the entries with this name")
     add_source(config, saved=True)
     config.set_defaults(run=reaching(_config))
     log = subparsers.add_parser("log", help="show or set the level of a running proxy's log")
@@ -55,7 +53,7 @@ def add_arguments(subparsers: Any) -> None:
     log.set_defaults(run=_log)
     completion = subparsers.add_parser(
         "completion",
-        help="print what lets a shell complete command lines",
+        help="print a script for a shell's completion",
         description="Print a script for a shell: `source <(ztunnel completion bash)` in ~/.bashrc, the same in "
         "~/.zshrc, `ztunnel completion fish > ~/.config/fish/completions/ztunnel.fish`.",
     )
@@ -68,12 +66,12 @@ def add_arguments(subparsers: Any) -> None:
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose what a table shows."""
-    parser.add_argument("-n", "--namespace", default="", metavar="NAME", help="only what belongs to it")
+    parser.add_argument("-n", "--namespace", default="", metavar="NAME", help="only items of this namespace")
     parser.add_argument(
         *("-l", "--selector"),
         default="",
         metavar="LABELS",
-        help="by kubectl: the proxies of pods with these labels, and of connections only theirs",
+        help="by kubectl: only pods with these labels, their proxies and connections",
     )
 
 

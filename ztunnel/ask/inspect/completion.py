@@ -1,6 +1,6 @@
 """Shell completion: ``ztunnel completion bash`` prints a script that calls this program at each TAB.
 
-The words come back to ``ztunnel completion --words``, which answers with the candidates for the last one, a line
+The script passes the words to ``ztunnel completion --words``, which prints the candidates for the last one, a line
 each: commands and flags from their parsers, names from a running proxy and from kubectl.
 """
 
@@ -108,7 +108,7 @@ def names_for(words: Sequence[str], address: str) -> Callable[[str], Iterable[st
                 return ()
             return list(read(ask_json(address, "/config_dump", limit_s=_NAMES_S), words))
         except (AskFailed, NoSuchPart, TypeError, AttributeError, KeyError):
-            return ()  # a TAB must not print an error, whatever answers at that address
+            return ()  # a TAB must not print an error, whichever server is at that address
 
     return names
 
@@ -164,7 +164,7 @@ def _parts(dump: Any, words: Sequence[str]) -> Iterator[str]:
 
 
 def _entries(dump: Any, words: Sequence[str]) -> Iterator[str]:
-    """Yield the entries' names in the part that the line names by its last word but one."""
+    """Yield the names of entries in the part that the last word but one names."""
     found = part(dump, words[-2])
     listed = found if isinstance(found, list) else []
     if isinstance(found, Mapping):

@@ -32,7 +32,7 @@ def add_arguments(subparsers: Any) -> None:
     """Add ``explain`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
     explain = subparsers.add_parser(
         "explain",
-        help="say what would become of a connection, and why",
+        help="explain what a proxy would do with a connection",
         usage="%(prog)s [OPTION...] (SOURCE DESTINATION | --connection CONNECTION | --log-line LINE | --flow ID)",
         description="Ask a running proxy what would become of a connection: route, endpoints, tunnel, policies. "
         "For a live or logged one, the answer is what the present configuration decides, and which way it took. "
@@ -43,14 +43,14 @@ def add_arguments(subparsers: Any) -> None:
         ("source", "SOURCE", "an address; in an Istio mesh also NAMESPACE/POD or a SPIFFE id", {"nargs": "?"}),
         ("destination", "DESTINATION",
          "ADDRESS:PORT; in an Istio mesh also SERVICE.NAMESPACE[:PORT] and NAMESPACE/POD:PORT", {"nargs": "?"}),
-        ("--from", "SOURCE", "the same as the first word", {"dest": "given_source"}),
-        ("--to", "DESTINATION", "the same as the second", {"dest": "given_destination"}),
+        ("--from", "SOURCE", "the same as SOURCE", {"dest": "given_source"}),
+        ("--to", "DESTINATION", "the same as DESTINATION", {"dest": "given_destination"}),
         ("--connection", "SRC:PORT[-DST:PORT]",
-         "a live one, by what `ztunnel connections` shows; in Envoy's dialect also its id"),
-        ("--log-line", "LINE", "one of the access log; - reads lines from standard input"),
-        ("--flow", "ID", "of the flight recorder, by what `ztunnel flows -o wide` shows; or a line of JSON"),
-        ("--identity", "ID", "SPIFFE id that the client shows, if not the source's own"),
-        ("--listener", "NAME", "that accepts it (Envoy's dialect)"),
+         "a live connection, as shown by `ztunnel connections`; in Envoy's dialect also its id"),
+        ("--log-line", "LINE", "a line of the access log; - reads lines from standard input"),
+        ("--flow", "ID", "a flow's id, as shown by `ztunnel flows -o wide`, or its line of JSON"),
+        ("--identity", "ID", "SPIFFE id that the client presents, if not the source's own"),
+        ("--listener", "NAME", "the listener that accepts it (Envoy's dialect)"),
         ("--far", "HOST:PORT",
          "admin server of another node's proxy, which adds its verdict about tunnels that end there "
          "(Envoy's dialect; in an Istio mesh each proxy knows all policies); repeatable",
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Answers:
-    """Answers of a running proxy, or from a dump: a saved one, or that of a proxy without ``/explain``."""
+    """Answers questions by a running proxy, or by a dump: a saved one, or that of a proxy without ``/explain``."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._address = args.address
@@ -166,7 +166,7 @@ class _Answers:
         return live(self._dump.get("workloadState") or {}, wanted, self._identity_at)
 
     def flow(self, wanted: str) -> str:
-        """Return a flow as the access line that it would have; ``wanted`` is its id, or its line of JSON.
+        """Return a flow as the access line that it would have. ``wanted`` is its id, or its line of JSON.
 
         Raises:
             AskFailed: the flight recorder does not have it, or the text is not a flow.
@@ -187,9 +187,9 @@ class _Answers:
         raise AskFailed(f"no flow is {wanted[:60]}; `ztunnel flows -o wide` lists them")
 
     def _has_no_page(self, error: AskFailed) -> bool:
-        """Take the dump of a proxy without the page, a Rust ztunnel or an Envoy; return whether it is one.
+        """Use the dump of a proxy without the page, a Rust ztunnel or an Envoy. Return whether it is such a proxy.
 
-        A proxy of ours in Envoy's dialect answers 404, too, about a listener that it does not have.
+        A proxy of ours in Envoy's dialect answers 404, too, if it does not have the listener.
         """
         dump = ask_json(self._address, "/config_dump", {"include_eds": ""})
         if is_envoy_dump(dump) and "invalid path" not in str(error):

@@ -32,7 +32,7 @@ class Found(Generic[T]):
     Attributes:
         by_node: the name is empty if one proxy was asked by its address or pod.
         silent: nodes without an answer.
-        across: several nodes were meant.
+        across: several nodes were selected.
     """
 
     by_node: Mapping[str, T]
@@ -41,7 +41,7 @@ class Found(Generic[T]):
 
 
 def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool = False) -> Found[T]:
-    """Return what ``look`` finds in the pages of every proxy or agent that the flags mean.
+    """Return the results of ``look`` for the pages of every proxy or agent that the flags select.
 
     ``look`` runs in threads, at most :data:`MOST_AT_ONCE` at a time.
 
@@ -76,7 +76,9 @@ def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool 
 def ask_all(
     kubectl: Kubectl, daemon: Daemon, places: Mapping[str, tuple[str, str]], ask: Callable[[str], T]
 ) -> Found[T]:
-    """Call ``ask`` with the address of every place, in threads. Places by node: namespace and name of a pod."""
+    """Call ``ask`` with the address of every place, in threads. ``places`` has namespace and name of a pod by
+    node.
+    """
     from ztunnel.ask.inspect.kubectl import Unreachable
 
     def one(node: str) -> T | Silent:
@@ -125,7 +127,7 @@ def items_of(found: Found[Iterable[I]]) -> list[I]:
 
 
 def selected_pods(args: argparse.Namespace) -> set[tuple[str, str]] | None:
-    """Return namespace and name of the pods that ``--pod`` and ``-l`` mean; ``None`` means all.
+    """Return namespace and name of the pods that ``--pod`` and ``-l`` select; ``None`` means all.
 
     Raises:
         AskFailed: kubectl does not answer.

@@ -1,8 +1,9 @@
-"""Reaches a proxy or node agent of a cluster through ``kubectl``: its pages are for loopback of its own pod only.
+"""Connects to a proxy or node agent of a cluster through ``kubectl``, because its pages are served on its pod's
+loopback only.
 
-``kubectl port-forward`` opens a port of this machine that leads there, for as long as the command runs. It needs
-no shell and no curl in the pod, which images without them would not have. Which cluster, and with what
-credentials, is kubectl's own configuration.
+``kubectl port-forward`` opens a port of this machine that leads to the pod while the command runs. It needs
+neither a shell nor curl in the pod's image. kubectl's own configuration determines the cluster and the
+credentials.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class Kubectl:
     Args:
         context: the context of its configuration. Empty means the current one.
         kubeconfig: the file of its configuration. Empty means its own choice.
-        as_user: to impersonate. Empty for the kubeconfig's own user. limit_s: the time limit for one request.
+        as_user: the user to impersonate. Empty for the kubeconfig's own user.
+        limit_s: the time limit for one request.
     """
 
     def __init__(

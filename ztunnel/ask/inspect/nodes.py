@@ -24,7 +24,7 @@ _NOT_FOUND: Final = 404
 
 
 class NodeStatus(Item, frozen=True, kw_only=True):
-    """The proxy of a node. ``None`` where a proxy of another make does not say.
+    """The proxy of a node. ``None`` for values that another make of proxy does not have.
 
     ``last_update_seconds`` is the age of the control plane's last message, ``away_seconds`` how long its stream
     has been lost, ``first_expiry`` the end of the certificate that ends first, ``oldest_seconds`` the age of the

@@ -21,7 +21,7 @@ ANSWER_S: Final = 30.0
 
 
 class AskFailed(Exception):
-    """The server or file gave no answer; the text names it, and says what to do.
+    """The server or file gave no answer. The text names it and a remedy.
 
     Attributes:
         status: the HTTP status, if a server refused. Otherwise 0.
@@ -114,7 +114,9 @@ def add_source(
     where = group.add_mutually_exclusive_group()
     default = of_agent or ADDRESS
     what = "its pages (its --metrics), by a loopback address of its node" if of_agent else "its admin server"
-    where.add_argument("--address", default=default, metavar="HOST:PORT", help=f"of {what} (default {default})")
+    where.add_argument(
+        "--address", default=default, metavar="HOST:PORT", help=f"address of {what} (default {default})"
+    )
     beside = "of a pod's node" if of_agent else "that of a pod, on its node or beside it"
     if own_pod:
         parser.set_defaults(pod=None)
@@ -139,7 +141,7 @@ def add_source(
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add kubectl's flags about the cluster."""
     group = parser.add_argument_group("the cluster, like kubectl")
-    group.add_argument("--context", default="", metavar="NAME", help="of kubectl's configuration")
+    group.add_argument("--context", default="", metavar="NAME", help="the context for kubectl")
     group.add_argument("--kubeconfig", default="", metavar="FILE", help="kubectl's configuration")
     group.add_argument("--as", default="", dest="as_user", metavar="USER", help="impersonate this user")
     group.add_argument(

@@ -28,7 +28,7 @@ _COUNTED: Final = {
 
 
 class NotAMesh(ValueError):
-    """A dump is of another dialect, or none at all; the text says what it is."""
+    """A dump is of another dialect, or not a dump. The text names what it is."""
 
 
 def mesh_dump(value: object) -> Dump:
@@ -85,7 +85,7 @@ def services(dump: Dump, namespace: str = "") -> Iterator[kinds.Service]:
 def policies(dump: Dump, namespace: str = "") -> Iterator[kinds.Policy]:
     """Yield the policies with their decisions; for a dry-run policy these are hypothetical.
 
-    The last one stands for the connections that were denied because no ALLOW policy matched, if any.
+    The last item counts the connections that were denied because no ALLOW policy matched, if there are any.
     """
     for each in sorted(_of(dump, "policies", namespace), key=_name):
         namespace_, name = _name(each)
@@ -300,7 +300,7 @@ def _concerns(denial: Dump, namespace: str) -> bool:
 def shown_denial(each: kinds.Denial, where: str = "") -> str:
     """Format a denial as one line.
 
-    ``where``: text about where it happened, passed only for Envoy's dialect.
+    ``where``: the place of the denial, passed only for Envoy's dialect.
     """
     identity = f" ({each.identity})" if each.identity else ""
     direction = f"{each.direction} " if each.direction else ""
@@ -318,7 +318,7 @@ def _of(dump: Dump, key: str, namespace: str) -> Iterator[Dump]:
 
 
 def _pods(dump: Dump, namespace: str) -> Iterator[tuple[str, str, Dump]]:
-    """Yield name, namespace and state of each pod; the uid and no namespace where the name is not known."""
+    """Yield name, namespace and state of each pod. If the name is unknown, yield the uid without a namespace."""
     for uid, state in (dump.get("workloadState") or {}).items():
         info = state.get("info") or {}
         if not namespace or info.get("namespace") == namespace:
@@ -371,7 +371,7 @@ def counted(states: Iterator[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a dump: how its items are made, their kind, and what its command's help says."""
+    """A table of a dump: the function that makes its items, their kind, and its command's help."""
 
     items: Callable[[Dump, str], Iterator[Any]]
     kind: Kind[Any]

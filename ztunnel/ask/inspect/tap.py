@@ -38,7 +38,7 @@ _READ_BYTES: Final = 256 * 1024
 
 
 class TapFailed(Exception):
-    """The capture could not start, or broke off; the text says why, and what to do about it."""
+    """The capture could not start, or broke off. The text has the reason and a remedy."""
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -57,10 +57,10 @@ def add_arguments(subparsers: Any) -> None:
         ("--port", "N", "only connections to this port"),
         ("--peer", "ADDR|NAME",
          "only connections with this address, workload, service or SPIFFE id (Envoy's dialect: address or id)"),
-        ("--for", "TIME", f"how long (default 60s, most {MOST_S:g}s)", {"dest": "duration", "default": "60s"}),
-        ("--limit", "SIZE", "longest capture (default 64MiB, most 1GiB)", {"default": "64MiB"}),
-        ("-w --write", "FILE", "to write; - is standard output", {"required": True}),
-        ("--socket", "PATH", f"of the proxy (default ${VARIABLE}, else {DEFAULT_SOCKET})",
+        ("--for", "TIME", f"duration (default 60s, most {MOST_S:g}s)", {"dest": "duration", "default": "60s"}),
+        ("--limit", "SIZE", "largest capture (default 64MiB, most 1GiB)", {"default": "64MiB"}),
+        ("-w --write", "FILE", "the capture file; - is standard output", {"required": True}),
+        ("--socket", "PATH", f"the proxy's socket (default ${VARIABLE}, else {DEFAULT_SOCKET})",
          {"default": os.environ.get(VARIABLE) or DEFAULT_SOCKET}),
     )  # fmt: skip
     tap.set_defaults(run=_run)
@@ -97,7 +97,7 @@ def _connected(path: str) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _interruptible(sock: socket.socket) -> Iterator[None]:
-    """Let the first interrupt end the tap in order: its last packets and its end still come."""
+    """Let the first interrupt end the tap in order, so that its last packets and its end are still received."""
 
     def interrupted(number: int, frame: object) -> None:
         signal.signal(number, signal.default_int_handler)
@@ -133,7 +133,7 @@ class _Output:
         """Write all bytes.
 
         Raises:
-            OSError: see write(2); BrokenPipeError when the reader has gone.
+            OSError: see write(2); BrokenPipeError when the reader has closed the pipe.
         """
         if self._is_file and not self.written:
             os.ftruncate(self._descriptor, 0)

@@ -41,7 +41,7 @@ def add_watch(parser: argparse.ArgumentParser) -> None:
         type=_interval_s,
         const=_LOOK_S,
         metavar="SECONDS",
-        help=f"again and again, each {_LOOK_S:g} s: the table on a terminal, else what comes and goes",
+        help=f"repeat every {_LOOK_S:g} s: redraw on a terminal, else print added and removed items",
     )
 
 
@@ -134,14 +134,15 @@ def watch(
 ) -> int:
     """Show a table until Ctrl-C or until its reader closes. Return the exit status.
 
-    If a proxy stops answering, the command waits, because the proxy can be in replacement. The items of a
-    silent node stay as they were.
+    If a proxy stops answering, the command waits, because the proxy can be in replacement. The items of a silent
+    node stay as they were.
 
     Args:
-        look: returns the current items. interval_s: the time between two reads.
+        look: returns the current items.
+        interval_s: the time between two reads.
         form: ``-o``; ``json`` prints an object a line.
-        command: in messages.
-        out: where to; standard output.
+        command: its name in messages.
+        out: the output; by default standard output.
         pause: waits.
 
     Raises:

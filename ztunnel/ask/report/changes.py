@@ -53,7 +53,7 @@ def add_arguments(subparsers: Any) -> None:
     """Add the command to ``argparse``'s sub-commands; ``args.run`` runs it."""
     changes = subparsers.add_parser(
         "changes",
-        help="say what is different now from an archive of bug-report",
+        help="list the differences from an archive of bug-report",
         description="Compare workloads, services, policies, pods, certificates' authorities and versions in an "
         "archive with those of the running proxies, or with --file of another archive.",
     )

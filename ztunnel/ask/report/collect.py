@@ -52,7 +52,7 @@ class Bounds:
 
 
 def collect(args: argparse.Namespace, bounds: Bounds, done: Callable[[str, Collected], None]) -> dict[str, str]:
-    """Collect from the nodes that the flags mean, and call ``done`` with each one's files, one call at a time.
+    """Collect from the nodes that the flags select, and call ``done`` with each one's files, one call at a time.
 
     Returns:
         The nodes that did not answer, with the reason.

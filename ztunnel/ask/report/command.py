@@ -44,20 +44,20 @@ def add_arguments(subparsers: Any) -> None:
         "replaces names and addresses. Every reading command takes it by --file.",
     )
     command.add_argument(
-        "archive", nargs="?", metavar="FILE", help="to write (default ztunnel-report-TIME.tar.gz)"
+        "archive", nargs="?", metavar="FILE", help="the archive (default ztunnel-report-TIME.tar.gz)"
     )
     where = command.add_argument_group("the proxies that are asked (default: all)").add_mutually_exclusive_group()
-    where.add_argument("--node", metavar="NAME", help="only that of a node")
-    where.add_argument("--pod", metavar="NAME.NAMESPACE", help="only that of a pod")
-    where.add_argument("--address", default=ADDRESS, metavar="HOST:PORT", help="only that of this admin server")
-    command.add_argument("--stats-address", default="", metavar="HOST:PORT", help="of metrics, with --address")
-    command.add_argument("--quick", action="store_true", help="metrics once, and a tenth of the logs")
+    where.add_argument("--node", metavar="NAME", help="only the proxy of this node")
+    where.add_argument("--pod", metavar="NAME.NAMESPACE", help="only this pod's proxy")
+    where.add_argument("--address", default=ADDRESS, metavar="HOST:PORT", help="only this admin server")
+    command.add_argument("--stats-address", default="", metavar="HOST:PORT", help="metrics page, with --address")
+    command.add_argument("--quick", action="store_true", help="read metrics once, and a tenth of the logs")
     command.add_argument(
         "--since", default="", metavar="DURATION", help="log lines not older than this, such as 1h"
     )
     command.add_argument("--limit", default=_LIMIT, metavar="DURATION", help=f"time limit (default {_LIMIT})")
     command.add_argument("--redact", action="store_true", help="replace names and addresses")
-    command.add_argument("--no-cluster", action="store_true", help="do not ask the API server")
+    command.add_argument("--no-cluster", action="store_true", help="do not query the API server")
     add_cluster(command)
     command.set_defaults(run=run_command, file=None)
 
@@ -118,10 +118,13 @@ def write(args: argparse.Namespace, bounds: Bounds, writer: Writer, moment: date
 
 
 class Writer:
-    """Writes an archive while entered. Everything passes :func:`~ztunnel.ask.report.scrub.scrub`.
+    """Writes an archive while entered. All content passes through :func:`~ztunnel.ask.report.scrub.scrub`.
 
     Attributes:
-        files: number of files. nodes: nodes that have files. sizes: bytes by file. missing: missing files by node.
+        files: number of files.
+        nodes: nodes that have files.
+        sizes: bytes by file.
+        missing: missing files by node.
     """
 
     def __init__(self, path: Path, *, redact: bool) -> None:

@@ -69,7 +69,7 @@ def scrub(text: str) -> str:
 
 
 def reduced(item: Any) -> Any:
-    """Return an object of the API server without what can hold secrets."""
+    """Return an object of the API server without the fields that can contain secrets."""
     if isinstance(item, Mapping):
         found = {key: reduced(value) for key, value in item.items() if key not in _SECRET_KEYS}
         for key in _SECRET_ANNOTATIONS:

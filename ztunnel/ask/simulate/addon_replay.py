@@ -33,7 +33,8 @@ class Replay(NamedTuple):
 
     Attributes:
         simulation: by pair of workloads.
-        unread: number of access lines that lack facts. others: number of other lines.
+        unread: number of access lines that lack facts.
+        others: number of other lines.
     """
 
     simulation: Simulation

@@ -27,11 +27,12 @@ class Row(NamedTuple):
     """Connections between one pair of workloads.
 
     Attributes:
-        source: ``NAME.NAMESPACE`` of the workload, its address where the mesh does not know one.
+        source: ``NAME.NAMESPACE`` of the workload, or its address if the mesh does not know one.
         identity: the proven identity. Empty for plain text.
         destination: ``NAME.NAMESPACE:PORT``.
-        times: number of connections. because: the deciding policy after the change. For connections that were
-            refused before, the deciding policy before the change.
+        times: number of connections.
+        because: the deciding policy after the change. For connections that were refused before, the deciding
+            policy before the change.
     """
 
     change: Change

@@ -40,7 +40,7 @@ def add_arguments(subparsers: Any) -> None:
     """Add ``simulate`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
     command = subparsers.add_parser(
         "simulate",
-        help="say what a change of authorization policies would do",
+        help="show the effect of changed authorization policies",
         description="Judge connections that were seen, by the authorization policies of a running proxy of an "
         "Istio mesh and by the same with changes. Says by pair of workloads what would be newly refused or newly "
         "allowed. Exit status 1 where something would be newly refused.",
@@ -51,17 +51,17 @@ def add_arguments(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="AuthorizationPolicies in YAML, in the place of their namesakes; repeatable",
+        help="AuthorizationPolicies in YAML, which replace those of the same name; repeatable",
     )
     changes.add_argument(
-        "--remove", action="append", default=[], metavar="NAMESPACE/NAME", help="without this policy; repeatable"
+        "--remove", action="append", default=[], metavar="NAMESPACE/NAME", help="a policy to leave out; repeatable"
     )
     changes.add_argument(
         *("--enforce",),
         action="append",
         default=[],
         metavar="NAMESPACE/NAME",
-        help="with this dry-run policy enforced; repeatable",
+        help="a dry-run policy to enforce; repeatable",
     )
     changes.add_argument(
         *("--same-selector",),
@@ -73,10 +73,10 @@ def add_arguments(subparsers: Any) -> None:
     changes.add_argument(
         "--addon",
         metavar="FILE",
-        help="instead of policies: this addon's verdicts about the log's connections (FILE.py[:Class])",
+        help="show an addon's verdicts about the log's connections instead (FILE.py[:Class])",
     )
     changes.add_argument(
-        "--addon-option", action="append", default=[], metavar="NAME.KEY=VALUE", help="as of ztunnel proxy"
+        "--addon-option", action="append", default=[], metavar="NAME.KEY=VALUE", help="like ztunnel proxy's"
     )
     changes.add_argument(
         "--suggest", action="store_true", help="instead print the narrowest policies for the allowed connections"
@@ -88,14 +88,14 @@ def add_arguments(subparsers: Any) -> None:
     seen.add_argument(
         "--live",
         metavar="DURATION",
-        help="the proxy's inbound connections during this time; some shorter than half a second are missed",
+        help="read the proxy's inbound connections for this time; misses some shorter than 0.5 s",
     )
     mesh = command.add_argument_group("mesh")
     mesh.add_argument(
         "--root-namespace",
         default="istio-system",
         metavar="NAME",
-        help="whose policies without a selector are for the whole mesh (default istio-system)",
+        help="namespace of policies for the whole mesh: those without selector (default istio-system)",
     )
     add_source(command, saved=True)
     command.set_defaults(run=reaching(run))

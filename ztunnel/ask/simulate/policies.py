@@ -28,7 +28,7 @@ _KNOWN_LABELS: Final = {
     "app.kubernetes.io/version": "canonical_revision",
     "version": "canonical_revision",
 }
-#: Keys of a workload and a policy in a dump that a judge of policies needs.
+#: The keys of a workload and of a policy in a dump that are needed to evaluate policies.
 _OF_WORKLOAD: Final = (
     *("uid", "name", "namespace", "serviceAccount", "trustDomain", "workloadIps", "network", "protocol"),
     *("canonicalName", "canonicalRevision", "authorizationPolicies"),
@@ -317,7 +317,9 @@ def _account(namespace: str) -> _Read:
 
 
 def _matched(value: object, place: str) -> object:
-    """Return a string match: ``*`` alone is presence; at the start or end it makes a suffix or prefix match."""
+    """Return a string match: ``*`` alone means that the value is present; at one end it makes a suffix or prefix
+    match.
+    """
     text = _text(value, place)
     if text == "*":
         return {"Presence": []}

@@ -28,8 +28,9 @@ class Log(NamedTuple):
     """The inbound connections of a log.
 
     Attributes:
-        seen: how often each connection occurred. unread: lines about inbound connections that lack facts. others:
-            lines that are not access lines.
+        seen: how often each connection occurred.
+        unread: lines about inbound connections that lack facts.
+        others: lines that are not access lines.
     """
 
     seen: dict[Seen, int]
@@ -38,7 +39,7 @@ class Log(NamedTuple):
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Read access lines, plain or JSON; other lines are counted and passed over.
+    """Read access lines, plain or JSON. Other lines are counted and ignored.
 
     Only lines of the destination's proxy count, because it enforces the policies and has the proven identity.
     """
@@ -52,8 +53,8 @@ def read_log(lines: Iterable[str]) -> Log:
         if fields.get("direction") != "inbound":
             continue
         try:
-            # A tunnel names the application; its TCP connection went to port 15008. Of a host name the address of
-            # the TCP connection is the workload's, and the port is the name's.
+            # A tunnel names the application; its TCP connection went to port 15008. If it names a host, the
+            # address is that of the TCP connection, and the port is the name's.
             host, port = split(fields["dst.addr"])
             if authority := fields.get("dst.hbone_addr"):
                 named, port = split(authority)

@@ -59,9 +59,11 @@ def add_arguments(subparsers: Any) -> None:
             *("-t", "--window"),
             default=_WINDOW,
             metavar="DURATION",
-            help=f"between the readings (default {_WINDOW})",
+            help=f"time between the two readings (default {_WINDOW})",
         )
-        command.add_argument("--total", action="store_true", help="since the proxies started, by one reading")
+        command.add_argument(
+            "--total", action="store_true", help="totals since the proxies started, from one reading"
+        )
         if name == "edges":
             command.add_argument("--fail-on", choices=("plain",), help="exit with 1 if a pair is not encrypted")
         else:

@@ -280,7 +280,7 @@ def stats(found: Mapping[PairKey, Counted], window_s: float, *, by: str) -> Iter
 
 
 def edges(found: Mapping[PairKey, Counted], window_s: float, why: Callable[[PairKey], str]) -> Iterator[Edge]:
-    """Yield the pairs, plain ones first. ``why`` says of a plain pair why it is plain."""
+    """Yield the pairs, plain ones first. ``why`` returns the reason why a pair is plain."""
     for key, each in sorted(found.items(), key=lambda one: (one[0].secured, one[0].source, one[0].destination)):
         yield Edge(
             source="/".join(key.source) if key.source[1] != UNKNOWN else UNKNOWN,

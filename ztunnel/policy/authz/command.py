@@ -37,20 +37,20 @@ def add_arguments(subparsers: Any) -> None:
     serve = commands.add_parser("serve", help="run the server", description="Serve until SIGTERM or SIGINT.")
     add_serve_arguments(serve)
     serve.set_defaults(run=serve_command)
-    check = commands.add_parser("check", help="ask a server about one request")
+    check = commands.add_parser("check", help="query a server about one request")
     add_flags(
         check,
-        ("namespace", "NAMESPACE", "of the client's service account"),
+        ("namespace", "NAMESPACE", "namespace of the client's service account"),
         ("account", "ACCOUNT", "the client's service account"),
-        ("--method", None, "of the HTTP request; none asks about a connection"),
-        ("--path", None, "of the HTTP request"),
+        ("--method", None, "method of the HTTP request; without it a connection is checked"),
+        ("--path", None, "path of the HTTP request"),
         ("--source", "IP", "the client's address"),
-        ("--destination", "IP[:PORT]", "of the pod"),
+        ("--destination", "IP[:PORT]", "the pod's address"),
         ("--trust-domain", "NAME", None, {"default": "cluster.local"}),
     )  # fmt: skip
     _add_dial(check)
     check.set_defaults(run=check_command, denied=1)
-    health = commands.add_parser("health", help="ask a server for its health; exit status 0, 2 or 3")
+    health = commands.add_parser("health", help="query a server's health; exit status 0, 2 or 3")
     health.add_argument("probe", choices=("liveness", "readiness"))
     _add_dial(health)
     health.set_defaults(run=health_command)
@@ -58,7 +58,7 @@ def add_arguments(subparsers: Any) -> None:
 
 def _add_dial(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dial", "-d", default=DEFAULT_LISTEN, metavar="ADDRESS", help=f"of the server (default {DEFAULT_LISTEN})"
+        "--dial", "-d", default=DEFAULT_LISTEN, metavar="ADDRESS", help=f"the server (default {DEFAULT_LISTEN})"
     )
 
 
@@ -69,15 +69,15 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         ("--listen -l", "ADDRESS", f"path, unix:/path or host:port, repeatable (default {DEFAULT_LISTEN})",
          {"action": "append"}),
         ("--dial -d", "ADDRESS", f"PolicySync server (default {DEFAULT_DIAL})", {"default": DEFAULT_DIAL}),
-        ("--socket-mode", "OCTAL", "of the Unix socket (default 777)", {"type": socket_mode, "default": 0o777}),
+        ("--socket-mode", "OCTAL", "mode of Unix sockets (default 777)", {"type": socket_mode, "default": 0o777}),
         ("--per-host", "", "serve all pods of a node, by destination address"),
         ("--explain", "", "tell clients which rule denied them"),
-        ("--trust-domain", "NAME", "believe only these, repeatable", {"action": "append", "default": []}),
-        ("--max-stale", "SECONDS", "refuse after so long without PolicySync (default: never)", {"type": seconds}),
-        ("--terminate", "[IP:]PORT", "serve HTTP there, of which /terminate ends the server"),
-        ("--metrics", "[IP:]PORT", "serve Prometheus pages there, on /metrics"),
-        ("--report", "", "report judged flows to the PolicySync server every 5 s"),
-        ("--admin", "[IP:]PORT", "serve /policies there, of loopback unless an address is given"),
+        ("--trust-domain", "NAME", "an accepted trust domain, repeatable", {"action": "append", "default": []}),
+        ("--max-stale", "SECONDS", "refuse after this time without a stream (default: never)", {"type": seconds}),
+        ("--terminate", "[IP:]PORT", "address of an HTTP page /terminate that ends the server"),
+        ("--metrics", "[IP:]PORT", "address of the Prometheus page /metrics"),
+        ("--report", "", "report evaluated flows to the PolicySync server every 5 s"),
+        ("--admin", "[IP:]PORT", "address of the page /policies (default IP: loopback)"),
         ("--debug", "", "log more"),
     )  # fmt: skip
 

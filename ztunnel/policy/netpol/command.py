@@ -48,35 +48,35 @@ def add_arguments(subparsers: Any) -> None:
         ("--kubeconfig", "FILE", "default: the service account", {"type": Path}),
         ("--node", "NAME", "default: the host name", {"default": socket.gethostname()}),
         ("--netns", "NS", "the node's namespace: name, path or pid"),
-        ("--print", "", "print the table as nft has it, and change nothing"),
-        ("--once", "", "end when the table is in force"),
-        ("--metrics", "[IP:]PORT", "serve Prometheus pages there, on /metrics"),
+        ("--print", "", "print the table in nft's language, and change nothing"),
+        ("--once", "", "end when the kernel has the table"),
+        ("--metrics", "[IP:]PORT", "address of the Prometheus page /metrics"),
         ("--tunnels", None,
          "tunnels (port 15008) of captured pods: judge them as any port (default), or let them through, "
          "because the node's proxy judges the connections inside by the same policies",
          {"choices": ("judge", "allow"), "default": "judge"}),
         ("--policy-sync", "PATH",
-         "tell this node's proxies, too, by a socket there (their POLICY_SYNC), so that they judge what is in "
-         "tunnels by the same policies"),
+         "serve the policies to this node's proxies on this socket (their POLICY_SYNC), so that they judge "
+         "connections in tunnels by them"),
         ("--pod-cidr", "CIDR",
-         "this node's range of pod addresses: one in it is closed until its pod is known; may be repeated; "
-         '"node": those that the Node object has', {"action": "append", "default": []}),
+         "this node's range of pod addresses, repeatable: an unknown address in it is closed; "
+         '"node": the ranges in the Node object', {"action": "append", "default": []}),
         ("--calico", "",
          "follow Calico's policies of the cluster, too (projectcalico.org/v3), with the service accounts and "
          "services that they name; with --objects they are read in any case"),
         ("--node-peers", "",
-         "follow the cluster's Node objects, for rules of cluster-wide policies about nodes; without, such a "
+         "follow the cluster's Node objects, for rules about nodes in cluster-wide policies; without it such a "
          "rule allows nothing, or denies everything; with --objects they are read in any case"),
     )  # fmt: skip
-    ask = _action(actions, "explain", "say whether a connection is allowed, and by what; status 1 if it is denied")
+    ask = _action(actions, "explain", "explain whether a connection is allowed; status 1 if it is denied")
     _add_objects(ask)
     add_flags(
         ask,
         ("source", "SRC", "namespace/pod or IP"),
         ("destination", "DST", "namespace/pod or IP"),
-        ("port", "PORT", "of icmp and icmpv6 TYPE or TYPE/CODE"),
+        ("port", "PORT", "for icmp and icmpv6 TYPE or TYPE/CODE"),
         ("protocol", "PROTO", "tcp, udp, sctp, icmp, icmpv6 or a number", {"nargs": "?", "default": "tcp"}),
-        ("--source-port", "PORT", "of SRC (default 49152, one of those clients are given)", {"default": ""}),
+        ("--source-port", "PORT", "source port (default 49152, an ephemeral port)", {"default": ""}),
     )  # fmt: skip
     follow_packets = _action(actions, "trace", "follow live packets between two addresses, rule by rule")
     add_flags(
@@ -86,7 +86,7 @@ def add_arguments(subparsers: Any) -> None:
         ("--netns", "NS", "the node's namespace: name, path or pid"),
     )  # fmt: skip
     for name, text in (
-        ("status", "print what is in the kernel, and what its rules have counted"),
+        ("status", "print the table in the kernel with its counters"),
         ("cleanup", "remove the table; nothing else of the node changes"),
     ):
         command = _action(actions, name, text)

@@ -39,24 +39,24 @@ def add_arguments(subparsers: Any) -> None:
     check = commands.add_parser("check", help="read files and list every fault")
     _add_files(check)
     check.set_defaults(run=check_command)
-    explain = commands.add_parser("explain", help="say which rule decides about a connection or request, and why")
+    explain = commands.add_parser("explain", help="explain which rule decides about a connection or request")
     add_flags(
         explain,
         ("files", "FILE", "YAML, or a folder of .yaml files", {"nargs": "*", "type": Path}),
         ("--server", "WHERE",
-         "ask what is running instead: the admin address of a proxy or policy server, or the socket of a "
-         "PolicySync server, unix:/path, which tells this command what it tells its clients (of a pod's socket "
-         "the one client gives way, and comes back)"),
+         "query a running server instead: the admin address of a proxy or policy server, or the socket of a "
+         "PolicySync server, unix:/path, which sends this command the same as its clients (on a pod's socket "
+         "this interrupts its only client, which reconnects)"),
         ("--from", "WHO", "namespace/pod, IP or SPIFFE id", {"dest": "source", "required": True}),
         ("--to", "WHO", "namespace/pod or IP", {"required": True}),
         ("--port", "PORT", "of the destination (default 80); of icmp and icmpv6 TYPE or TYPE/CODE (default any)",
          {"default": ""}),
-        ("--source-port", "PORT", "of the client (default 49152, one of those they are given)", {"default": ""}),
+        ("--source-port", "PORT", "the client's port (default 49152, an ephemeral port)", {"default": ""}),
         ("--protocol", "NAME", "(default tcp)", {"default": "tcp"}),
-        ("--method", None, "of an HTTP request; without method and path it is a connection"),
-        ("--path", None, "of an HTTP request"),
-        ("--staged", "", "as if staged policies were enforced"),
-        ("--trust-domain", "NAME", "of pods' identities", {"default": "cluster.local"}),
+        ("--method", None, "method of an HTTP request; without method and path it is a connection"),
+        ("--path", None, "path of an HTTP request"),
+        ("--staged", "", "evaluate staged policies as if they were enforced"),
+        ("--trust-domain", "NAME", "trust domain of pods' identities", {"default": "cluster.local"}),
     )  # fmt: skip
     explain.set_defaults(run=explain_command)
     serve = commands.add_parser(
@@ -65,18 +65,18 @@ def add_arguments(subparsers: Any) -> None:
     add_flags(
         serve,
         ("files", "FILE", "YAML, or a folder of .yaml files", {"nargs": "*", "type": Path}),
-        ("--kube", "", "follow the API server in place of files"),
+        ("--kube", "", "follow the API server instead of files"),
         ("--kubeconfig", "FILE", "with --kube; without, the pod's service account, $KUBECONFIG or ~/.kube/config",
          {"type": Path}),
-        ("--node-peers", "", "with --kube: follow Nodes, for rules that are about nodes"),
-        ("--socket", "PATH", "for a node's proxy: all its pods"),
-        ("--socket-mode", "OCTAL", "of --socket (default 777); 600 is for proxies of this user and of root",
+        ("--node-peers", "", "with --kube: follow Nodes, for rules about nodes"),
+        ("--socket", "PATH", "socket for a node's proxy, with all its pods"),
+        ("--socket-mode", "OCTAL", "mode of --socket (default 777); 600 admits proxies of this user and of root",
          {"type": socket_mode, "default": 0o777}),
         ("--prefix", "DIR", "a socket for each pod, DIR/mount/UID/socket", {"type": Path}),
         ("--node", "NAME", "only pods of this node"),
-        ("--form", None, "names: for clients before Calico 3.32",
+        ("--form", None, "use names for clients before Calico 3.32",
          {"choices": ("messages", "names"), "default": "messages"}),
-        ("--metrics", "[IP:]PORT", "serve Prometheus pages there, on /metrics"),
+        ("--metrics", "[IP:]PORT", "address of the Prometheus page /metrics"),
     )  # fmt: skip
     serve.set_defaults(run=serve_command)
 

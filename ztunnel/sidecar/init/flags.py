@@ -81,11 +81,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     def value(*names: str, default: str = "", about: str) -> None:
         parser.add_argument(*names, default=default, metavar="X", help=f"{about} (default {default or 'none'})")
 
-    value(
-        "-p", "--envoy-port", "--proxy-port", default="15001", about="where the proxy takes outgoing connections"
-    )
-    value("-z", "--inbound-capture-port", default="15006", about="where it takes incoming ones")
-    value("-e", "--inbound-tunnel-port", default="15008", about="where tunnels arrive; never redirected")
+    value("-p", "--envoy-port", "--proxy-port", default="15001", about="the proxy's port for outgoing connections")
+    value("-z", "--inbound-capture-port", default="15006", about="the proxy's port for incoming ones")
+    value("-e", "--inbound-tunnel-port", default="15008", about="the port for tunnels; never redirected")
     value("-u", "--proxy-uid", default=str(USER), about="users of the proxy, numbers")
     parser.add_argument("-g", "--proxy-gid", metavar="X", help="groups of the proxy (default: as -u)")
     value("-m", "--istio-inbound-interception-mode", default="REDIRECT", about="REDIRECT")

@@ -1,4 +1,4 @@
-"""Access to the cluster, and what is deployed there. Pure."""
+"""Access to the cluster, and its deployed workloads. Pure."""
 
 from __future__ import annotations
 

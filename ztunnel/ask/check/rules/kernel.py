@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, error, warning
 
-#: Bits of CapEff (capabilities(7)) that each process needs; deploy/helm says for what.
+#: Bits of CapEff (capabilities(7)) that each process needs; deploy/helm explains each.
 NEEDED: Final = {
     "proxy": {"NET_ADMIN": 12, "NET_RAW": 13, "SYS_ADMIN": 21},
     "agent": {"NET_ADMIN": 12, "SYS_ADMIN": 21, "SYS_PTRACE": 19, "DAC_OVERRIDE": 1},

@@ -84,12 +84,12 @@ class Facts:
     Attributes:
         now_s: Unix time.
         cluster_error: why the API server does not answer. Empty if it does.
-        cluster_asked: the API server was asked, or could have been.
+        cluster_asked: the API server was queried, or could have been.
         version: the API server's version, its ``/version``.
-        clock_s: the API server's clock less that of this machine.
-        objects: by kind. A text is the reason why they are not known.
+        clock_s: the difference of the API server's clock from this machine's.
+        objects: the objects by kind. A text is the reason why they are unknown.
         access: verbs that checks need, such as ``list pods``, and whether they are allowed.
-        nodes: by name.
+        nodes: the facts by node.
         silent: nodes with a proxy that does not answer, and why.
         no_nodes: the reason why no proxy was queried. Empty if at least one was.
         selected: the user's choice does not cover all nodes.
@@ -176,9 +176,11 @@ class Check:
     """A check.
 
     Attributes:
-        id: such as ``NET3``. asks: the question that the check answers. remedy: the advice about its findings.
+        id: such as ``NET3``.
+        asks: the question that the check answers.
+        remedy: the advice about its findings.
         judge: yields findings; without any, the check is ok.
-        before: it makes sense before installation.
+        before: it applies before installation.
     """
 
     id: str

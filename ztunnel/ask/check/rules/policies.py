@@ -1,4 +1,4 @@
-"""Checks policies, as written and as delivered, that do not do what their authors expect. Pure."""
+"""Finds policies, as written and as delivered, without the effect that their authors expect. Pure."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _facts(proxy: InspectedProxy) -> Facts:
 
 
 def _pods(proxy: InspectedProxy) -> Iterator[Workload]:
-    """Iterate over this node's workloads, by the names that metrics have; pods of one deployment are one."""
+    """Iterate over this node's workloads by their names in metrics. Pods of one deployment are one entry."""
     if proxy.config.proxy_mode is not ProxyMode.SHARED:
         return
     for status in proxy.pods.states().values():
@@ -183,8 +183,8 @@ def _end(labels: tuple[str, ...], side: tuple[int, ...], workloads: dict[str, Wo
     name, namespace, principal = (labels[place] for place in side)
     identity = principal if proven and principal != UNKNOWN else ""
     if name == UNKNOWN:
-        # Clients outside of the mesh are many addresses, unknown to metrics: one entry for those with an identity,
-        # one for those without.
+        # Clients outside of the mesh have many addresses, which metrics do not have. So there is one entry for
+        # those with an identity, and one for those without.
         name, namespace = ("outside the mesh", "") if not identity else (identity.rpartition("/")[2], "")
         key = f"?{identity}"
     else:

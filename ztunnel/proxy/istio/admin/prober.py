@@ -23,7 +23,7 @@ from ztunnel.runtime.http.page import PLAIN, Page, text
 from ztunnel.runtime.settings import plain_reason
 
 _BODY: Final = 10 * 1024
-#: As kubelet.
+#: The same limit as kubelet's.
 _REDIRECTS: Final = 10
 
 
@@ -46,7 +46,7 @@ async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
     """
     host = probe.host or address
     if host != address:
-        # Only a connection to the pod's own address could be taken for the application's call of itself.
+        # Only a connection to the pod's own address could count as the application's call to itself.
         source = None
     try:
         async with asyncio.timeout(probe.timeout_s):

@@ -101,7 +101,7 @@ class Servers:
     async def _serve(self, stack: AsyncExitStack, name: str, hosts: list[str], port: int, pages: Pages) -> None:
         for host in hosts:
             address = SocketAddress(host, port)
-            # As in the pods, so that a new proxy can start beside the old one.
+            # Like in the pods, so that a new proxy can start beside the old one.
             server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT, reuse_port=True)
             try:
                 await stack.enter_async_context(server)
@@ -148,7 +148,8 @@ class Servers:
         probe = config.app_probes.get(request.path)
         if probe is None:
             return not_found([*_METRICS_PATHS, *config.app_probes])
-        from ztunnel.proxy.istio.admin.prober import answer  # a proxy without probes of others does not need it
+        # needed only by a proxy that answers an application's probes
+        from ztunnel.proxy.istio.admin.prober import answer
 
         ipv6 = ":" in config.instance_ip
         address = ("::1" if ipv6 else "127.0.0.1") if config.app_probes_localhost else config.instance_ip
@@ -216,7 +217,7 @@ class Servers:
             case "/denials":
                 return self._denials()
             case "/check":
-                from ztunnel.proxy.istio.admin.check_page import check_page  # asked seldom
+                from ztunnel.proxy.istio.admin.check_page import check_page  # rarely requested
 
                 return check_page(self._proxy, request)
             case path if path in _METRICS_PATHS:

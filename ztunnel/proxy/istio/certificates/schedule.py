@@ -39,7 +39,7 @@ class Priority(IntEnum):
 
 
 class Phase(Enum):
-    """The state of an identity, as a request for its certificate sees it."""
+    """Whether a request for an identity's certificate waits, succeeds or fails."""
 
     INITIALIZING = "Initializing"
     """There is no certificate yet: the request waits."""

@@ -115,7 +115,7 @@ def prepared(value: EntryValue, pod: PodProxy, counts: ByteCounts) -> Callable[[
         counts: the relay's byte counts.
 
     Returns:
-        A function of the way to end the connection before its relay does.
+        A function that takes the abort function for the time before the relay runs, and returns the connection.
 
     Raises:
         ValueError: the value cannot be read.
