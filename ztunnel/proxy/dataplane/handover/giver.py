@@ -32,6 +32,7 @@ from ztunnel.proxy.dataplane.handover.messages import (
     encode,
     from_taker,
 )
+from ztunnel.proxy.dataplane.handover.slice_size import SliceSize
 from ztunnel.proxy.dataplane.rendezvous import Rendezvous, RendezvousError
 from ztunnel.runtime.clock import Clock
 
@@ -110,32 +111,6 @@ class _Offering:
         return max(1, self.unit.entries)
 
 
-class SliceSize:
-    """How many connections are offered in one slice. It follows the length of the previous slice.
-
-    The aim is 5 ms. Where processors are busy, it is half of the time since the previous slice, at most 50 ms:
-    there even a slice of one connection waits for a processor several times, and a hand-over of 10,000 connections
-    in such slices takes minutes.
-    """
-
-    #: 16 plain connections take about 5 ms of CPU of both processes together.
-    FEWEST: Final = 16
-    MOST: Final = 128
-    _SHORT_S: Final = 0.005
-    _LONG_S: Final = 0.05
-
-    def __init__(self) -> None:
-        self.connections = self.FEWEST
-
-    def ended(self, took_s: float, gap_s: float) -> None:
-        """Adapt to a slice that took ``took_s`` and began ``gap_s`` after the end of the previous one."""
-        aim_s = min(max(self._SHORT_S, gap_s / 2), self._LONG_S)
-        if took_s > aim_s:
-            self.connections = max(self.FEWEST, self.connections // 2)
-        elif took_s < aim_s / 2:
-            self.connections = min(self.MOST, self.connections * 2)
-
-
 @dataclass(slots=True)
 class Result:
     """The result of a hand-over: which pod and tunnel connections moved, and why the rest stayed."""
@@ -202,6 +177,9 @@ class Giver:
         self._answers: dict[int, asyncio.Future[str]] = {}
         self._ready: asyncio.Future[None] | None = None
         self._size = SliceSize()
+        # Units that an earlier call of give() has left. They are offered outside of slices, because a slice pauses
+        # all other connections.
+        self._stayed: set[int] = set()
         self._ended_s = clock.monotonic()
         self._unanswered = 0
         self.gone = False
@@ -238,22 +216,31 @@ class Giver:
             units, others = self._survey()
             result.stays = Counter(others)
             waiting: deque[_Offering] = deque()
+            again: deque[_Offering] = deque()
+            left = declined.copy()
             for each in map(_Offering, units):
                 if each.unit.key in declined:
                     result.stays["declined"] += each.connections
                 else:
-                    waiting.append(each)
-            while waiting:
-                offers = self._next_slice(waiting)
-                await self._give_slice(offers)
+                    (again if each.unit.key in self._stayed else waiting).append(each)
+            while waiting or again:
+                if waiting:
+                    offers = self._next_slice(waiting)
+                    await self._give_slice(offers)
+                else:
+                    offers = [again.popleft()]
+                    await self._offer_all(offers)
                 for each in offers:
                     result.add(each)
+                    if each.reason:
+                        left.add(each.unit.key)
                     if each.reason.startswith("declined"):
                         declined.add(each.unit.key)
                 await asyncio.sleep(0)
             if until_s is None:
                 until_s = loop.time() + again_s
             if self.gone or not result.left or loop.time() >= until_s:
+                self._stayed.update(left)
                 return result
             await asyncio.sleep(_AGAIN_S)
 
@@ -277,9 +264,7 @@ class Giver:
             await self._begin_slice()
             self._poller.pause(SLICE_S)
             began_s = self._clock.monotonic()
-            async with asyncio.TaskGroup() as group:
-                for each in offers:
-                    group.create_task(self._offer(each), name="offer")
+            await self._offer_all(offers)
             if self.taker.slices and not self.gone:
                 await self._send(SliceEnds())
         except TakerGone:
@@ -287,13 +272,20 @@ class Giver:
         finally:
             self._poller.resume()
         ended_s = self._clock.monotonic()
+        self._size.ended(ended_s - began_s, began_s - self._ended_s)
+        self._ended_s = ended_s
+
+    async def _offer_all(self, offers: list[_Offering]) -> None:
+        """Offer units at the same time, and note the results."""
+        async with asyncio.TaskGroup() as group:
+            for each in offers:
+                group.create_task(self._offer(each), name="offer")
+        ended_s = self._clock.monotonic()
         for each in offers:
             if each.frozen_s is not None:
                 result = "given" if each.given else "kept"
                 each.pause_s = ended_s - each.frozen_s
                 self._statistics.offered(result, each.reason, each.connections, each.pause_s)
-        self._size.ended(ended_s - began_s, began_s - self._ended_s)
-        self._ended_s = ended_s
         unanswered = any(each.reason == _NO_ANSWER for each in offers)
         self._unanswered = self._unanswered + 1 if unanswered else 0
         if self._unanswered >= _MOST_UNANSWERED:

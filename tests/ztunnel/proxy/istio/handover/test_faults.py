@@ -24,6 +24,7 @@ from ztunnel.proxy.dataplane.handover.messages import (
     SLICE_S,
     Busy,
     Declined,
+    Finished,
     FromGiver,
     FromTaker,
     Go,
@@ -267,6 +268,29 @@ def test_connections_are_served_until_the_successor_is_ready_for_a_slice(tmp_pat
             result = await task
             assert result is not None
             assert result.given == 1
+
+    play(tmp_path, body)
+
+
+def test_remaining_connections_are_offered_again_without_pausing_others(tmp_path: Path) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        async with first_slice(made) as (taker, task):
+            await taker.say(Ready())
+            assert isinstance(await taker.hear(), Offer)
+            await taker.say(Declined(1, "later"))
+            assert await taker.hear() == Keep(1)
+            assert isinstance(await taker.hear(), SliceEnds)
+            await task
+            task = giving(made)
+            assert isinstance(await taker.hear(), Finished)
+            assert isinstance(await taker.hear(), Offer)
+            await taker.say(Taken(2))
+            assert await taker.hear() == Go(2)
+            result = await task
+            assert result is not None
+            assert (result.given, result.left) == (1, 0)
+        end.eof()
 
     play(tmp_path, body)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ztunnel.proxy.dataplane.handover.giver import SliceSize
+from ztunnel.proxy.dataplane.handover.slice_size import SliceSize
 
 
 @pytest.mark.parametrize(
