@@ -6,7 +6,7 @@ Exit status: 0; 1 of ``status`` when something is wrong; 2 when there is no answ
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -16,13 +16,22 @@ from ztunnel.ask.inspect.completion import SCRIPTS
 from ztunnel.ask.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
 from ztunnel.ask.inspect.fleet import Found, gather, items_of, selected_pods
 from ztunnel.ask.inspect.parts import NoSuchPart, part
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, ask, ask_json, failed, reaching, read_json
+from ztunnel.ask.inspect.source import (
+    NOT_FOUND,
+    AskFailed,
+    Pages,
+    add_source,
+    ask,
+    ask_json,
+    failed,
+    page_or_none,
+    reaching,
+    read_json,
+)
 from ztunnel.ask.inspect.tables import TABLES, NotAMesh, denials, is_envoy_dump, mesh_dump
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.console.output import Answer, Kind, emit, emit_object
-
-_NOT_FOUND: Final = 404
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -135,7 +144,7 @@ def _looked(args: argparse.Namespace, pages: Pages) -> tuple[Kind[Any], list[Any
         NotAMesh: the answer has no such table.
     """
     if args.command in ("connections", "denials"):
-        page = page_or_none(pages, f"/{args.command}")
+        page = page_or_none(pages, f"/{args.command}", PARAMETERS.get(f"/{args.command}"))
         if page is not None:
             return _of_page(args, pages, page)
     found = pages.json("/config_dump")
@@ -154,10 +163,10 @@ def _asked_pages(
     try:
         needed = {path: pages.json(path, PARAMETERS.get(path)) for path in table.paths}
     except AskFailed as error:
-        if error.status != _NOT_FOUND or args.command in ("connections", "denials"):
+        if error.status != NOT_FOUND or args.command in ("connections", "denials"):
             raise
         return _saved_pages(args, pages, dump)
-    return needed | {path: page_or_none(pages, path) for path in table.optional}
+    return needed | {path: page_or_none(pages, path, PARAMETERS.get(path)) for path in table.optional}
 
 
 def _saved_pages(args: argparse.Namespace, pages: Pages, dump: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -199,20 +208,6 @@ def _refuse_namespace(args: argparse.Namespace, pages: Pages) -> None:
         raise AskFailed(f"{pages.name}: namespaces are of an Istio mesh; this proxy has Envoy's dialect")
 
 
-def page_or_none(pages: Pages, path: str) -> Any:
-    """Return a page that only our proxies have; ``None`` from an Envoy.
-
-    Raises:
-        AskFailed: there is no answer.
-    """
-    try:
-        return pages.json(path, PARAMETERS.get(path))
-    except AskFailed as error:
-        if error.status != _NOT_FOUND:
-            raise
-        return None
-
-
 def _config(args: argparse.Namespace) -> int:
     try:
         if args.file is not None:
@@ -245,7 +240,7 @@ def _asked(address: str, key: str | None, entry: str) -> Any:
             ask_json(address, "/config_dump", {"part": key, **({"name": entry} if entry else {})}), key, entry
         )
     except (NoSuchPart, AskFailed) as error:
-        if isinstance(error, AskFailed) and error.status != _NOT_FOUND:
+        if isinstance(error, AskFailed) and error.status != NOT_FOUND:
             raise
     return part(ask_json(address, "/config_dump"), key, entry)  # the error lists the existing entries
 

@@ -91,7 +91,7 @@ def certificates(pages: Pages) -> Iterator[kinds.Certificate]:
 
 def status(pages: Pages) -> Iterator[kinds.Fact]:
     """Yield the most important facts: the server, its active and refused configuration, and denials."""
-    connected = _connected(pages.get("/stats"))  # a saved dump has no statistics
+    connected = connected_to_ads(pages.get("/stats"))  # a saved dump has no statistics
     if connected is not None:
         yield control_plane("ADS", None, connected=connected)
     server = pages["/server_info"]
@@ -122,7 +122,7 @@ def _place(each: kinds.Denial) -> str:
     return f" at {each.listener or '-'}/{each.chain or '-'}"
 
 
-def _connected(stats: Any) -> bool | None:
+def connected_to_ads(stats: Any) -> bool | None:
     """Return the statistic about the connected ADS stream; ``None`` if the proxy has no such stream."""
     for each in (stats or {}).get("stats") or []:
         if each.get("name") == _CONNECTED:

@@ -13,14 +13,13 @@ from typing import Any, Final
 import msgspec
 
 from ztunnel.ask.inspect.ages import shown_age
+from ztunnel.ask.inspect.envoy_tables import PARAMETERS, certificates, connected_to_ads, connections
 from ztunnel.ask.inspect.fleet import Found, gather, items_of
 from ztunnel.ask.inspect.kinds import age_cell
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed, page_or_none
 from ztunnel.ask.inspect.tables import cell, is_envoy_dump, mesh_dump
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
-
-_NOT_FOUND: Final = 404
 
 
 class NodeStatus(Item, frozen=True, kw_only=True):
@@ -51,7 +50,9 @@ class NodeStatus(Item, frozen=True, kw_only=True):
 def _plane(item: NodeStatus) -> str | None:
     if item.connected is None:
         return None
-    return "connected" if item.connected else f"LOST {shown_age(item.away_seconds or 0)} ago"
+    if item.connected:
+        return "connected"
+    return "LOST" if item.away_seconds is None else f"LOST {shown_age(item.away_seconds)} ago"
 
 
 def _certificates(item: NodeStatus) -> str:
@@ -124,24 +125,35 @@ def look(pages: Pages) -> NodeStatus:
     dump = pages.json("/config_dump")
     try:
         if is_envoy_dump(dump):
-            return of_envoy(pages.json("/server_info"))
-        return of_mesh(mesh_dump(dump), _page_or_none(pages, "/check"))
+            paths = ("/server_info", "/certs", "/connections", "/denials", "/stats")
+            return of_envoy({path: page_or_none(pages, path, PARAMETERS.get(path)) for path in paths})
+        return of_mesh(mesh_dump(dump), page_or_none(pages, "/check"))
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         raise AskFailed(f"{pages.name}: not a config_dump: {error}") from None
 
 
-def _page_or_none(pages: Pages, path: str) -> Any:
-    try:
-        return pages.json(path)
-    except AskFailed as error:
-        if error.status != _NOT_FOUND:
-            raise
-        return None
+def of_envoy(pages: Mapping[str, Any]) -> NodeStatus:
+    """Return the row of a proxy in Envoy's dialect, which does not know its pods.
 
-
-def of_envoy(server: Mapping[str, Any]) -> NodeStatus:
-    """Return the row of a proxy in Envoy's dialect, which reports little about pods."""
-    return NodeStatus(version=cell(server, "version"), ready=server.get("state") == "LIVE")
+    Args:
+        pages: its pages by path; ``None`` for a page that an Envoy or an archive lacks.
+    """
+    server, denied = pages["/server_info"] or {}, pages["/denials"]
+    held = certificates(pages) if pages["/certs"] else ()
+    ends = [each.not_after for each in held if each.type == "Leaf" and each.not_after]
+    live = list(connections(pages)) if pages["/connections"] else []
+    oldest = max(live, key=lambda each: each.age_seconds or 0.0, default=None)
+    return NodeStatus(
+        version=cell(server, "version"),
+        ready=server.get("state") == "LIVE",
+        connected=connected_to_ads(pages["/stats"]),
+        certificates=len(ends),
+        first_expiry=min(ends, default=None),
+        denials=sum(int(each.get("count") or 0) for each in denied) if denied is not None else None,
+        connections=len(live),
+        oldest_seconds=oldest.age_seconds if oldest is not None else None,
+        oldest=f"{oldest.source} to {oldest.destination}" if oldest is not None else None,
+    )
 
 
 def of_mesh(dump: Mapping[str, Any], check: Mapping[str, Any] | None) -> NodeStatus:

@@ -18,6 +18,7 @@ from ztunnel.runtime.text_file import read_text
 ADDRESS: Final = "127.0.0.1:15000"
 #: The longest wait for a page of an admin server.
 ANSWER_S: Final = 30.0
+NOT_FOUND: Final = 404
 
 
 class AskFailed(Exception):
@@ -86,6 +87,20 @@ class SavedDump:
         if path != "/config_dump":
             raise AskFailed(f"{self.name}: a config_dump has no {path}", status=404)
         return self._dump
+
+
+def page_or_none(pages: Pages, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
+    """Return a page of JSON; ``None`` if the server or the file has none.
+
+    Raises:
+        AskFailed: there is no answer.
+    """
+    try:
+        return pages.json(path, parameters)
+    except AskFailed as error:
+        if error.status != NOT_FOUND:
+            raise
+        return None
 
 
 def add_source(

@@ -7,6 +7,7 @@ import pytest
 
 from ztunnel.ask.inspect.envoy_tables import certificates, policies, status
 from ztunnel.ask.inspect.kinds import ENVOY_CERTIFICATE, ENVOY_POLICY, Fact
+from ztunnel.ask.inspect.nodes import of_envoy
 from ztunnel.runtime.console.output import Answer, table
 
 _DUMP = "type.googleapis.com/envoy.admin.v3."
@@ -173,3 +174,27 @@ def test_certificates_are_shown_once() -> None:
         ),
         ("-", "Root", "1", "2036-11-01T00:00:00Z", "2026-11-01T00:00:00Z"),
     ]
+
+
+def test_the_line_of_a_node_has_stream_certificates_denials_and_the_oldest_connection() -> None:
+    live = [
+        {"id": 1, "age_s": 5.0, "source": "10.0.0.1:1", "destination": "10.0.0.9:80"},
+        {"id": 2, "age_s": 90.0, "source": "10.0.0.1:2", "destination": "10.0.0.9:81"},
+    ]
+    found = of_envoy(
+        pages(
+            certs=CERTS,
+            connections={"connections": live},
+            denials=[{"count": 3}, {"count": 4}],
+            stats={"stats": [{"name": "control_plane.connected_state", "value": 0}]},
+        )
+    )
+    assert (found.version, found.ready, found.connected) == ("v", True, False)
+    assert (found.certificates, found.first_expiry) == (1, "2026-11-24T00:00:00Z")
+    assert (found.denials, found.connections, found.oldest_seconds) == (7, 2, 90.0)
+    assert found.oldest == "10.0.0.1:2 to 10.0.0.9:81"
+
+
+def test_the_line_of_a_bare_envoy_lacks_what_it_does_not_show() -> None:
+    found = of_envoy({**pages(), "/stats": None})
+    assert (found.ready, found.connected, found.denials, found.oldest) == (True, None, None, None)

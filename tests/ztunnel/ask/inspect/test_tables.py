@@ -207,6 +207,10 @@ def test_commands_ask_a_running_proxy_in_envoys_dialect(reference: Reference, ca
         assert main(["certificates", "--address", address, "--json"]) == 0
         leaves = [each for each in json.loads(capsys.readouterr().out)["items"] if each["type"] == "Leaf"]
         assert "spiffe://cluster.local/ns/default/sa/bookinfo-productpage" in [each["identity"] for each in leaves]
+        assert main(["nodes", "--address", address, "-o", "json"]) == 0
+        (node,) = json.loads(capsys.readouterr().out)["items"]
+        assert (node["ready"], node["certificates"], node["denials"], node["connections"]) == (True, 2, 0, 0)
+        assert node["firstExpiry"] == min(each["notAfter"] for each in leaves)
         assert main(["log", "--address", address, "--json"]) == 0
         items = json.loads(capsys.readouterr().out)["items"]
         assert "hbone" in [item["target"] for item in items]
