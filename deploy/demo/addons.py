@@ -21,7 +21,7 @@ from deploy.lab import Place
 EXAMPLES = Path(__file__).parents[2] / "examples" / "addons"
 #: In the order in which their hooks are called.
 ADDONS = ("audit_log", "egress_allow_list", "fault_injection", "canary", "rate_limit")
-_CALLS = 30
+_CALLS = 60
 _BURST = 12
 #: An address outside the mesh that no pod has resolved from a name.
 _ELSEWHERE = "198.51.100.7"
@@ -160,7 +160,8 @@ class AddonsDemo(InPodDemo):
         print(f"\ncanary: half of the connections to {HOSTNAME} prefer reviews-v2, {_CALLS} calls")
         answers = Counter(self.call("productpage", VIP).answered_by for _ in range(_CALLS))
         shares = ", ".join(f"{name or 'none'} {count}" for name, count in sorted(answers.items()))
-        most = answers["reviews-v2"] > _CALLS * 0.45 and set(answers) == set(VERSIONS)
+        # Two thirds are expected. Fewer than 0.4 come about once in a hundred thousand runs.
+        most = answers["reviews-v2"] > _CALLS * 0.4 and set(answers) <= set(VERSIONS) and len(answers) > 1
         self.check(most, f"reviews-v2 has more than its third: {shares}")
         said = self._explained("productpage", f"{HOSTNAME}:{PORT}", "canary")
         self._show_explained(said, "not known here", "canary")

@@ -13,7 +13,7 @@ from typing import Any
 from deploy.lab import Lab, Place
 from tests.commands import Ztunnel
 
-WAIT_S = 15.0
+WAIT_S = 30.0
 DRAIN_S = 5
 _POLL_S = 0.02
 _BIN = Path(sys.executable).parent

@@ -421,7 +421,7 @@ def test_the_runtime_announces_a_pod_before_it_has_an_address(lab: Lab, tmp_path
                 assert len(scene.toys.started) == 1
                 # Another uid is a pod that the API server has not shown yet.
                 other = Added(namespace="shop", name="web", netns=event.netns, uid=UIDS["db"])
-                with pytest.raises(CannotAdd, match="not shown"):
+                with pytest.raises(CannotAdd, match="has not named"):
                     await enroller.added(other, 0.1)
                 cluster.run(scene.db, labels={MODE: "none"}, addresses=False)
                 plain = Added(namespace="shop", name="db", netns=f"/run/netns/{scene.db.netns.name}")

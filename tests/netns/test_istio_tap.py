@@ -99,7 +99,7 @@ def test_a_pods_streams_are_captured(tmp_path: Path, workers: str) -> None:
             _check_with_tshark(file.read_bytes(), found)
 
             text = await eventually(lambda: lines_of(proxy, "tap ends"), "the line of the end")
-            assert f"pod=default/client port=any peer=any uid=0 pid={at_client.pid} reason='its reader" in text[0]
+            assert f"pod=default/client port=any peer=any uid=0 pid={at_client.pid} reason='the reader" in text[0]
             assert len(lines_of(proxy, "tap begins pod=default/client")) == 1
 
             status, said = proxy.get(15000, "/tap?pod=default/client")

@@ -179,7 +179,7 @@ def test_pod_whose_rules_cannot_be_taken_over_keeps_working_and_is_named(lab: La
             assert len(scene.toys.started) == 1
             [(name, reason, text)] = cluster.events
             assert (name, reason) == ("web", "MeshTwoAgents")
-            assert "keeps working by the rules of its earlier agent: restart it" in text
+            assert "the pod keeps the rules of its earlier agent and works; restart it" in text
             report = await Auditor(enroller, cluster, "w1").report(repair=True)
             assert report["repaired"] == []
             await connections.check()
