@@ -208,7 +208,10 @@ class PoolState:
         return [CancelDial(key)]
 
     def dialled(self, key: Hashable, peer_limit: int | None, now_s: float) -> tuple[ConnectionId, list[Action]]:
-        """Add the connection that the dial of ``key`` opened; ``peer_limit`` streams (None: not known yet)."""
+        """Add the connection that the dial of ``key`` opened.
+
+        ``peer_limit`` is the peer's limit of streams; None if not known yet.
+        """
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1
         member = _Member(key, self._limit(peer_limit), self._settings.max_tunnels_per_connection)

@@ -113,7 +113,7 @@ class TlsStream(ABC):
 
     @abstractmethod
     def receive(self, ciphertext: memoryview) -> None:
-        """Pass received ciphertext in. It is read in place: drain the session before changing that buffer."""
+        """Accept received ciphertext. It is read in place: drain the session before changing that buffer."""
 
     @abstractmethod
     def handshake(self) -> bool:

@@ -89,7 +89,7 @@ class PendingAnswers:
             waiter.settle(None, error.after_early_data() if early else error)
 
     def refused_by_tls(self, error: TlsError) -> None:
-        """Notify each waiter whose request the peer cannot have acted on of ``error``.
+        """Report ``error`` to each waiter whose request the peer cannot have acted on.
 
         A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be
         under way. The peer has not read these requests, so their early data can be sent again, unless the failure

@@ -175,7 +175,7 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
                 registers[register] = _Value(_ADDRESSES[offset, length], "address")
                 loaded.append(registers[register].text)
             case Payload(Base.TRANSPORT, 0, 2, register) if protocol in _ICMP:
-                # Type and code as one value: nft has a name for each alone.
+                # nft has no name for type and code as one value, only for each.
                 registers[register] = _Value("@th,0,16", "hex")
             case Payload(Base.TRANSPORT, offset, 2, register):
                 registers[register] = _Value(f"{protocol or 'th'} {_PORTS[offset]}", "port")

@@ -143,7 +143,7 @@ def _overlap(wanted: Sequence[object], found: Sequence[object]) -> int | None:
 
 
 def _preferred(wanted: Sequence[str], offered: Sequence[str]) -> int | None:
-    """Rank by the client's order: its first protocol that any chain has decides, not the order of the chains."""
+    """Rank chains by the client's order of protocols: the first of its protocols that any chain names decides."""
     if not wanted:
         return 0
     return max((len(offered) - place for place, name in enumerate(offered) if name in wanted), default=None)

@@ -139,7 +139,7 @@ class ClientState(Protocol[Request, Response]):
 
 
 class BadResponse(Exception):
-    """A response breaks a rule of the protocol and is answered with NACK; internal to this package."""
+    """Return the time at which :meth:`expire` has work, by the clock given to :meth:`receive`."""
 
 
 @dataclass(slots=True)

@@ -100,7 +100,7 @@ class ClusterPolicyReader(KubernetesReader):
         return float(value)
 
     def _pods_of(self, value: object, where: str) -> Entity:
-        """Return the pods of a subject. A faulty subject selects all, which matters if it is closed for that."""
+        """Return the pods of a subject: all pods if it is faulty, so that a closed policy covers every pod."""
         subject = _given(self.mapping(value, where, ("namespaces", "pods")))
         if len(subject) != 1:
             self.fault(where, "must be either namespaces or pods")

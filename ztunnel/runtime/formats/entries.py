@@ -5,7 +5,7 @@ from typing import Any, Final
 
 #: The keys that name an entry of a dump.
 _NAMES: Final = ("name", "hostname", "uid", "identity", "policy", "cluster_name")
-#: The keys in an entry of Envoy's dumps below which the named resource is.
+#: The keys under which an entry of Envoy's dumps has the named resource.
 _INNER: Final = (
     *("cluster", "listener", "secret", "route_config", "endpoint_config"),
     *("active_state", "warming_state", "draining_state"),
