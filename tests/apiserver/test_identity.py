@@ -48,7 +48,7 @@ async def account(client: Client, namespace: str, name: str, node: str) -> None:
 
 
 async def token(client: Client, namespace: str, name: str, audience: str = "istio-ca") -> str:
-    """As kubelet gets it for the projected volume of a pod."""
+    """Return a token as kubelet gets it for the projected volume of a pod."""
     kind = Kind("TokenRequest", "v1", f"serviceaccounts/{name}/token")
     uid = (await client.get(POD, namespace, name))["metadata"]["uid"]
     bound = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
@@ -130,7 +130,7 @@ def test_accounts_get_their_own_and_node_proxies_those_of_their_node(cluster: Ap
                     await authority.close()
 
             async def followed(shown: str, pod: str, node: str) -> int:
-                """How many workloads a proxy is told of."""
+                """Return how many workloads the control plane has sent to a proxy."""
                 message = Node(id=f"ztunnel~10.0.0.1~{pod}~svc.cluster.local")
                 message.metadata.update({"NODE_NAME": node})
                 credentials = grpc.ssl_channel_credentials(roots.read())

@@ -173,7 +173,7 @@ def test_pods_are_injected_refused_and_left_alone(cluster: ApiServer, tmp_path: 
             await namespace(client, "inject-in", mesh="first")
             await namespace(client, "inject-out")
             async with injector(cluster, tmp_path / "run", pair, "first") as running:
-                # Made after the injector, with no bundle at all: it is filled in, in both entries.
+                # A configuration created after the injector, without a CA bundle, gets the bundle in both entries.
                 await register(client, "first", running.port, "first")
                 await until_bundle(client, "first", [1, 1])
                 await until_injected(client, "inject-in")

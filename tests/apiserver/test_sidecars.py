@@ -221,7 +221,7 @@ def test_what_goes_wrong_has_the_text_that_the_documentation_names(cluster: ApiS
                             try:
                                 await tried(client, "wrong", pod())
                             except ApiRefused as error:
-                                # Who has not asked does not notice.
+                                # Pods that did not ask for a sidecar are created as usual.
                                 await tried(client, "bystander", pod())
                                 return str(error)
                             await asyncio.sleep(0.05)

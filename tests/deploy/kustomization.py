@@ -34,7 +34,7 @@ class Kustomization:
         return set(listed) == {path.name for path in self._folder.iterdir()} - {"kustomization.yaml"}
 
     def given(self) -> set[Right]:
-        """Return what the role gives."""
+        """Return the rights that the role grants."""
         return {
             (group, resource, verb)
             for rule in self.documents("rbac.yaml")["ClusterRole"]["rules"]
@@ -56,7 +56,7 @@ class Kustomization:
 
 
 def asked(selections: Iterable[Selection]) -> set[Right]:
-    """Return what following these kinds needs."""
+    """Return the rights that following these kinds needs."""
     return {
         (selection.kind.api_version.rpartition("/")[0], selection.kind.plural, verb)
         for selection in selections

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-#: Of the release.
+#: Labels that Helm sets for a release.
 OF_HELM = frozenset({"app.kubernetes.io/managed-by", "helm.sh/chart"})
 #: Those of Istio's charts.
 STANDARD = OF_HELM | {

@@ -1,4 +1,4 @@
-"""What a lab says where no namespaces can be made."""
+"""A lab's error where no network namespace can be created."""
 
 import errno
 

@@ -29,7 +29,7 @@ FILES = {
     "./var/run/secrets/tokens/istio-token": "istio-token",
 }
 
-#: What values files written for Istio's chart may say.
+#: The values that files written for Istio's chart may set.
 ISTIOS_VALUES = """
 dnsPolicy dnsConfig
     hub tag variant image imagePullPolicy imagePullSecrets resourceName labels annotations podLabels podAnnotations

@@ -93,7 +93,7 @@ def pip_compiles_nothing() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """With the locked packages that ours needs."""
+    """Return an environment that has the locked packages which this project needs."""
     made = Environment(tmp_path_factory.mktemp("beside") / "venv")
     made.pip("install", "--require-hashes", "-r", ROOT / "requirements/runtime.lock")
     return made

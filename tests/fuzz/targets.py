@@ -299,7 +299,7 @@ def _proxy_seeds() -> list[bytes]:
 
 
 class _Client:
-    """A SOCKS client whose bytes are all there; see :class:`hbone.aio.socket.PlainSocket`."""
+    """A SOCKS client all of whose bytes have arrived; see :class:`hbone.aio.socket.PlainSocket`."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

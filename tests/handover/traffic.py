@@ -56,7 +56,7 @@ class Where(Protocol):
 
     @property
     def netns(self) -> Netns | None:
-        """Where its sockets are; ``None``: here."""
+        """Return the network namespace of its sockets; None for the current one."""
 
 
 @dataclass(slots=True)

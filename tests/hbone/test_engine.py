@@ -119,7 +119,7 @@ def test_early_bytes_setting_is_announced_by_the_server_and_read_by_the_client()
         assert engine.peer_early_bytes == heard
         engine.receive_data(frames.settings_frame({0xF0EB: 0}))
         assert engine.peer_early_bytes == 0
-    # A client has no answer to give, and says nothing.
+    # A client does not announce it, because it has no answer to give.
     says_nothing = Engine(Role.CLIENT, replace(client_settings(), early_data=True))
     says_nothing.start()
     wire = take(says_nothing)

@@ -172,7 +172,7 @@ class Differential(RuleBasedStateMachine):
                     self.engine.respond(stream_id, 200)
 
     def live(self, side: Side) -> list[int]:
-        """Streams on which ``side`` may send."""
+        """Return the streams on which ``side`` may send."""
         return sorted(side.answered - side.ended - self.reset)
 
     @precondition(lambda self: self.live(self.ours))
@@ -275,7 +275,7 @@ class Differential(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for _ in range(40):  # credit goes round until everything has arrived
+        for _ in range(40):  # exchange credit until everything has arrived
             self.bytes_travel(0)
             self.we_acknowledge()
             self.they_acknowledge()

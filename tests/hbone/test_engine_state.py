@@ -48,7 +48,7 @@ class MovesAlways(Differential):
 
     def we_send(self, data: st.DataObject, size: int, many: bool) -> None:
         assert self.engine
-        self._stays = True  # room that was reserved is no state
+        self._stays = True  # a reservation of room is not part of the state
         try:
             super().we_send(data, size, many)
         finally:

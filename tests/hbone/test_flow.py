@@ -11,7 +11,7 @@ def test_a_spend_over_the_budget_is_refused_and_not_charged() -> None:
     assert budget.affords(0.0, 2.0)
     assert not budget.affords(0.0, 0.5)
     assert budget.overdrawn_s == 0.0
-    assert budget.affords(0.5, 0.5)  # what was refused was not taken
+    assert budget.affords(0.5, 0.5)  # a refused cost was not charged
     assert not budget.affords(0.5, 0.5)
 
 
@@ -22,7 +22,7 @@ def test_spending_overdraws_and_time_pays_back() -> None:
     assert budget.overdrawn_s == 2.0
     assert budget.spend(12.0, 0.0)
     assert budget.overdrawn_s == 0.0
-    assert not budget.spend(9.0, 0.5)  # a clock that went back pays nothing
+    assert not budget.spend(9.0, 0.5)  # a clock that went back adds nothing to the budget
 
 
 def test_no_budget_grows_beyond_its_burst() -> None:

@@ -155,7 +155,7 @@ def test_what_a_peak_left_idle_beside_another_goes_soon() -> None:
     assert pool.next_deadline_s() == 30
     assert pool.advance(30) == [Close(newest)]
     assert pool.reserve("k") == oldest
-    assert pool.released(oldest, 30.5) == []  # whoever is used again begins anew
+    assert pool.released(oldest, 30.5) == []  # an idle time starts again with each use
     assert pool.advance(31) == []
     assert pool.advance(40.5) == [Close(oldest)]
     assert pool.next_deadline_s() == 122

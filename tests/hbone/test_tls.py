@@ -123,7 +123,7 @@ def test_a_hello_retry_gets_no_half_rtt_data(piece: int) -> None:
 
 
 def flights_until_established(client: TlsSession, server: TlsSession, flights: int) -> None:
-    """Until the client is; the server has not seen its Finished."""
+    """Exchange flights until the client is established; the server has not seen its Finished."""
     for _ in range(flights):
         assert not client.handshake()
         server.receive(memoryview(bytes(OUT[: client.seal(b"", OUT)])))
@@ -220,7 +220,7 @@ def test_an_expired_or_future_certificate_is_refused_with_both_times(start: floa
     leaf = ROOT.issue("spiffe://cluster.local/ns/a/sa/b", from_day=start, to_day=end)
     outcome = Outcome(*sessions(settings(leaf), settings()))
     assert outcome.reasons[1] is TlsReason.EXPIRED
-    # Whose clock is wrong shows only beside the other's time.
+    # The error names both times: only together do they show whose clock is wrong.
     end_of_it = leaf.certificate.not_valid_before_utc if start > 0 else leaf.certificate.not_valid_after_utc
     assert f"{bound} {end_of_it:%Y-%m-%dT%H:%M:%SZ}, and here it is 20" in str(outcome.server)
     lenient = replace(settings(), allow_expired=True)

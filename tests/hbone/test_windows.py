@@ -56,7 +56,7 @@ class Wire:
         return stream_id
 
     def exchange(self) -> None:
-        """Carry everything both ways until both are quiet; a round trip takes a millisecond."""
+        """Carry bytes both ways until neither side sends any more; a round trip takes a millisecond."""
         while self.client.output or self.server.output:
             self.now_s += 0.001
             for one, other in ((self.client, self.server), (self.server, self.client)):
@@ -74,7 +74,7 @@ class Wire:
                             other.acknowledge(event.stream_id, taken)
 
     def fill(self, stream_id: int) -> None:
-        """Send until nothing more goes."""
+        """Send until the window is full."""
         while self.sender.send_data(stream_id, CHUNK):
             self.exchange()
 
@@ -147,7 +147,7 @@ def test_bulk_gets_the_whole_window_of_a_stream() -> None:
     while size := wire.sender.send_data(stream_id, bytes(256 * 1024)):
         sent += size
         take(wire.sender)  # on its way
-    assert sent >= 2 * MIB  # half of four is due at any time
+    assert sent >= 2 * MIB  # credit for half of the 4 MiB may be outstanding at any time
 
 
 def test_credit_of_a_connection_comes_back_relative_to_what_is_left() -> None:
@@ -201,7 +201,7 @@ def test_a_stream_at_an_easy_pace_keeps_its_window() -> None:
 def test_a_stream_that_waits_for_its_reader_does_not_grow() -> None:
     connection, stream = window(), StreamWindow(65_536, 0.0)
     stream.credit = 0
-    stream.unacknowledged = 32_768  # the other half waits
+    stream.unacknowledged = 32_768  # the other half waits for its reader
     assert connection.renew(stream, 0.001, 1) == 32_768
     assert stream.size == 65_536
 

@@ -42,7 +42,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._time)
 
     def time(self) -> float:
-        """Seconds: those of the machine and those that were jumped over."""
+        """Return the machine's time plus the seconds that were jumped over."""
         return super().time() + self._time.passed_s
 
     @property
@@ -52,7 +52,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run to the end; a task left behind fails the test."""
+    """Run a coroutine to its end; a task left behind fails the test."""
 
     async def checked() -> None:
         await main()

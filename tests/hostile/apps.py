@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-#: By process.
+#: The groups of applications; each group is one process.
 GROUPS = (("echo",), ("sink", "unread", "speaks"))
 
 

@@ -94,13 +94,13 @@ def huffman(wire: Wire) -> Iterator[bytes]:
 
 
 def one_byte(wire: Wire) -> Iterator[bytes]:
-    """DATA of one byte each."""
+    """Send DATA frames of one byte each."""
     stream_id = wire.open("sink:1")
     yield from _data(wire, stream_id, frame(frames.DATA, 0, stream_id, b"x"), 1)
 
 
 def padded(wire: Wire) -> Iterator[bytes]:
-    """DATA of one byte and five of padding."""
+    """Send DATA frames of one byte and five bytes of padding."""
     stream_id = wire.open("sink:1")
     yield from _data(wire, stream_id, frame(frames.DATA, frames.PADDED, stream_id, b"\x05x" + bytes(5)), 7)
 
@@ -152,7 +152,7 @@ def opened_and_reset(wire: Wire) -> Iterator[bytes]:
 
 
 def rapid_reset(wire: Wire) -> Iterator[bytes]:
-    """HEADERS and RST_STREAM in one write."""
+    """Send HEADERS and RST_STREAM in one write."""
     while True:
         piece = b""
         for _ in range(100):
@@ -199,7 +199,7 @@ def empty_data(wire: Wire) -> Iterator[bytes]:
 
 
 def window_updates(wire: Wire) -> Iterator[bytes]:
-    """WINDOW_UPDATEs of one byte."""
+    """Send WINDOW_UPDATE frames that grant one byte."""
     while True:
         yield frame(frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(1)) * 1000
 
@@ -249,7 +249,7 @@ def drip(wire: Wire) -> Iterator[bytes]:
 
 
 def bulk(wire: Wire) -> Iterator[bytes]:
-    """As much as the window allows, all the time."""
+    """Send as much as the window allows, all the time."""
     stream_id = wire.open("sink:1")
     while True:
         size = min(wire.credit[0], wire.credit[stream_id], 16_384)
@@ -325,7 +325,7 @@ def slow_clients(target: Target, until_s: float, seen: Seen) -> None:
 
 
 def queries(target: Target, until_s: float, seen: Seen) -> None:
-    """Queries for a name of the mesh, without a pause, and responses that are none."""
+    """Send queries for a name of the mesh without a pause, and malformed responses."""
     query = dns.message.make_query("cart.shop.svc.cluster.local", "A").to_wire()
     response = query[:2] + b"\x80" + query[3:]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:

@@ -22,7 +22,7 @@ _SECONDS = 2.0
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
     with ours(_LIMITS) as found:
-        # Its first requests, so that what is measured is not the memory of a process that starts.
+        # The first requests come before the measurement, which must not show a starting process's memory.
         with Bystander(found) as bystander:
             _wait_for(lambda: len(bystander.seen.connections) >= 5 and len(bystander.seen.requests) >= 50)
         yield found

@@ -15,7 +15,7 @@ Seen = dict[tuple[str, Any], str]
 
 
 def run_table(table: Table, only: Sequence[str]) -> Seen:
-    """Run a table, one site per column."""
+    """Run the cases of a table, with one site per column."""
     seen: Seen = {}
     cases = [case for case in table.cases if not only or case.number in only]
     for column in table.columns:
@@ -25,7 +25,7 @@ def run_table(table: Table, only: Sequence[str]) -> Seen:
         with table.site(column) as site:
             runner = Runner(site, mine, column)
             try:
-                # The early ones last: by then their wait is over.
+                # Early cases come last: by then their waits are over.
                 for case in sorted(mine, key=lambda case: case.early):
                     seen[case.number, column] = _run(runner, case)
             finally:
@@ -42,7 +42,7 @@ def _run(runner: Runner[Any], case: Case[Any]) -> str:
 
 
 def print_table(table: Table, seen: Seen) -> int:
-    """Print it; how many cells are not as expected."""
+    """Print a table; return how many cells are not as expected."""
     failures = 0
     print(f"\n{table.title}\n\n| case | {' | '.join(table.headings)} |")
     print("|---" * (1 + len(table.columns)) + "|")
@@ -63,7 +63,7 @@ def print_table(table: Table, seen: Seen) -> int:
 
 
 def main() -> int:
-    """Run all tables; the exit status."""
+    """Run all tables; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.interop", description=__doc__)
     parser.add_argument("--table", help="only the table whose title begins so")
     parser.add_argument("case", nargs="*", help="only these numbers")

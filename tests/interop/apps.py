@@ -63,7 +63,7 @@ class Apps:
         self._stack.close()
 
     def ending(self, key: str) -> str:
-        """How the connection of that key ended; waits for it."""
+        """Wait for the end of the connection with this key; return how it ended."""
         with self._ended:
             self._ended.wait_for(lambda: key in self.endings, WAIT_S)
             return self.endings.get(key, "still open")
@@ -175,7 +175,7 @@ def pattern(length: int) -> Iterator[memoryview]:
 
 
 def pattern_digest(length: int) -> str:
-    """What SHA-256 says of :func:`pattern`."""
+    """Return the SHA-256 digest of what :func:`pattern` returns."""
     state = hashlib.sha256()
     for block in pattern(length):
         state.update(block)
@@ -212,7 +212,7 @@ def _echo(sock: socket.socket) -> None:
 def dial(
     place: Place, address: str, port: int, timeout_s: float = WAIT_S, *, own_port: int | None = None
 ) -> socket.socket:
-    """A connection from a pod; the caller's to close."""
+    """Return a connection from a pod. The caller closes it."""
     sock = place.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     sock.settimeout(timeout_s)
     try:
@@ -226,7 +226,7 @@ def dial(
 
 
 def rest(sock: socket.socket) -> str:
-    """What comes until the end, and how it ended: ``b"..." fin``."""
+    """Read to the end; return the data and how the connection ended, as ``b"..." fin``."""
     data = b""
     try:
         while more := sock.recv(65536):
@@ -255,7 +255,7 @@ class Reply:
 
 
 def get(place: Place, address: str, port: int = HTTP, timeout_s: float = WAIT_S) -> Reply:
-    """One request on a connection of its own."""
+    """Send one request on a new connection."""
     own = next(_ports)
     try:
         sock = dial(place, address, port, timeout_s, own_port=own)

@@ -222,7 +222,7 @@ def bootstrap(rules: list[Json], ports: list[int], application_port: int, folder
 
 
 def lets_in(client: Client, name: str, folder: Path, port: int) -> bool:
-    """Connect as a client; whether the application's greeting arrives."""
+    """Connect as a client; return whether the application's greeting arrives."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         plain = sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
         if client.tls:

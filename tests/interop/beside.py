@@ -30,7 +30,7 @@ Client = Callable[[int, Path], str]
 
 
 def said(sock: socket.socket, data: bytes = b"?" * 64) -> str:
-    """Send, and return who answers."""
+    """Send a request; return the name of the application that answers."""
     sock.sendall(data)
     return sock.recv(64).decode() or "closed"
 

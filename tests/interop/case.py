@@ -63,10 +63,10 @@ class Runner(Generic[SiteT]):
         self._started: dict[str, Future[str]] = {case.number: self._pool.submit(case.run, site) for case in early}
 
     def run(self, case: Case[SiteT]) -> str:
-        """What was seen; failures of the test itself as an exception."""
+        """Run a case; return what was seen. Failures of the test itself are raised."""
         started = self._started.get(case.number)
         return started.result() if started is not None else case.run(self._site)
 
     def close(self) -> None:
-        """Wait for what runs."""
+        """Wait for the cases that still run."""
         self._pool.shutdown()

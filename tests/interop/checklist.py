@@ -27,17 +27,17 @@ _UNREACHABLE = "upstream connect error or disconnect/reset before headers. reset
 
 
 def same(text: str) -> dict[Pairing, str]:
-    """All three alike."""
+    """Expect the same of Envoy and of both modes of ours."""
     return dict.fromkeys(COLUMNS, text)
 
 
 def differs(text: str, native: str) -> dict[Pairing, str]:
-    """Envoy and our compatible mode alike, the native mode not."""
+    """Expect the same of Envoy and our compatible mode, and something else of the native mode."""
     return {ENVOYS: text, COMPATS: text, NATIVES: native}
 
 
 def seen(site: Site, reply: Reply) -> str:
-    """A reply in words: status, and whom the application saw."""
+    """Return a reply in words: the status, and the peer that the application saw."""
     return f"{reply.status} peer {site.who(reply.peer)}" if reply.peer else reply.status
 
 
@@ -233,7 +233,7 @@ def failing_health_check(site: Site) -> str:
 
 
 def gone(status: str) -> str:
-    """Whether data of ours was unread decides between FIN and RST, and is a race: one word for both."""
+    """Return one word for FIN and RST. Which of them comes is a race: it depends on whether our data was read."""
     return "closed" if status == "reset" else status
 
 

@@ -190,7 +190,7 @@ class Conditions(Running):
         ]
 
     def allowed(self, row: Row) -> str:
-        """Return which connections come through."""
+        """Return the connections that are let through."""
         if row not in self._ports:
             refused = refusals.Row(lambda: refusals.on_listener(row.policy()), False, False)
             return refusals.accepted(refused, self.kind, self.folder)

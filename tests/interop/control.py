@@ -28,7 +28,7 @@ ABSENT_S = {"sotw": at_night(60.0, 8.0), "delta": 8.0}
 
 
 def same(text: str) -> dict[Pairing, str]:
-    """Every column alike."""
+    """Expect the same text in every column."""
     return dict.fromkeys(COLUMNS, text)
 
 

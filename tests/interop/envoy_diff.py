@@ -100,7 +100,7 @@ def _fields(message: Message) -> Iterator[str]:
 
 
 class Recorder:
-    """Which scenarios set which fields.
+    """Records which scenarios set which fields.
 
     Attributes:
         served: fields of clusters whose settings both accept and serve with, while no client sees a difference.
@@ -175,7 +175,7 @@ def unexplained(accepted: set[str], recorder: Recorder) -> list[str]:
 
 
 def run_scenarios(recorder: Recorder) -> int:
-    """Run everything; how many scenarios end otherwise than expected."""
+    """Run all scenarios; return how many end in an unexpected way."""
     failures = 0
     with recorder.recording():
         for name, suite in (("one field each", scenarios.SUITE), ("requests and sources", sources.SUITE)):

@@ -33,7 +33,7 @@ Change = Callable[[str], str]
 
 
 def same(text: str) -> dict[Pairing, str]:
-    """Every column alike."""
+    """Expect the same text in every column."""
     return dict.fromkeys(COLUMNS, text)
 
 
@@ -44,7 +44,7 @@ def bumped(text: str) -> str:
 
 @contextlib.contextmanager
 def changed(site: Site, name: str, change: Change, applied: Callable[[], bool]) -> Iterator[None]:
-    """A file is another for a while; entered and left when the proxy has taken it up."""
+    """Replace a file during the block. Enters and leaves once the proxy has read the file."""
     original = (site.directory / name).read_text()
     site.edit_file(name, lambda text: bumped(change(text)))
     try:
@@ -169,7 +169,7 @@ def new_endpoints(site: Site) -> str:
 
 
 def get_on(sock: socket.socket) -> str:
-    """Ask on an open connection; which pod answers."""
+    """Send a request on an open connection; return the pod that answers."""
     sock.sendall(b"GET / HTTP/1.1\r\nhost: app\r\n\r\n")
     answer = b""
     while not answer.endswith(b"}"):

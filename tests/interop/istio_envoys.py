@@ -31,7 +31,7 @@ def typed(name: str, kind: str, **fields: Any) -> Config:
 
 
 def address(host: str, port: int) -> Config:
-    """Where something listens or is dialled; ``::`` takes IPv4 too."""
+    """Return the address to listen on or to dial; ``::`` accepts IPv4 too."""
     both = {"ipv4_compat": True} if host == "::" else {}
     return {"socket_address": {"address": host, "port_value": port, **both}}
 
@@ -53,7 +53,7 @@ class Credentials:
         self._root.write_bytes(self.authority.root_pem)
 
     def issue(self, account: str, trust_domain: str = TRUST_DOMAIN) -> Path:
-        """A new certificate of a service account; takes effect by the rename."""
+        """Issue a new certificate of a service account. It takes effect with the rename of its file."""
         identity = SpiffeId(trust_domain, "default", account)
         signed = self.authority.issue(identity, now(), timedelta(hours=1))
         secret = {
@@ -71,7 +71,7 @@ class Credentials:
         return path
 
     def tls(self, account: str | None, peers: Config, trust_domain: str = TRUST_DOMAIN) -> Config:
-        """What both roles have: a certificate, if any, and a matcher of the peer's names."""
+        """Return the TLS settings of either role: a certificate, if any, and a matcher of the peer's names."""
         own: Config = {}
         if account is not None:
             source = {"path_config_source": {"path": str(self.issue(account, trust_domain))}}
@@ -209,7 +209,7 @@ def tunnels(cluster: str, *filters: Config, streams: int = 1024) -> Config:
 
 
 def denied(authority_suffix: str) -> Config:
-    """403 for what ends so."""
+    """Return a filter that answers 403 to requests whose authority ends with this suffix."""
     header = {"name": ":authority", "string_match": {"suffix": authority_suffix}}
     policy = {"permissions": [{"header": header}], "principals": [{"any": True}]}
     rules = {"action": "DENY", "policies": {"denied": policy}}
@@ -271,7 +271,7 @@ class IstioEnvoy(Proxy):
         self._bootstrap = folder / f"envoy-{place.name}.yaml"
 
     def run(self, listeners: Sequence[Config], clusters: Sequence[Config]) -> None:
-        """Start; returns at once."""
+        """Start the process; return at once."""
         inner = typed("inner", "envoy.extensions.bootstrap.internal_listener.v3.InternalListener")
         bootstrap = {
             "node": {"id": self.place.name, "cluster": "interop"},
@@ -283,7 +283,7 @@ class IstioEnvoy(Proxy):
         self.start(self._bootstrap)
 
     def log(self, since: int = 0, **wanted: str) -> list[Fields]:
-        """Access log lines behind an offset whose fields contain what is wanted."""
+        """Return the access log lines after an offset whose fields contain the wanted ones."""
         lines: list[Fields] = []
         for text in self._out.read_bytes()[since:].decode().splitlines():
             found: Mapping[str, Any] = json.loads(text)

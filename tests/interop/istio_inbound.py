@@ -30,7 +30,7 @@ def tunnelled(site: IstioSite, name: str) -> str:
 
 
 def refused(site: IstioSite, name: str, pod: str = "server") -> str:
-    """A tunnel that is not: what Envoy was answered, and what we log."""
+    """Expect a refused tunnel: the answer that Envoy gets, and our log line."""
     envoy, mark = site.envoys["dialler"], site.mark(pod)
     since = envoy.log_size
     reply = site.through(name)
@@ -40,7 +40,7 @@ def refused(site: IstioSite, name: str, pod: str = "server") -> str:
 
 
 def another_request(site: IstioSite, name: str, head: bytes) -> str:
-    """A request that is no CONNECT of a tunnel."""
+    """Send a request other than a tunnel's CONNECT."""
     mark = site.mark("server")
     with dial(site.pod("dialler"), site.ip("dialler"), DIALS[name]) as sock:
         sock.sendall(head)

@@ -123,7 +123,7 @@ class Bytes:
         return "byte-exact both ways" if whole else "the other direction is lost"
 
     def nothing_said(self, site: IstioSite) -> str:
-        """Both end without a byte."""
+        """Both sides end without sending a byte."""
         with _command(site, self._dial, "echo") as sock:
             sock.shutdown(SHUT_WR)
             return rest(sock)

@@ -19,7 +19,7 @@ MIB64 = 64 << 20
 
 
 def same(text: str) -> dict[Setting, str]:
-    """Every column alike."""
+    """Expect the same text in every column."""
     return dict.fromkeys(COLUMNS, text)
 
 

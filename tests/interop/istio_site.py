@@ -115,7 +115,7 @@ def vip(name: str, version: int) -> str:
 
 
 def at(host: str, port: int) -> str:
-    """Both, IPv6 in brackets."""
+    """Return address and port as one string, with IPv6 in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -251,7 +251,7 @@ class IstioSite(Opened):
         return get(self.pod("dialler"), self.ip("dialler"), DIALS[dial])
 
     def seen(self, reply: Reply) -> str:
-        """A reply in words: status, who answered, and whom that one saw."""
+        """Return a reply in words: the status, the pod that answered, and the peer that it saw."""
         gone = "closed" if reply.status == "reset" else reply.status  # a race, as to the peer's unread bytes
         return f"{gone} {reply.pod} sees {self.who(reply.peer)}" if reply.peer else gone
 
@@ -262,7 +262,7 @@ class IstioSite(Opened):
         return self.mesh.node_of(pod)
 
     def mark(self, pod: str) -> int:
-        """An offset for :meth:`line`, once the lines of what was before have been written."""
+        """Wait until the lines of earlier connections are written; return an offset for :meth:`line`."""
         time.sleep(_LINES_S)
         return len(self.proxy(pod).access())
 
@@ -467,14 +467,14 @@ def _sandwich(site: IstioSite) -> Described:
 
 
 def _gateway(site: IstioSite) -> Described:
-    """Ends the outer tunnel, and passes on what is within."""
+    """Return a gateway: it ends the outer tunnel, and passes on the inner one."""
     remote = static("remote", {"address": address(site.ip("remote"), HBONE_PORT)})
     outer = chain(tunnels("remote"), socket=site.credentials.server("gateway"))
     return [listener("hbone", HBONE_PORT, outer)], [remote]
 
 
 def _dialler(site: IstioSite) -> Described:
-    """Opens tunnels, as its listeners say."""
+    """Return an Envoy that opens tunnels, as its listeners are configured."""
     server = site.ip("server")
     credentials = site.credentials
 

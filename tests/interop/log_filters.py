@@ -97,7 +97,7 @@ class Filters(Running):
         return log.exists() and bool(log.read_text())
 
     def through(self, name: str) -> str:
-        """The ends that a filter let through."""
+        """Return the ends of connections that a filter let through."""
         # All loggers of a connection write at the same time, and each file is flushed equally often. A line that
         # is missing one interval after the unfiltered line will not be written.
         if not FILTERS[name][1]:

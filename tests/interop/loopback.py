@@ -86,7 +86,7 @@ def until(ready: Callable[[], object]) -> None:
 
 
 def listening(port: int) -> bool:
-    """Whether anything listens on a port of loopback; connects to nothing (a log would have a line of it)."""
+    """Return whether anything listens on a port of loopback. It opens no connection, which would be logged."""
     wanted = f"0100007F:{port:04X} 00000000:0000 0A"
     return any(wanted in line for line in Path("/proc/net/tcp").read_text().splitlines())
 
@@ -232,7 +232,7 @@ class Tunnels:
         self.send()
 
     def until(self, *words: str) -> None:
-        """Read until one of these words was seen, or the connection has ended."""
+        """Read until one of these words appears or the connection ends."""
         while not any(word in self.seen for word in words):
             data = self.sock.recv(65536)
             if not data:

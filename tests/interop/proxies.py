@@ -106,7 +106,7 @@ class Proxy:
         self._process: subprocess.Popen[Any] | None = None
 
     def start(self, bootstrap: Path) -> None:
-        """Start it; returns at once."""
+        """Start the proxy; return at once."""
         if self.kind is Kind.ENVOY:
             words = [ENVOY, "-c", bootstrap, "--disable-hot-restart", "--concurrency", "1"]
             words += ["--file-flush-interval-msec", "50", "--drain-time-s", str(DRAIN_S), "-l", "info"]
@@ -170,7 +170,7 @@ class Proxy:
         return int(head.split()[1]), body.decode()
 
     def stat(self, name: str) -> int:
-        """A counter or gauge; 0 while it does not exist."""
+        """Return the value of a counter or gauge; 0 while it does not exist."""
         _, body = self.admin(f"/stats?filter=^{re.escape(name).replace('+', '%2B')}$")
         for line in body.splitlines():
             key, _, value = line.rpartition(": ")
@@ -179,7 +179,7 @@ class Proxy:
         return 0
 
     def log(self, since: int = 0, **wanted: str) -> list[Fields]:
-        """Access log lines behind an offset whose fields contain what is wanted."""
+        """Return the access log lines after an offset whose fields contain the wanted ones."""
         lines = []
         for line in self._out.read_bytes()[since:].decode().splitlines():
             found = _GENERATED.fullmatch(line) or _FILE_TCP.fullmatch(line) or _FILE_HTTP.fullmatch(line)
@@ -210,7 +210,7 @@ class Proxy:
 
     @property
     def own_log(self) -> str:
-        """What it said on standard error."""
+        """Return what the proxy wrote to standard error."""
         return self._err.read_text()
 
 
@@ -227,7 +227,7 @@ def _unchunked(body: bytes) -> bytes:
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool:
-    """Wait until a condition holds; whether it did in time."""
+    """Wait until a condition holds; return whether it did in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""What Envoy and this proxy accept of the same bootstrap, side by side: ``--mode validate`` beside ``--validate``.
+"""Compares which bootstraps Envoy and this proxy accept: ``--mode validate`` beside ``--validate``.
 
 A row is a bootstrap, and whether each accepts it. Where the two differ the row says why.
 """
@@ -20,7 +20,7 @@ from tests.ztunnel.proxy.envoy.secrets.test_build import BAD, PINS, certificate,
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A bootstrap, and what becomes of it.
+    """A bootstrap, and whether each proxy accepts it.
 
     Attributes:
         envoy, ours: whether it is accepted.

@@ -170,7 +170,7 @@ class Requests(Running):
         return log.read_text().strip() if log.exists() else ""
 
     def seen(self, index: int) -> str:
-        """What the log says: the status, and the headers that the request has."""
+        """Return the logged status, and the request's headers in the log."""
         status, stream, *headers = self._line(index).split("|")
         made = {value: "a new id" for value in _UUID.findall(" ".join((stream, *headers))) if value != OWN}
         made[OWN] = "the client's"

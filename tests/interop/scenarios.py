@@ -54,7 +54,7 @@ def by_name(folder: Path) -> Json:
 
 
 def weighted(*names: str) -> Json:
-    """A proxy with weighted clusters, of which the first alone has weight."""
+    """Return a proxy with weighted clusters, of which only the first has weight."""
     proxy = tcp()
     del proxy["typed_config"]["cluster"]
     clusters = [{"name": name, "weight": 1} for name in names]

@@ -161,7 +161,7 @@ class Site(Opened):
             proxy.start(bootstrap)
 
     def start_control_plane(self) -> None:
-        """Start ``ztunnel control-plane``; waits until it serves."""
+        """Start ``ztunnel control-plane``, and wait until it serves."""
         words = ["control-plane", self.directory / "mesh.yaml", "--listen", f"unix:{self.socket}"]
         words += ["--ca-dir", self.directory / "ca", "--access-log", "/dev/stdout"]
         with (self.directory / "control-plane.log").open("ab") as log:
@@ -180,7 +180,7 @@ class Site(Opened):
 
     @property
     def control_plane_log(self) -> str:
-        """What it said."""
+        """Return the control plane's log."""
         return (self.directory / "control-plane.log").read_text()
 
     def edit(self, change: Callable[[dict[str, Any]], object]) -> None:

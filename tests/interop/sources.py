@@ -68,7 +68,7 @@ def tunnel(*, headers: Headers = (), original: str = "", wait_s: float = WAIT_S)
 
 
 def silent(port: int, _: Path) -> str:
-    """A client that waits for the other side's end."""
+    """A client that sends nothing, and waits for the other side's end."""
     with socket.create_connection(("127.0.0.1", port), WAIT_S) as sock, contextlib.suppress(ConnectionError):
         return "data" if sock.recv(1) else "closed"
     return "closed"
@@ -110,7 +110,7 @@ def manages(*routes: Json, table: Json | None = None, **manager: Any) -> Any:
 
 
 def says(status: int, match: Json | None = None, **body: Any) -> Json:
-    """A route that answers by itself."""
+    """Return a route with a direct response."""
     direct: Json = {"status": status, **({"body": body} if body else {})}
     return {"match": match or {"prefix": "/"}, "direct_response": direct}
 

@@ -1,4 +1,4 @@
-"""Whom a policy of principals and permissions lets in, beside Envoy."""
+"""Compares with Envoy which clients a policy of principals and permissions lets in."""
 
 import json
 

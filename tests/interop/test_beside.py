@@ -1,4 +1,4 @@
-"""What happens with one field set, beside Envoy."""
+"""Compares the effect of each single field with Envoy."""
 
 import pytest
 

@@ -22,7 +22,7 @@ _ROWS = [
     )
     for table in TABLES
     for column in table.tested
-    # The early ones last, because by then their wait is over.
+    # Early cases come last, because by then their waits are over.
     for case in sorted(table.cases, key=lambda case: case.early)
     if column in case.expected
 ]

@@ -83,7 +83,7 @@ class Counted(Pair):
         loopback.until(lambda: all(map(loopback.listening, [*ports, self._admin])))
 
     def statistics(self) -> dict[str, Any]:
-        """Make the connections; all statistics by name, ports replaced by the names of listeners."""
+        """Make the connections; return all statistics by name, with listeners' names instead of ports."""
         self.values()
         loopback.until(lambda: self._read().get("listener.tls.downstream_cx_active") == "0")
         # Envoy's workers hand histograms over every few seconds, when the page is asked for.
@@ -121,7 +121,7 @@ class Counted(Pair):
 
 
 def kinds(names: dict[str, Any]) -> set[str]:
-    """Names without those of listeners, clusters, prefixes and threads."""
+    """Return the names of statistics without the parts that name listeners, clusters, prefixes and threads."""
     found = set()
     for name in names:
         kind = re.sub(r"^(listener|cluster)\.(envoy_internal_)?\w+\.", r"\1.*.", name)

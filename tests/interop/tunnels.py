@@ -47,13 +47,13 @@ _KIB64 = 1 << 16
 
 
 def same(text: str) -> dict[Pairing, str]:
-    """Every column alike."""
+    """Expect the same text in every column."""
     return dict.fromkeys(COLUMNS, text)
 
 
 @contextlib.contextmanager
 def tunnel(site: Site, command: str, port: int = COMMAND) -> Iterator[socket.socket]:
-    """A connection of productpage to reviews-v1's service, which goes through both proxies."""
+    """Open a connection from productpage to reviews-v1's service, through both proxies."""
     with dial(site.pod("productpage"), VIP_V1, port) as sock:
         if command:
             sock.sendall(command.encode() + b"\n")
@@ -195,7 +195,7 @@ def idle_then_data(site: Site) -> str:
     with tunnel(site, "echo") as sock:
         sock.sendall(b"a")
         first = sock.recv(1)
-        time.sleep(12)  # longer than what ends or probes the idle: keepalives and first requests, 10 s each
+        time.sleep(12)  # longer than the times after which idle connections are probed or closed, 10 s each
         sock.sendall(b"b")
         second = sock.recv(1)
         sock.shutdown(socket.SHUT_WR)
@@ -220,19 +220,19 @@ def ping_pong(site: Site) -> str:
 
 @contextlib.contextmanager
 def stand_in(site: Site, script: Script, trust_domain: str = "cluster.local") -> Iterator[TunnelServer]:
-    """A server on port 15008 of the pod that no proxy stands before."""
+    """Run a server on port 15008 of the pod that has no proxy."""
     certificate = site.certificate("bookinfo-standin", trust_domain)
     with TunnelServer(site.pod("standin"), site.authority.root_pem, certificate, script) as server:
         yield server
 
 
 def refusal(script: Script, trust_domain: str = "cluster.local") -> "Refusal":
-    """A case whose far end behaves so: what the client sees, and what its node logs."""
+    """Return a stimulus: the far end runs ``script``; the result is what the client sees and its node logs."""
     return Refusal(script, trust_domain)
 
 
 class Refusal:
-    """Runs one script."""
+    """See :func:`refusal`."""
 
     def __init__(self, script: Script, trust_domain: str) -> None:
         self._script = script
@@ -248,7 +248,7 @@ class Refusal:
         failure = line["failure"].partition("|")[0]
         status = reply.status
         if status == "closed" and site.pairing.worker2 is Kind.ENVOY:
-            status = "reset"  # it may close before the request is there, and then has nothing unread to reset for
+            status = "reset"  # it may close before the request arrives, and then has nothing unread to reset for
         return f"{status} {line['flags']} {failure.partition(':_')[0].removesuffix(':')}"
 
 
@@ -265,7 +265,7 @@ def request_on_the_wire(site: Site) -> str:
 
 
 def settings_of_envoy(site: Site) -> str:
-    """What Envoy says on a new connection: large windows, extended CONNECT, 1024 streams."""
+    """Use a server that sends the SETTINGS of Envoy: large windows, extended CONNECT, 1024 streams."""
     settings = ((1, 4096), (8, 1), (3, 1024), (4, 16777216))
     return _echo_through(site, Script(settings=settings, window=25100289))
 

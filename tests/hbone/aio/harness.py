@@ -31,7 +31,7 @@ CONNECT = ((b":method", b"CONNECT"), (b":authority", b"10.0.0.2:8080"))
 
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], loop: str = "uvloop") -> None:
-    """Run to the end within the limit; a task left behind fails the test."""
+    """Run a coroutine to its end, within the limit of time; a task left behind fails the test."""
 
     async def bounded() -> None:
         async with asyncio.timeout(WAIT_S * 3):
@@ -82,13 +82,13 @@ def polling() -> Any:
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    """Connected, non-blocking; without await, so that no cancellation can lose them."""
+    """Return two connected, non-blocking sockets; without await, so that no cancellation can lose them."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         one = socket.create_connection(listener.getsockname())
         two, _ = listener.accept()
     for sock in (one, two):
         sock.setblocking(False)
-        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # not whatever this machine grows them to
+        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):  # fixed, not the sizes that this machine would choose
             sock.setsockopt(socket.SOL_SOCKET, buffer, 256 * 1024)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return one, two
@@ -205,7 +205,7 @@ class RawPeer:
         await self._loop.sock_sendall(self.sock, data)
 
     async def read(self) -> bool:
-        """Read once; False at the end of the connection."""
+        """Read once; return False at the end of the connection."""
         data = await asyncio.wait_for(self._loop.sock_recv(self.sock, 1 << 20), WAIT_S)
         self._rest += data
         while len(self._rest) >= frames.HEADER_BYTES:

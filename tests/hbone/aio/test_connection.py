@@ -582,7 +582,7 @@ def test_a_close_notify_ends_the_connection_before_any_fin() -> None:
                 assert link.tls is not None
                 link.tls.close()
                 link.send_tls()
-                poller.unregister(link.sock.fileno())  # and it says nothing more, nor closes
+                poller.unregister(link.sock.fileno())  # from here on it neither sends nor closes
                 async with asyncio.timeout(1.0):  # its keepalive would notice after 30 s
                     await pair.server.wait_closed()
 

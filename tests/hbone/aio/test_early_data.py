@@ -261,7 +261,7 @@ def test_unprocessed_streams_have_not_delivered_early_bytes() -> None:
 @pytest.mark.parametrize("looked", [False, True])
 @pytest.mark.parametrize("first", [b"", b"question"])
 def test_a_reset_before_the_request_is_passed_on_as_a_reset(first: bytes, *, looked: bool) -> None:
-    # The kernel tells of it once.
+    # The kernel reports the reset once.
     async def main() -> None:
         with polling() as poller:
             async with pair_of(poller) as pair:

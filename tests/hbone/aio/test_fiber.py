@@ -47,7 +47,7 @@ Run = Callable[[Main], None]
 
 
 async def turn(poller: Poller) -> None:
-    """Return when the fibers that can resume now have, in a turn of the poller, and tasks as well."""
+    """Return after a turn of the poller in which all fibers and tasks that can resume now have resumed."""
 
     async def nothing() -> None:
         return

@@ -74,7 +74,7 @@ TO_CLIENT = {
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Nothing of streams and their handlers outlives the block."""
+    """Check that no object of streams or their handlers outlives the block."""
 
     def alive() -> int:
         gc.collect()
@@ -88,7 +88,7 @@ def nothing_left() -> Iterator[None]:
 
 
 async def deliver(peer: RawPeer, reads: list[bytes]) -> bool:
-    """Each read, acted on before the next; False: the connection ended."""
+    """Deliver each read after the previous one is processed; return False if the connection ended."""
     for read in reads:
         if not await peer.settle(read):
             return False
@@ -102,7 +102,7 @@ def of_streams(peer: RawPeer) -> list[tuple[int, int, int, bytes]]:
 
 
 async def served(poller: Poller, reads: list[bytes]) -> tuple[object, ...]:
-    """What a handler that waits for its application meets, and what its client gets."""
+    """Return the end of a handler that waits for its application, and what its client gets."""
     met: list[str] = []
 
     async def wait(request: Request) -> None:
@@ -116,7 +116,7 @@ async def served(poller: Poller, reads: list[bytes]) -> tuple[object, ...]:
     async with raw_client(poller, wait) as peer:
         alive = await deliver(peer, reads)
         if alive:
-            # And the connection is as good as before.
+            # The connection still works.
             peer.received.clear()
             assert await peer.settle(request_frame(5))
             assert not any(one[0] == frames.RST_STREAM and one[2] == 5 for one in peer.received)

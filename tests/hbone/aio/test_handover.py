@@ -36,7 +36,7 @@ class Unit:
         return Frozen(self.relays, self.connection)
 
     def move(self, poller: Poller) -> bool:
-        """Continue at another poller; false if that is not possible now."""
+        """Continue at another poller; return False if that is not possible now."""
         try:
             frozen = self.freeze()
         except Unmovable:

@@ -123,7 +123,7 @@ class Stream:
         return b""
 
     def _send(self, size: int) -> None:
-        """Into the kernel's buffer as far as it goes, as an application does that does not wait."""
+        """Send as much as the kernel's buffer takes, like an application that does not wait."""
         before = len(self.down)
         try:
             sent = self.app.sock.send(self.words(self.down, size))
@@ -168,11 +168,11 @@ async def play(script: list[list[Step]]) -> None:
             await finish(peer, streams)
             for each in streams:
                 await check(each, peer)
-            await until(lambda: poller.registered == 1)  # every tunnel is over, the connection stays
+            await until(lambda: poller.registered == 1)  # all tunnels have ended, the connection stays
 
 
 async def finish(peer: RawPeer, streams: list[Stream]) -> None:
-    """End what is open, grant whatever is needed, and read all."""
+    """End open streams, grant any credit they need, and read everything."""
     last = bytearray(frames.frame(frames.WINDOW_UPDATE, 0, 0, (4 * GRANT).to_bytes(4)))
     for each in streams:
         if not each.peer_reset:  # what an application sent before it reset is delivered, too, and needs a window

@@ -149,7 +149,7 @@ def test_a_turn_survives_any_callback(error: type[BaseException], loop: str) -> 
             for (near, far), handler in zip(pairs, handlers, strict=True):
                 far.setblocking(False)
                 poller.register(far.fileno(), handler)
-                near.send(b"x")  # all are in one batch
+                near.send(b"x")  # all sockets are in one batch of events
                 poller.requeue(handler)
                 poller.call_soon(handler)
                 poller.schedule_flush(handler)

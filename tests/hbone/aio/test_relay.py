@@ -242,7 +242,7 @@ def test_a_reader_that_is_gone_stops_an_endless_writer(kind: str) -> None:
                 for one, entry in zip(relays, entries, strict=True):
                     await asyncio.wait_for(_ended(one), WAIT_S)
                     assert entry is not None
-                    entry.close()  # as its owner does when the relay is over
+                    entry.close()  # like its owner at the end of the relay
                 with contextlib.suppress(OSError):
                     await asyncio.wait_for(sending, WAIT_S)
 
@@ -474,7 +474,7 @@ def test_in_a_crowd_the_kernel_keeps_little_for_a_reader_that_is_stalled(crowd: 
             with writer, reader, PlainSocket(near, poller) as source, PlainSocket(far, poller) as sink:
                 async with asyncio.TaskGroup() as tasks:
                     relaying = tasks.create_task(_ended(relay(source, sink, ByteCounts())))
-                    expected = CROWDED_UNSENT_BYTES if crowd else 0  # none of its own
+                    expected = CROWDED_UNSENT_BYTES if crowd else 0  # 0: the socket has no limit of its own
                     # From the beginning: until it first blocks the kernel may have taken megabytes.
                     await until(lambda: poller.registered >= crowd + 2)
                     assert far.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT) == expected

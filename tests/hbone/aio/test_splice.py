@@ -44,7 +44,7 @@ async def _ended(running: Relay) -> object:
 
 @pytest.fixture
 def pipes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that went through pipes, piece by piece."""
+    """Record the sizes of the pieces that went through pipes."""
     pieces: list[int] = []
     fill = splice.SplicePipe.fill
 

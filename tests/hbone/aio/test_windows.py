@@ -1,4 +1,4 @@
-"""Streams whose readers do not read, beside one that moves, over real sockets."""
+"""Streams whose readers do not read, beside one whose reader does, over real sockets."""
 
 from __future__ import annotations
 
