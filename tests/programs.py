@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-#: What ``make promtool`` and the like have built.
+#: The tools that ``make promtool`` and similar targets have built.
 TOOLS = Path(__file__).parents[1] / ".tools"
 
 

@@ -1,4 +1,4 @@
-"""The files of ``examples/``, and those in the documentation of their readers, load and run."""
+"""Checks that the files of ``examples/``, and those printed in their documentation, load and run."""
 
 import socket
 import subprocess

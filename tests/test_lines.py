@@ -1,4 +1,4 @@
-"""What counts as a line, and for which package."""
+"""Which lines are counted, and for which package."""
 
 from collections import Counter
 

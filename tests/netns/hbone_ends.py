@@ -42,7 +42,7 @@ async def copy_back(sock: socket.socket, first: bytes = b"") -> None:
 
 
 def greeting(first: bytes) -> Handler:
-    """A handler that says ``first``, then echoes."""
+    """Return a handler that sends ``first``, then echoes."""
 
     async def handle(sock: socket.socket, authority: str) -> None:
         await copy_back(sock, first)

@@ -29,7 +29,7 @@ from ztunnel.node.agent.node import NodeAgent
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
 ROOT = Path(__file__).parents[2]
-#: What a local file says of a mesh whose addresses are known.
+#: Returns the content of a local file, for a mesh whose addresses are known.
 Local = Callable[["AmbientMesh"], Mapping[str, Any]]
 WAIT_S = 20.0
 HELLO = b"hello world"
@@ -65,7 +65,7 @@ class NodeProxy:
         return [json.loads(line) for line in lines if line.startswith("{")]
 
     def local_files(self) -> int:
-        """How many contents of the local file have been current since the first one."""
+        """Return how many contents of the local file have replaced the first one."""
         return sum(line["message"] == "local file applied" for line in self.log())
 
     def access(self, direction: str = "") -> list[dict[str, Any]]:
@@ -125,7 +125,7 @@ class NodeProxy:
         return self.place.run(fetch)
 
     def ready(self) -> bool:
-        """What the readiness port says."""
+        """Return the answer of the readiness port."""
         try:
             return self.get(15021, "/healthz/ready")[0] == 200
         except OSError:

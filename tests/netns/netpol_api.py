@@ -69,7 +69,7 @@ class ApiObjects:
 
     @staticmethod
     def available() -> bool:
-        """Whether its programs are here."""
+        """Return whether this machine has the API server's programs."""
         return all(apiserver.found(name) for name in apiserver.PROGRAMS)
 
     def __enter__(self) -> Self:

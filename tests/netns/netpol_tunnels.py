@@ -201,7 +201,7 @@ class _Attempt:
 
 
 class _Arrivals:
-    """What comes to the pods."""
+    """Records what arrives at the pods."""
 
     def __init__(self, listeners: list[socket.socket]) -> None:
         self._listeners = listeners

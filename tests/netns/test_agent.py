@@ -484,7 +484,7 @@ def test_the_nodes_probes_reach_pods_as_long_as_they_are_captured(lab: Lab, tmp_
     for probe in PROBE_SOURCES:
         assert node.popen([needed("ip"), "address", "add", str(probe), "dev", "lo"]).wait(WAIT_S) == 0
     path = tmp_path / "pods.yaml"
-    # What is being asked in the moment of enrolment shall not freeze.
+    # Requests in flight at the moment of enrolment must not hang.
     path.write_text(file_of(member, new_connections_only=True))
     before = without_generation(everything(node.netns))
     options = ["--probe-user", str(os.getuid()), "--remove"]

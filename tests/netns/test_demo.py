@@ -162,7 +162,7 @@ def test_what_a_demo_that_stays_up_hints_at_works_from_another_terminal(
 
 
 def _hints(demo: "subprocess.Popen[str]") -> dict[str, str]:
-    """The commands that a demo prints, by what they show."""
+    """Return the commands that a demo prints, by what they show."""
     assert demo.stdout is not None
     lines = []
     for line in demo.stdout:

@@ -547,7 +547,7 @@ def test_a_comparison_finds_repairs_and_says(lab: Lab, tmp_path: Path) -> None:
             await auditor.compare()
             assert auditor.findings == {}
 
-            # Somebody edits the annotation: it is status, and is put right.
+            # An edited annotation is set right again, because it is status.
             value = cluster.objects[ObjectKey("Pod", "shop", "web")]
             edited = {**value, "metadata": {**value["metadata"], "annotations": {REDIRECTION: "disabled"}}}
             cluster.put("Pod", "shop", "web", edited)

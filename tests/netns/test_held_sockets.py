@@ -81,7 +81,7 @@ def test_a_killed_proxy_serves_again_without_its_control_plane(tmp_path: Path) -
             assert (await ask(client, far, 8080)).endswith(HELLO)
             for node in nodes:
                 await eventually(lambda node=node: keeps_configuration(mesh, node), "the configuration is kept")
-            await asyncio.sleep(1.5)  # what has changed since is written a second later
+            await asyncio.sleep(1.5)  # changes are written a second later
             await mesh.stop_control_plane()
             for node in ("w1", "w2"):
                 first = serving(mesh, node)

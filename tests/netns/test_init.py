@@ -145,7 +145,7 @@ def test_excluded_ports_ranges_groups_and_devices(lab: Lab, member: Place, versi
     far, host = neighbour.address(version), 32 if version == 4 else 128
 
     async def captured(*flags: str, port: int = 8080, group: int = APPLICATION, **env: str) -> tuple[str, str]:
-        """Who takes a connection to the neighbour, and one from it."""
+        """Return who accepts a connection to the neighbour, and one from it."""
         os.environ.update(env)
         try:
             assert init(member, *flags)[0] == DONE

@@ -342,7 +342,7 @@ def test_what_comes_from_a_virtual_interface_counts_as_sent(
 
 
 class Open:
-    """A connection that stays open, and whether bytes still come back over it."""
+    """A connection that stays open, and reports whether bytes are still echoed over it."""
 
     def __init__(self, sock: socket.socket, line: str) -> None:
         self._socket = sock

@@ -201,11 +201,11 @@ def test_on_demand(tmp_path: Path) -> None:
             # A service brings its endpoints.
             assert served_by(await ask(client, VIP, 80)) == "one"
             assert (await proxy.ended("outbound", "one"))["dst.service"] == "web.default.svc.cluster.local"
-            # What the mesh does not know is passed on, once that has been said.
+            # Addresses outside the mesh are passed on, once the control plane has answered that it lacks them.
             fabric = mesh.lab.worker("w2").gateway(4)
             async with app(mesh.lab.worker("w2").place, 9090):
                 assert served_by(await ask(client, fabric, 9090)) == "w2"
-            # What was asked for stays current.
+            # Resources that were requested stay current.
             mesh.write_mesh(services=services("two"))
             await eventually(
                 lambda: "Kubernetes//Pod/default/two" in str(proxy.dump()["services"]), "the change arrives"

@@ -38,7 +38,7 @@ def publish(folder: Path, *serials: int) -> None:
 
 
 async def serial_of(mesh: AmbientMesh, account: str) -> int:
-    """Of the certificate that a pod's own proxy shows for it."""
+    """Return the serial number of the certificate that a pod's own proxy presents for it."""
     proxy = mesh.node_of(account)
 
     def found() -> int | None:
@@ -50,7 +50,7 @@ async def serial_of(mesh: AmbientMesh, account: str) -> int:
     return int(await eventually(found, f"a certificate of {account}"))
 
 
-#: Who is revoked, and who finds out: a server its client, or a client its server.
+#: The side whose certificate is revoked, and the side that notices it.
 SIDES = pytest.mark.parametrize(
     ("revoked", "reporter"), [("client", "destination"), ("server", "source")], ids=["crl_inbound", "crl_outbound"]
 )

@@ -22,7 +22,7 @@ from tproxy.aio.sockets import connect, listen
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(90)]
 
-#: What pods believe to be their name server; nobody has this address.
+#: The name server that pods are configured with; nothing has this address.
 CLUSTER_DNS = "10.96.0.10"
 DOMAIN = "default.svc.cluster.local"
 DNS_ON = {"ISTIO_META_DNS_CAPTURE": "true", "RUST_LOG": "info,dns=debug"}

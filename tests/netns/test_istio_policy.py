@@ -58,7 +58,7 @@ def test_live_connections_are_judged_again_when_a_policy_changes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def explained(proxy: NodeProxy, *words: str) -> Any:
-        """What the command says on a proxy's node: its status, and the answers."""
+        """Run the command on a proxy's node; return its status, and the answers."""
         status = proxy.place.run(command, ["explain", *words, "--json"])
         found = json.loads(capsys.readouterr().out)
         return status, found.get("items", found)

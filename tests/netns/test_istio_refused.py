@@ -126,7 +126,7 @@ def test_what_tunnels_may_name(tmp_path: Path) -> None:
                     await connection.open(get)
                 assert answer.value.status == 400
                 await proxy.failed("expected method CONNECT, got GET", "inbound")
-                assert await ends.status(connection, f"{own}:8080") == 200  # and the connection lives on
+                assert await ends.status(connection, f"{own}:8080") == 200  # and the connection stays open
 
     asyncio.run(main())
 

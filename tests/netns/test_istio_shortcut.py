@@ -33,7 +33,7 @@ MESH: dict[str, Any] = {
 
 
 async def calls(mesh: AmbientMesh) -> list[object]:
-    """What an application does, and what it sees."""
+    """Make an application's calls; return what it sees."""
     client, server = mesh.lab.pod("client"), mesh.lab.pod("server")
     loop, seen = asyncio.get_running_loop(), list[object]()
     async with app(server):

@@ -1,4 +1,4 @@
-"""How a proxy ends, and how the next one takes its place."""
+"""How a proxy shuts down, and how the next one takes over."""
 
 import asyncio
 import contextlib

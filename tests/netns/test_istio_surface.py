@@ -367,7 +367,7 @@ def heard(place: Place, host: str, folder: Path, shown: Certificate | None, auth
 
 
 def frame_types(said: bytes) -> Iterator[int]:
-    """Of whole frames."""
+    """Return the types of complete frames."""
     while said:
         yield said[3]
         said = said[9 + int.from_bytes(said[:3], "big") :]
@@ -484,6 +484,6 @@ def test_strangers_get_no_answer_and_each_is_told_of(tmp_path: Path, *, early_da
 
 
 def errors(proxy: NodeProxy) -> list[str]:
-    """Of tunnels that were refused."""
+    """Return the logged errors of refused tunnels."""
     lines = [line for line in proxy.access("inbound") if line["message"] == "connection failed"]
     return [line["error"] for line in lines]

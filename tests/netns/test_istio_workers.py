@@ -210,7 +210,7 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
                     await lives(sock)
                     survivors += 1
             assert survivors == 8 - lost
-            # What the dead one had counted is not forgotten, and what it had open counts as closed.
+            # The counts of the dead worker are kept, and what it had open counts as closed.
             opened = {"reporter": "source", "destination_workload": "near"}
             await eventually(
                 lambda: proxy.metric("istio_tcp_connections_opened_total", **opened) >= 8 + load.done - 8,

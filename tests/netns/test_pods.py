@@ -29,7 +29,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Listening:
-    """The listeners of one pod."""
+    """Opens the listeners of one pod."""
 
     def __init__(self, netns: Netns) -> None:
         with ExitStack() as stack:

@@ -313,7 +313,7 @@ def test_an_injected_pod_talks_to_every_other_kind(folder: Path) -> None:
                 # In: from all of these.
                 for name in ("other", "enrolled", "far", "plain"):
                     await hello(places[name], pod, version, passthrough)
-                # And itself, by its own address.
+                # The pod also reaches itself by its own address.
                 await hello(pod, pod, version, own)
             # By its own service: out of its proxy, and in again, as from anywhere else.
             assert await ask(pod, "10.96.0.10", 80) == f"app sidecar peer {PASSTHROUGH[4]}\n".encode() + HELLO

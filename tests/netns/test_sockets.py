@@ -46,7 +46,7 @@ def lab() -> Iterator[Lab]:
 
 @pytest.fixture(scope="module")
 def silent(lab: Lab) -> Netns:
-    """From here 192.0.2.1 is at a hardware address that nobody has."""
+    """Map 192.0.2.1 to a hardware address that no machine has."""
     client = lab.pod("client")
     for words in ("route add 192.0.2.1 dev eth0", "neigh add 192.0.2.1 lladdr 02:00:00:00:00:01 dev eth0"):
         assert client.popen([needed("ip"), *words.split()]).wait(WAIT_S) == 0

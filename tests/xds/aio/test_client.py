@@ -73,7 +73,7 @@ def snapshot(*messages: Message) -> Snapshot:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    """What the client logged. gRPC's event queue, one per process, may complain of other tests' loops."""
+    """Return the client's log lines. gRPC's event queue, one per process, may log errors of other tests' loops."""
     return [record for record in caplog.records if record.name.startswith("xds.")]
 
 

@@ -139,7 +139,7 @@ def test_the_clients_own_namespace_wins_then_canonical_then_the_first() -> None:
     ):
         assert found("a") is first
         assert found("c") is canonical
-        assert found("other") is last  # of several canonical ones the last
+        assert found("other") is last  # the last of several canonical services is chosen
         assert found(None) is last
     assert mesh(first, replace(first, namespace="b")).service_at("", "10.1.0.1", "other") is first
 
@@ -160,7 +160,7 @@ def test_a_service_invisible_to_the_client_is_not_found() -> None:
     assert store.service_at("", "10.1.0.1", "other") is None
     assert store.service_at("", "10.1.0.1") is hidden
     assert store.service_named("x", "other") is None
-    assert store.service("shop/x") is hidden  # by namespace and name, whoever may see it
+    assert store.service("shop/x") is hidden  # a search by namespace and name ignores visibility
 
 
 def test_a_hidden_address_falls_through_to_a_block() -> None:

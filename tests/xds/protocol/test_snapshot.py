@@ -523,7 +523,7 @@ class Link(RuleBasedStateMachine):
             self.connect()
         self.settle()
         if self.has_refused:
-            # What was refused is not sent again, so what both agree on must be new.
+            # A refused version is not sent again, so both sides can only agree on a new one.
             self.publish(frozenset("ac"), frozenset("a"), "z")
             self.settle()
         for type_url, wanted in self.wanted.items():

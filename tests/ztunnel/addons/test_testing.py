@@ -1,4 +1,4 @@
-"""The kit that addons of others are tested with."""
+"""Tests of the kit with which third-party addons are tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one node is sent: the structure of 2022, read back by our own compiler."""
+"""The resources that one node receives: the structure of 2022, read back by our own compiler."""
 
 import os
 from collections.abc import Iterator

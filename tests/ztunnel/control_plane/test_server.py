@@ -28,7 +28,7 @@ REVIEWS = "spiffe://cluster.local/ns/default/sa/bookinfo-reviews"
 
 
 class Inbox:
-    """What one subscription received."""
+    """Collects what one subscription received."""
 
     def __init__(self) -> None:
         self.updates: asyncio.Queue[Update] = asyncio.Queue()

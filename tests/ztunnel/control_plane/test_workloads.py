@@ -1,4 +1,4 @@
-"""What Istio's node proxies are told of a mesh file."""
+"""The resources that Istio's node proxies receive for a mesh file."""
 
 import ipaddress
 from typing import Any
@@ -212,7 +212,7 @@ def test_pods_of_a_node() -> None:
 
 
 def understood(**changes: Any) -> Mesh:
-    """The mesh that a node proxy makes of what it is sent."""
+    """Return the mesh that a node proxy builds from the resources it receives."""
     made = Mesh()
     for named in WorkloadConfig(mesh(**changes)).resources():
         data = named.message.SerializeToString()

@@ -74,7 +74,7 @@ def test_what_cannot_be_read_is_named(dump: dict[str, Any], unread: str) -> None
     [
         ({"rules": [[[{"methods": ["GET"]}]]]}, Never()),
         ({"rules": [[[{"methods": ["GET"]}]]], "action": "Deny"}, Always()),
-        ({"faults": ["rules[0]: hosts"]}, Never()),  # what the proxy did not understand is not in the dump
+        ({"faults": ["rules[0]: hosts"]}, Never()),  # rules that the proxy did not understand are missing
         ({"faults": ["rules[0]: hosts"], "action": "Deny"}, Always()),
         ({"action": "Audit"}, Always()),
     ],

@@ -218,7 +218,7 @@ def test_a_rust_ztunnels_dump_explains(how: str, saved: str, capsys: Output) -> 
         assert main(["explain", "default/a", "default/c:8080", *source]) == 1
         said = capsys.readouterr().out.splitlines()
         place = said.index("certificate:")
-        # Whether it has expired is the clock's to say.
+        # Its expiry depends on the clock.
         state, until, days_left = said[place + 1 : place + 4]
         del said[place + 1 : place + 4]
         assert state in ("  state: available", "  state: expired")

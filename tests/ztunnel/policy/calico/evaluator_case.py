@@ -57,7 +57,7 @@ def with_rule(*rules: c.Rule, of: c.PolicyId = ONE) -> Evaluator:
 
 
 def matches(rule: dict[str, Any], flow: c.Flow = FLOW, *updates: c.Update, of: c.PolicyId = ONE) -> bool:
-    """Whether a rule that allows matches, as the only one."""
+    """Return whether an allowing rule matches, as the only rule of its policy."""
     found = evaluator(*updates, policy(of, c.Rule(c.Action.ALLOW, **rule)), tiers=(tier(of),))
     return found.check(POD, flow).allowed
 

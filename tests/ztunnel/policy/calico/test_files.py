@@ -124,7 +124,7 @@ POLICIES = st.builds(
     st.sampled_from(("app == 'web'", "app == 'job'", "all()")),
     st.sampled_from(("app == 'db'", "app == 'job'", "all()")),
 )
-#: What makes a document unreadable, or an object that nobody can tell.
+#: Changes that make a document unreadable, or an object impossible to identify.
 UNREADABLE: list[Callable[[str], str]] = [
     lambda text: text + "broken: [\n",
     lambda text: text + 'broken: "x\n',

@@ -222,7 +222,7 @@ def test_a_faulty_peer_or_port_of_kubernetes_lets_nothing_more_through(
     faulty = world(wrong)
     assert faulty.said.startswith("NetworkPolicy/shop/p: NetworkPolicy shop/p: spec.ingress[0]")
     assert faulty.allowed() <= world(meant).allowed()
-    if rule[key]:  # what else the rule lists stays active
+    if rule[key]:  # the other members that the rule lists stay active
         spec = {"podSelector": {"matchLabels": {"app": "a"}}, "ingress": [rule]}
         assert faulty.allowed() == World(*BASE, item("NetworkPolicy", "p", spec, api=KUBERNETES)).allowed()
 

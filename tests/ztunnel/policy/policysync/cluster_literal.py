@@ -112,7 +112,7 @@ def cluster_rules(policies: list[Body], direction: str, subject: End) -> Iterato
 
 
 def tier(policies: list[Body], direction: str, subject: End, peer: End, connection: Connection) -> bool | None:
-    """Allowed, denied, or None: no rule decided, or one passed on."""
+    """Return whether the tier allows the connection; None if no rule decided, or one passed on."""
     for rule in cluster_rules(policies, direction, subject):
         peers = rule["from" if direction == "ingress" else "to"]
         ports = rule.get("ports") or rule.get("protocols")
@@ -127,7 +127,7 @@ def tier(policies: list[Body], direction: str, subject: End, peer: End, connecti
 def network_policies(
     policies: list[Body], direction: str, subject: End, peer: End, connection: Connection
 ) -> bool | None:
-    """Allowed, denied, or None: no policy isolates the pod."""
+    """Return whether the policies allow the connection; None if none isolates the pod."""
     isolated = False
     for policy in policies:
         spec = policy["spec"]

@@ -95,7 +95,7 @@ class Harness:
 
     @property
     def answers(self) -> list[tuple[str, str | None]]:
-        """The kind and the error of every answer so far."""
+        """Return the kind and the error of every answer so far."""
         return [(answered.type_url.rpartition(".")[2], answered.error) for answered in self.answered]
 
     def publish(self, *resources: tuple[str, Json]) -> None:
@@ -144,7 +144,7 @@ class Harness:
         return listener.sockets[0].address.port
 
     def count(self, name: str) -> float:
-        """The value of a metric, 0 when there is none."""
+        """Return the value of a metric; 0 when there is none."""
         return next((metric.value for metric in self.proxy.stats if metric.name == name), 0)  # type: ignore[union-attr]
 
     async def log(self, lines: int = 1) -> list[Json]:

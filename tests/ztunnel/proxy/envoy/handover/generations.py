@@ -72,7 +72,7 @@ class Generations:
         return Harness(self.folder / name, Switches(), None, policies, handover_dir=str(self.folder))
 
     def resources(self, harness: Harness) -> dict[str, tuple[str, Json]]:
-        """Everything: plain, in a tunnel, in a tunnel behind an internal listener; the tunnels end here, too."""
+        """Return listeners: plain, into a tunnel, into one through an internal listener, and the tunnels' end."""
         log = access_log(harness.folder)
         host = f"127.0.0.1:{self.port}"
         tunnelling = tcp("tunnel", tunneling_config={"hostname": host}, access_log=log)
@@ -168,7 +168,7 @@ class Generations:
         return [json.loads(line) for line in found()]
 
     def counts(self) -> dict[str, float]:
-        """What both proxies have counted of connections, by name without ports.
+        """Return both proxies' counters of connections, by name without ports.
 
         Without the verdicts of RBAC filters, because a successor judges again.
         """

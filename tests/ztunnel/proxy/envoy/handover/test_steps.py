@@ -100,7 +100,7 @@ def test_change_during_any_handover_step_applies_and_is_logged_once(
         for harness in (made.old, made.new):
             await harness.until(lambda harness=harness: not len(harness.proxy.connections))
         lines = [line for harness in (made.old, made.new) for line in await _log(harness)]
-        # Of the client's connection, and of the request at the tunnel's other end.
+        # One line for the client's connection, and one for the request at the tunnel's other end.
         assert len(lines) == 2, lines
         if denied:
             assert POLICY_CHANGE in {line["details"] for line in lines}

@@ -65,7 +65,7 @@ ALL, NOBODY = rbac(None)["typed_config"], rbac(None, "DENY")["typed_config"]
 
 
 def awaited(**more: Any) -> Json:
-    """The place of a filter that comes by ECDS."""
+    """Return the placeholder of a filter that is discovered by ECDS."""
     discovery = {"config_source": ADS, "type_urls": [T + RBAC, T + LIMIT], **more}
     return {"name": "guard", "config_discovery": discovery}
 
@@ -150,7 +150,7 @@ def test_default_filter_configuration_serves_without_a_discovered_one(tmp_path: 
 
 
 def from_a_dump(harness: Harness) -> Json:
-    """What is said of a connection from a dump, which has the filters from ECDS."""
+    """Return what explain answers about a connection from a dump, which has the filters from ECDS."""
     dump = json.loads(page(harness, "/config_dump", "include_eds"))
     configuration, _ = read_configuration(dump, harness.proxy.clock)
     address = SocketAddress("127.0.0.1", 0)

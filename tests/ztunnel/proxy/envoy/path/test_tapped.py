@@ -59,7 +59,7 @@ async def ended(made: Tapped) -> Capture:
 
 
 def comments(found: Capture) -> dict[str, list[str]]:
-    """What the first packets of each interface's connections say, line by line."""
+    """Return the comments of the first packets of each interface's connections, line by line."""
     return {
         found.interfaces[packet.interface].name: packet.comment.splitlines()
         for packet in found.packets
