@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("hbone", "xds", "tproxy")
-#: What a library may import of the others: the gRPC client takes the tunnels' TLS.
+#: The imports among libraries that are allowed: the gRPC client uses the tunnels' TLS.
 USES = {"xds": ("hbone",)}
 APPLICATION = "ztunnel"
 
@@ -408,7 +408,7 @@ def test_libraries_know_neither_each_other_nor_the_application(library: str) -> 
 
 
 def test_libraries_use_each_other_where_it_is_written() -> None:
-    """Of hbone, xds needs TLS and nothing of tunnels, and that in its gRPC client only."""
+    """xds may import only the TLS modules of hbone, not tunnels, and only in its gRPC client."""
     used = {
         (relative(path), name) for path in modules("xds") for name in imports(path) if name.startswith("hbone")
     }

@@ -73,7 +73,7 @@ def test_the_engines_own_tests_pass_compiled(compiled_tree: Path) -> None:
     left_out = [f"--ignore-glob=*/{name}" for name in at_night((), LONG)]
     plain = ("-p", "no:cacheprovider", "-p", "no:xdist")
     run_in(compiled_tree, "-m", "pytest", "-q", *plain, *left_out, "tests/hbone")
-    # What lies beside the packages is not part of an editable install.
+    # Files beside the packages are not part of an editable install.
     assert list(compiled_tree.glob("*.so")) == []
 
 

@@ -258,7 +258,7 @@ def get(port: int, path: str) -> tuple[int, str]:
 
 
 def test_as_deployed_an_upgrade_leaves_pods_and_the_end_takes_them_out(cluster: ApiServer, tmp_path: Path) -> None:
-    """With the deployed arguments and role. Beside it: readiness, the page of pods, and a plugin's sandbox."""
+    """The agent has the deployed arguments and role. Also: readiness, the page of pods, and a plugin's sandbox."""
     space, port, plugin = "ending", free_port(), tmp_path / "cni" / "pluginevent.sock"
 
     async def main(lab: Lab) -> None:

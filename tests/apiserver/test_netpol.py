@@ -113,7 +113,7 @@ def test_policies_of_the_api_are_in_the_kernel(cluster: ApiServer) -> None:
 
 
 async def compiled(client: Client) -> Compiled:
-    """What the API server's objects mean, from nothing."""
+    """Compile the API server's objects anew."""
     objects: dict[ObjectKey, Object | None] = {}
     for kind in (NAMESPACE, POD, NETWORK_POLICY):
         for item in (await client.list_page(Selection(kind), limit=5000)).items:

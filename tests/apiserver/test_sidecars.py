@@ -229,7 +229,7 @@ def test_what_goes_wrong_has_the_text_that_the_documentation_names(cluster: ApiS
                     await client.delete(MUTATING_WEBHOOK, "", "ztunnel-sidecar-injector")
 
             async def gone() -> None:
-                """Until the API server has forgotten the configuration."""
+                """Wait until the API server no longer applies the configuration."""
                 async with asyncio.timeout(WAIT_S):
                     while True:
                         with contextlib.suppress(ApiRefused):

@@ -35,7 +35,7 @@ RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 SERIES = re.compile(r"\b((?:istio|netpol|process|workload_manager|ztunnel)[_:][a-z0-9_:]+)(?:\{([^}]*)\})?")
 #: Names of the Rust ztunnel, which the checker dislikes.
 OF_RUST = ("workload_manager_active_proxy_count", "workload_manager_pending_proxy_count")
-#: What Prometheus adds to each series itself.
+#: The labels that Prometheus itself adds to each series.
 OF_PROMETHEUS = {"instance", "job"}
 
 

@@ -40,7 +40,7 @@ server = grpc.server(futures.ThreadPoolExecutor(1))
 grpc_admin.add_admin_servicers(server)
 grpc_reflection.v1alpha.reflection.enable_server_reflection(["x"], server)
 """
-#: What pip says where no index answers.
+#: Messages of pip without a package index.
 _UNREACHABLE = ("Failed to establish a new connection", "Name or service not known", "Temporary failure in name",
                 "Connection refused", "timed out", "No matching distribution found")  # fmt: skip
 
@@ -101,7 +101,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 @pytest.fixture(scope="module")
 def wheel(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``pip install .`` would install; after ``environment``, which skips where nothing can be fetched."""
+    """Build the wheel of ``pip install .``; after ``environment``, which skips where nothing can be fetched."""
     del environment
     folder = tmp_path_factory.mktemp("wheel")
     return build(sys.executable, folder, compiled=False)

@@ -367,7 +367,7 @@ def _zds_seeds() -> list[bytes]:
 
 
 class _Writer:
-    """What :class:`asyncio.StreamWriter` is to a page server."""
+    """The part of :class:`asyncio.StreamWriter` that a page server uses."""
 
     def __init__(self) -> None:
         self.transport = self

@@ -103,7 +103,7 @@ class Node:
 
     @property
     def log(self) -> Path:
-        """What the running generation has logged."""
+        """Return the log of the running generation."""
         return self.folder / f"{self.name}-{self.generation}.log"
 
     async def start(self, *more: str) -> None:

@@ -59,7 +59,7 @@ class Replacement:
 
 @dataclass(slots=True)
 class Report:
-    """What a run has shown: also round trips of echoes that ended while a hand-over ran, and those between."""
+    """The results of a run, with the round trips of echoes that ended during hand-overs, and of those between."""
 
     outcome: Outcome = field(default_factory=Outcome)
     replacements: list[Replacement] = field(default_factory=list)

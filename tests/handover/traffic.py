@@ -61,7 +61,7 @@ class Where(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """What all connections saw.
+    """The results of all connections.
 
     Attributes:
         done: connections that ended as they should, by kind.

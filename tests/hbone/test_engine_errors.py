@@ -94,7 +94,7 @@ def test_stream_errors_reset_their_stream_alone(wire: bytes, code: ErrorCode) ->
 
 
 def flood(engine: Engine, piece: bytes, most: int, now_s: float = 0.0) -> int:
-    """How many of ``piece`` it takes before ENHANCE_YOUR_CALM."""
+    """Return how many of ``piece`` are accepted before ENHANCE_YOUR_CALM."""
     for count in range(1, most + 1):
         events = engine.receive_data(piece, now_s)
         if failure(events) is not None:

@@ -80,7 +80,7 @@ def in_state(role: Role, state: StreamState, *, answered: bool = True) -> Engine
 
 
 def outcome(engine: Engine, data: bytes) -> Verdict:
-    """What a frame of the peer did, in the words of the table."""
+    """Return the effect of a peer's frame, in the words of the table."""
     before = engine.stream_state(1)
     events = engine.receive_data(data)
     if events and isinstance(events[-1], ConnectionFailed):

@@ -107,7 +107,7 @@ class Chain:
 
     @property
     def shown(self) -> list[x509.Certificate]:
-        """What is sent: leaf first, without the root."""
+        """Return the certificates that are sent: leaf first, without the root."""
         return self.certificates[:0:-1]
 
     def settings(self) -> TlsSettings:

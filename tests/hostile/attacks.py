@@ -35,7 +35,7 @@ Storm = Callable[[Target, float, "Seen"], None]
 
 @dataclass(slots=True)
 class Seen:
-    """What an attacker has seen: connections begun, bytes sent, how connections ended, answers."""
+    """The results of an attacker: connections begun, bytes sent, how connections ended, answers."""
 
     connections: int = 0
     sent: int = 0

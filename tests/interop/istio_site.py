@@ -199,7 +199,7 @@ class IstioSite(Opened):
         self._loop.call_soon_threadsafe(self._over.set)
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine of the mesh's loop returns."""
+        """Run a coroutine in the mesh's loop; return its result."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(WAIT_S)
 

@@ -237,6 +237,6 @@ def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> bool
 
 
 def unix_ready(path: Path) -> bool:
-    """Whether somebody listens on a Unix socket."""
+    """Return whether a process listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX) as sock:
         return sock.connect_ex(str(path)) == 0

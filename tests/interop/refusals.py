@@ -361,5 +361,5 @@ def accepted(row: Row, kind: str, folder: Path) -> str:
 
 
 def word(good: bool) -> str:
-    """How a table calls a verdict."""
+    """Return a table's word for a verdict."""
     return "accepted" if good else "refused"

@@ -40,7 +40,7 @@ def connect_headers(authority: str, destination: str | None = "") -> list[tuple[
 
 @dataclass
 class Answer:
-    """What a request was answered.
+    """The answer to a request.
 
     Attributes:
         reset: error code of RST_STREAM, None without.
@@ -359,7 +359,7 @@ class TunnelServer:
 
 @dataclass(slots=True)
 class _Echo:
-    """What one stream still has to get back."""
+    """The bytes that one stream has not got back yet."""
 
     data: bytearray = field(default_factory=bytearray)
     ended: bool = False

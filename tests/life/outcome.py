@@ -6,7 +6,7 @@ from ztunnel.proxy.dataplane.life_table import TABLE, Action, Event, State
 
 
 class Outcome(Enum):
-    """What becomes of a connection that met an event, and was then let go on."""
+    """The fate of a connection after an event, once it is allowed to continue."""
 
     WORKS = "bytes flow, the line has no error"
     REFUSED = "it never opens: the verdict is made by what the event has changed"

@@ -116,7 +116,7 @@ class Held(ABC):
     # Configuration
 
     def documents(self) -> list[tuple[str, Json]]:
-        """What the proxy should have."""
+        """Return the configuration that the proxy should have."""
         wanted = self.wanted
         discovery = {"config_source": {"ads": {}}, "type_urls": [RBAC]}
         filters = [{"name": "guard", "config_discovery": discovery}, *wanted.inline]
@@ -164,11 +164,11 @@ class Held(ABC):
 
     @property
     def is_held(self) -> bool:
-        """Whether a life is in the state."""
+        """Return whether a life is in the state."""
         return any(life.state is self.state for life in self.harness.proxy.connections.table)
 
     async def works(self) -> bool:
-        """Whether bytes get through and back."""
+        """Return whether bytes get through and back."""
         return self.client is not None and await self.client.say(b"ping") == b"ping"
 
     async def meet(self, event: Event, how: str) -> None:

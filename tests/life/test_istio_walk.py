@@ -89,7 +89,7 @@ class Held(ABC):
         """Close what the test has opened besides the client."""
 
     async def works(self) -> bool:
-        """Whether bytes get through and back."""
+        """Return whether bytes get through and back."""
         if self.client is None:
             return False
         with contextlib.suppress(OSError):
@@ -99,7 +99,7 @@ class Held(ABC):
 
     @property
     def is_held(self) -> bool:
-        """Whether a life is in the state."""
+        """Return whether a life is in the state."""
         return any(life.state is self.state for life in self.cluster.node.live)
 
     async def prepare(self) -> None:

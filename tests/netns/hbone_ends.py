@@ -246,7 +246,7 @@ class HboneEnds:
             made.close()
 
     async def status(self, connection: Connection, authority: str, *more: Header) -> int:
-        """What a CONNECT is answered with."""
+        """Return the status of the answer to a CONNECT."""
         try:
             tunnel = await connection.open(connect_to(authority, *more))
         except ConnectRefused as refused:

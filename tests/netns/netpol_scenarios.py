@@ -305,7 +305,7 @@ SCENARIOS: dict[str, tuple[Step, ...]] = {
     "52 the node and the pod itself": (
         Step(ALL, "+w1>x/a:80 +x/a>x/a:80 +w1>x/b:81/udp -w2>x/a:80"),
     ),
-    # Of network-policy-api. An object outside namespaces is a ClusterNetworkPolicy.
+    # Rules of network-policy-api. An object outside namespaces is a ClusterNetworkPolicy.
     "53 an admin's denial beats a namespace's allow": (
         Step(
             {"x/p": ingress({}, {}), "/deny": admin(1, spaces("x"), ingress=[rule("Deny", spaces("y"))])},

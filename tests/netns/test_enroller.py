@@ -68,7 +68,7 @@ class Cluster:
         self.changed.set()
 
     def restarted(self) -> None:
-        """What a new agent sees: everything that there is."""
+        """Report every existing object anew, as to a new agent."""
         self.news = dict(self.objects)
         self.changed.set()
 

@@ -216,7 +216,7 @@ def test_on_demand(tmp_path: Path) -> None:
 
 
 def test_on_demand_nothing_goes_out_unasked(tmp_path: Path) -> None:
-    """What the control plane cannot be asked about is not taken for something outside the mesh."""
+    """An address about which the control plane cannot be asked is not treated as outside the mesh."""
 
     async def main() -> None:
         options: dict[str, Any] = {"captured": CAPTURED, "env": {"XDS_ON_DEMAND": "true"}}

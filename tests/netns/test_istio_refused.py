@@ -157,7 +157,7 @@ NOTHING, PAGE, SOCKS_ERROR = "nothing", "page", "SOCKS error"
 
 
 async def call(place: Place, host: object, port: int) -> str:
-    """What an HTTP request to somewhere brings."""
+    """Return the result of an HTTP request."""
     loop, answer = asyncio.get_running_loop(), b""
     try:
         sock = await connect((str(host), port), netns=place.netns, timeout_s=3)

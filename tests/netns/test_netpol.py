@@ -110,7 +110,7 @@ TRIED = st.lists(
 def test_the_kernels_verdict_is_the_tables(
     cluster: Cluster, policies: dict[str, Any], tried: list[tuple[str, str, int, str]]
 ) -> None:
-    """And that is the policies', by tests/ztunnel/policy/netpol/test_table.py."""
+    """The kernel decides as the table says; policy/netpol/test_table.py compares the table with policies."""
     cluster.apply(cluster.step(s.Step(policies, "")))
     made = [Interpreter(node.built.table) for node in cluster.nodes if node.built is not None]
     wanted = []

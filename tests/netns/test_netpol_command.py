@@ -182,7 +182,7 @@ def test_proxies_are_told_the_same_policies(clean: Cluster, tmp_path: Path) -> N
             await eventually(lambda: not follower.in_sync)
             assert judged(follower, ya, xa, "y")
             assert not judged(follower, xb, xa, "x")
-            # What changed meanwhile follows, and the socket that was left takes nothing.
+            # Changes made meanwhile are applied, and the socket left behind accepts nothing.
             write(clean, objects, ONLY_B)
             start(clean, objects, "--policy-sync", path)
             await eventually(lambda: judged(follower, xb, xa, "x"))

@@ -315,7 +315,7 @@ def test_an_injected_pod_talks_to_every_other_kind(folder: Path) -> None:
                     await hello(places[name], pod, version, passthrough)
                 # The pod also reaches itself by its own address.
                 await hello(pod, pod, version, own)
-            # By its own service: out of its proxy, and in again, as from anywhere else.
+            # Through its own service it leaves its proxy and comes back in, like any other client.
             assert await ask(pod, "10.96.0.10", 80) == f"app sidecar peer {PASSTHROUGH[4]}\n".encode() + HELLO
             assert (await first.ended("outbound", "sidecar"))["dst.service"] == "shop.default.svc.cluster.local"
             # A workload that ends tunnels by itself and announces nothing that is ours alone, as Rust ztunnel.

@@ -71,7 +71,7 @@ def test_help_of_a_command_is_its_own_without_docstrings_too() -> None:
 
 @pytest.mark.parametrize("command", ["check --list", "completion bash"])
 def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
-    """As ``| head -1``: the pipe breaks at the first write, or at the end's flush."""
+    """The reader behaves like ``| head -1``: the pipe breaks at the first write, or at the last flush."""
     words = [sys.executable, "-m", "ztunnel", *command.split()]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
         assert running.stdout is not None
@@ -174,7 +174,7 @@ def _refusal(parser: argparse.ArgumentParser, action: argparse.Action, value: st
 
 
 def test_a_bad_value_of_any_option_is_told_in_words() -> None:
-    """Of every option and argument of every command that reads its value."""
+    """Checks every option and argument of every command that reads its value."""
     tried = 0
     for words, parser in _leaves(_parser(["help"])):
         for action in parser._actions:

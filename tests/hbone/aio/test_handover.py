@@ -24,7 +24,7 @@ from tests.hbone.aio.harness import CONNECT, LOOPS, App, Pair, connected, pollin
 
 
 class Unit:
-    """What moves together, and where it is now."""
+    """The relays and the connection that move together."""
 
     def __init__(self, relays: list[Relay], connection: Connection | None) -> None:
         self.relays = relays

@@ -148,7 +148,7 @@ async def against(
 
 
 async def outcome(channel: Channel) -> tuple[list[bytes], RpcFailed | None]:
-    """What a call brings: its messages and how it failed."""
+    """Return the result of a call: its messages, and how it failed."""
     messages = []
     try:
         call = await channel.call("/t.S/M")

@@ -250,7 +250,7 @@ def test_endpoints_are_refused_by_name_and_place(document: dict[str, Any], words
 
 
 def test_priorities_may_have_gaps() -> None:
-    """As in Envoy: a level without endpoints has no load."""
+    """A level without endpoints has no load, as in Envoy."""
     groups = [{"priority": 3, "lb_endpoints": [{"endpoint": {"address": {"pipe": {"path": "/x"}}}}]}]
     message = parse_value({"cluster_name": "c", "endpoints": groups}, ClusterLoadAssignment).message
     hosts = HostSet()

@@ -155,7 +155,7 @@ def test_head_and_reset_in_one_read() -> None:
     pair.server.send_data(call_id, framed(b"a"))
     pair.server.reset_stream(call_id, 8)
     assert calls(pair.down()) == [b"a", (1, "CANCELLED: stream reset with CANCEL")]
-    # What the caller does now is too late, and no error.
+    # Calls that come after the end are ignored, and are no error.
     pair.client.consumed(call_id)
     pair.client.end(call_id)
     pair.client.cancel(call_id)

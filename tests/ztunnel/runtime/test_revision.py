@@ -66,7 +66,7 @@ def test_this_tree_has_one() -> None:
 
 
 def test_the_build_records_it(tmp_path: Path) -> None:
-    """With setup.py's own build step, on a tree of one package."""
+    """setup.py's own build step records it, on a tree of one package."""
     commit = repository(tmp_path)
     setup = (Path(__file__).parents[3] / "setup.py").read_text()
     (tmp_path / "setup.py").write_text(setup)

@@ -247,7 +247,7 @@ VALUES = st.recursive(
 
 @given(st.dictionaries(st.text("abc", max_size=3), VALUES, max_size=4), st.booleans())
 def test_documents_are_read_as_yaml_reads_them(document: dict[str, Any], flow: bool) -> None:
-    """With the same object in two places, which becomes an anchor and an alias."""
+    """The same object in two places becomes an anchor and an alias, which are read as YAML defines them."""
     document = {**document, "list": [document.get("a"), document.get("a")], "again": document}
     assert read(yaml.safe_dump(document, default_flow_style=flow)) == document
 

@@ -47,7 +47,7 @@ def pod(name: str, namespace: str, node: str | None = "n1", **more: Any) -> dict
 
 
 class Cluster:
-    """What the script answers.
+    """The answers of the script.
 
     Attributes:
         calls: its command lines.
@@ -70,7 +70,7 @@ class Cluster:
         return (self.folder / "calls").read_text().splitlines()
 
     def forwarder_is_gone(self) -> bool:
-        """Whether the process that forwarded has ended."""
+        """Return whether the process that forwarded has ended."""
         try:
             os.kill(int((self.folder / "pid").read_text()), 0)
         except ProcessLookupError:

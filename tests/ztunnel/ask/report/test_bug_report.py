@@ -31,7 +31,7 @@ case "$*" in
 esac
 """
 LINE = f"error: could not use {TOKEN}\n{KEY}"
-#: What must be in no archive.
+#: Texts that no archive may contain.
 SECRETS = re.compile(rb"PRIVATE KEY|eyJ[\w-]{8,}\.|(?i:bearer) \w{16}")
 
 

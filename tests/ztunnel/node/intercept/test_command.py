@@ -15,7 +15,7 @@ LINE = (
 
 @pytest.mark.parametrize("action", ["apply", "show", "remove"])
 def test_each_action_takes_the_flags_of_apply(action: str) -> None:
-    """So that a command line can be recalled, and one word changed."""
+    """All actions take the same flags, so that a command line can be recalled and only its action changed."""
     parser = argparse.ArgumentParser()
     add_arguments(parser.add_subparsers())
     args = parser.parse_args(["intercept", action, *LINE.split()])

@@ -89,7 +89,7 @@ MEMBERS = {
     c.IpSetType.IP_AND_PORT: ("10.0.0.1,tcp:80", "10.0.0.2,udp:80", "fd00::1,tcp:8080", UNREADABLE),
     c.IpSetType.IP: ("10.0.0.1", "fd00::1", UNREADABLE),
 }
-#: What an id is the set of never changes, so that deltas fit.
+#: The set that an id stands for never changes, so that deltas fit.
 KINDS = {"s:a": c.IpSetType.NET, "s:b": c.IpSetType.IP, "n:http": c.IpSetType.IP_AND_PORT}
 
 

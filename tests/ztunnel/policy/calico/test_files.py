@@ -138,7 +138,7 @@ UNREADABLE: list[Callable[[str], str]] = [
     lambda text: "x",
     lambda text: text[: len(text) // 2] + "\n  - {\n",
 ]
-#: What leaves the object with its name.
+#: Changes after which the object still has its name.
 FAULTY: list[Callable[[str], str]] = [
     lambda text: text.replace("action: ", "action: Un"),
     lambda text: text.replace("selector: app ==", "selector: app ="),

@@ -255,7 +255,7 @@ def test_serve_follows_the_files(files: Path) -> None:
             assert follower.evaluator.check(back, flow()).allowed
             (files / "policies.yaml").write_text(SEED.replace("[GET, POST]", "[POST]"))
             await until(lambda: not follower.evaluator.check(back, flow()).allowed)
-            # What a running server tells can be asked, and says the same.
+            # A running server can be asked through its socket, and gives the same answers.
             asked = ("--from", "shop/front", "--to", "shop/back", "--path", "/api/v2/x", "--method")
             for method, status in (("POST", 0), ("GET", 1)):
                 done = await asyncio.to_thread(

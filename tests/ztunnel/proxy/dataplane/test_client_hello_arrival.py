@@ -11,7 +11,7 @@ MOST = 16_384
 
 
 def client_hello() -> bytes:
-    """What a client of OpenSSL sends first."""
+    """Return the first bytes that an OpenSSL client sends."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     outgoing = ssl.MemoryBIO()

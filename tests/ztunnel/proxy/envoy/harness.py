@@ -139,7 +139,7 @@ class Harness:
                 await asyncio.sleep(0.01)
 
     def port(self, name: str) -> int:
-        """Where a listener really listens."""
+        """Return the port on which a listener really listens."""
         listener = next(found for found in self.proxy.listeners.active if found.name == name)
         return listener.sockets[0].address.port
 

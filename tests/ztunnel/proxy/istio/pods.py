@@ -116,7 +116,7 @@ class End:
         self.sock.shutdown(socket.SHUT_WR)
 
     async def read(self, size: int) -> bytes:
-        """So many bytes, fewer at the end."""
+        """Read this number of bytes, or fewer at the end."""
         data = b""
         while len(data) < size and (more := await self._loop.sock_recv(self.sock, size - len(data))):
             data += more
@@ -227,7 +227,7 @@ class Wire:
 
     @property
     def addresses(self) -> list[str]:
-        """What was dialled, as text."""
+        """Return the dialled addresses as text."""
         return [str(address) for address, _ in self.dialled]
 
 
@@ -428,7 +428,7 @@ def refusing(status: int) -> Answering:
 
 
 async def pass_on(cluster: "Cluster", tunnel: Tunnel, to: SocketAddress) -> None:
-    """What a gateway does: the bytes of a tunnel go to an address and back."""
+    """Act as a gateway: relay a tunnel's bytes to an address and back."""
     end = PlainSocket(await cluster.wire.connect(to, "127.0.5.1", None), cluster.node.poller)
     try:
         await relay(tunnel, end, ByteCounts())

@@ -208,7 +208,7 @@ def within(mesh: Mesh, body: Callable[[Cluster], Awaitable[None]]) -> None:
 
 
 def around(cluster: Cluster) -> Surroundings:
-    """What the admin's page gives to explain."""
+    """Return the state of the node that the admin server passes to explain."""
     node = cluster.node
     return Surroundings(
         mesh=node.mesh,

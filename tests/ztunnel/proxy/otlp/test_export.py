@@ -127,7 +127,7 @@ def samples_of_page(made: Iterable[Family]) -> dict[tuple[str, tuple[tuple[str, 
 
 
 def samples_of(collector: Collector) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """What a Prometheus page of the points would show."""
+    """Return the samples that a Prometheus page would have for the points."""
     found: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def add(name: str, labels: dict[str, Any], value: float) -> None:

@@ -40,7 +40,7 @@ NAMESPACES: list[tuple[dict[str, str], str]] = [
 def called(
     configuration: dict[str, Any], namespace: dict[str, str], pod: dict[str, str], name: str = "shop"
 ) -> bool:
-    """As an API server selects."""
+    """Return whether an API server would call any of the webhooks."""
     of_namespace = {**namespace, "kubernetes.io/metadata.name": name}
     return any(
         selector(entry["namespaceSelector"], "x").selects(of_namespace)

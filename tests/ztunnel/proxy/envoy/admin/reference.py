@@ -16,7 +16,7 @@ SERVICE_CLUSTER = f"{IDENTITY}productpage_to_http_reviews.default.svc.cluster.lo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Where the files are, and which free ports took the place of the fixed ones."""
+    """The paths of the files, and the free ports that replace the fixed ones."""
 
     folder: Path
     bootstrap: Path

@@ -104,7 +104,7 @@ def test_listener_warms_until_its_ecds_filter_arrives_and_follows_versions(tmp_p
 
 
 def is_allowed(harness: Harness) -> bool:
-    """Whether the filter that is in force allows anybody."""
+    """Return whether the filter in force allows any client."""
     (active,) = harness.proxy.listeners.active
     (live,) = active.live_chains
     (found,) = live.rbac

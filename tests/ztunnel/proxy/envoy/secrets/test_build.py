@@ -124,7 +124,7 @@ def test_unreadable_root_is_left_out_and_others_are_used(
 @pytest.mark.parametrize("pin", PINS, ids=["certificate", "key"])
 @pytest.mark.parametrize("judge", [Role.SERVER, Role.CLIENT])
 def test_a_pin_needs_no_trusted_root(judge: Role, pin: Validation) -> None:
-    """As Envoy: the chain is not verified, the pin is."""
+    """The chain is not verified, but the pin is, as in Envoy."""
 
     def between(leaf: Leaf) -> tuple[Any, Any]:
         ends = {}

@@ -94,7 +94,7 @@ def written(folder: Path, files: dict[str, bytes]) -> None:
 
 
 def swapped(folder: Path, files: dict[str, bytes]) -> None:
-    """As kubelet: a new directory, and the link to it is replaced."""
+    """Replace the files as kubelet does: a new directory, and a new link to it."""
     new = folder / f"..{len(list(folder.iterdir()))}"
     new.mkdir()
     written(new, files)

@@ -47,7 +47,7 @@ COUNTED = {"attempt": 8, "failure": 5, "success": 3, "empty": 0, "no_rebuild": 1
 
 
 def surround_of(rng: random.Random, resolver: Resolver) -> Surround:
-    """What a cluster without subscriptions and health checks uses."""
+    """Return the surroundings of a cluster without subscriptions and health checks."""
     stats, sources = Stats(), Sources(None, None, None)  # type: ignore[arg-type]  # nothing is subscribed to
     return Surround(
         sources=sources,

@@ -67,7 +67,7 @@ def control_plane() -> SnapshotServer:
 
 
 class Around:
-    """What the clusters need of a proxy."""
+    """The parts of a proxy that the clusters need."""
 
     def __init__(self, address: str, **cluster: Any) -> None:
         host, _, port = address.rpartition(":")

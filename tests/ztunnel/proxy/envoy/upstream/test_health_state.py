@@ -25,7 +25,7 @@ SETTINGS = HealthCheck(
 
 
 def after(*results: CheckResult) -> list[bool]:
-    """Whether the host is healthy after each result."""
+    """Return, after each result, whether the host is healthy."""
     state = HealthState()
     healthy = []
     for result in results:

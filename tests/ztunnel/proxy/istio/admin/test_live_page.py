@@ -22,7 +22,7 @@ HOSTILE = '<img src=x onerror=alert(1)>"\u2028</script>'
 
 
 class End:
-    """As much of a relay's end as counts its bytes."""
+    """The part of a relay's end that counts its bytes."""
 
     def __init__(self, read_bytes: int) -> None:
         self.read_bytes = read_bytes

@@ -36,7 +36,7 @@ class Pod:
         self.dropped: dict[str, int] = {}
 
     async def ask(self, name: str, kind: str = "A", **options: Any) -> dns.message.Message:
-        """By UDP."""
+        """Send a query over UDP; return the answer."""
         return dns.message.from_wire(await self.exchange(dns.message.make_query(name, kind, **options).to_wire()))
 
     async def exchange(self, wire: bytes) -> bytes:

@@ -445,7 +445,7 @@ _policies = st.builds(
 
 
 def routed(client: Workload, mesh: Mesh, seed: int) -> Route | str:
-    """What the data path decides for a connection to the service: a route, or why there is none."""
+    """Return the data path's decision on a connection to the service: a route, or why there is none."""
     asked = Client(workload=client, host="10.0.0.1")
     try:
         return route_for(asked, SocketAddress.parse(VIP), mesh, lambda below: seed % below)

@@ -33,7 +33,7 @@ NAMED = GatewayAddress(NamespacedHostname("default", "gate.example"), 15008)
 
 
 class Around:
-    """What plans need of a pod and its node."""
+    """The parts of a pod and its node that plans need."""
 
     def __init__(self) -> None:
         self.mesh = Mesh(node=NODE)

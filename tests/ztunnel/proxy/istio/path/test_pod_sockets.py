@@ -50,7 +50,7 @@ class Kernel:
 
     @property
     def is_closed(self) -> bool:
-        """Whether every socket that was given is closed."""
+        """Return whether every given socket is closed."""
         return all(sock.fileno() < 0 for sock in self.made)
 
 

@@ -33,7 +33,7 @@ IDENTITY = SpiffeId.parse(identity("client"))
 
 
 class Around:
-    """What plans need of a pod, its node and a peer."""
+    """The parts of a pod, its node and a peer that plans need."""
 
     def __init__(self) -> None:
         self.mesh = Mesh(node=NODE)

@@ -69,12 +69,12 @@ class Tap:
 
 
 def notes(found: Capture) -> list[str]:
-    """What the first packet of each connection says."""
+    """Return the comments of each connection's first packet."""
     return [packet.comment for packet in found.packets if packet.flags == "S"]
 
 
 def ends(found: Capture) -> list[tuple[tuple[str, int], str]]:
-    """Who ended, and how."""
+    """Return which side ended, and how."""
     return [(packet.source, "RST" if "R" in packet.flags else "FIN") for packet in found.packets if is_end(packet)]
 
 

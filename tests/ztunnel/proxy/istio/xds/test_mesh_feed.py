@@ -153,7 +153,7 @@ POLICY = "policies: [{name: p, namespace: n, scope: Namespace, action: Deny, dry
 
 
 def save(path: Path, text: str) -> None:
-    """As editors do."""
+    """Save a file the way editors do."""
     path.with_suffix(".new").write_text(text)
     os.rename(path.with_suffix(".new"), path)
 
