@@ -82,7 +82,7 @@ async def until_annotated(client: Client, names: list[str], wanted: str | None) 
 
 
 class Conversation:
-    """A connection that lasts, and is asked now and then whether it lives."""
+    """A long connection, which is checked from time to time."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -140,7 +140,7 @@ def prepared(role: Role) -> tuple[Engine, Lent]:
 
 
 def comparable(events: Iterable[Event]) -> list[object]:
-    """Events, payload as (stream, bytes)."""
+    """Return the events in a form for comparisons: payload as (stream, bytes)."""
     found: list[object] = []
     for event in events:
         if isinstance(event, DataReceived):

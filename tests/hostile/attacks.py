@@ -49,7 +49,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One row.
+    """One row of a table.
 
     Attributes:
         row: of the list of attacks.

@@ -36,7 +36,7 @@ SiteT = TypeVar("SiteT")
 
 @dataclass(frozen=True, kw_only=True)
 class Case(Generic[SiteT]):
-    """One row.
+    """One row of a table.
 
     Attributes:
         number: the row's number in its table.

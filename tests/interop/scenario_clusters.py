@@ -311,7 +311,7 @@ def _resolved(wire: bytes, protocol: str) -> bytes:
 
 
 def name_server(stack: contextlib.ExitStack) -> int:
-    """Answer for ``udp.test`` over UDP, and for ``tcp.test`` over TCP, until ``stack`` ends; the port of both."""
+    """Answer ``udp.test`` over UDP and ``tcp.test`` over TCP until ``stack`` ends; return the port of both."""
 
     def over_tcp(sock: socket.socket) -> None:
         size = int.from_bytes(sock.recv(2, socket.MSG_WAITALL), "big")

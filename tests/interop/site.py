@@ -291,7 +291,7 @@ def _mesh(lab: Lab) -> dict[str, Any]:
 
 
 def available() -> str | None:
-    """Why none of this can run here, or None."""
+    """Return why these tests cannot run here, or None if they can."""
     from deploy.lab import may_make_namespaces
     from tests.interop.proxies import ENVOY
 

@@ -137,7 +137,7 @@ class TunnelClient:
         return self._sock.version(), self._sock.selected_alpn_protocol()
 
     def request(self, headers: Headers, *, end: bool = False) -> int:
-        """Send a request; its stream."""
+        """Send a request; return the id of its stream."""
         stream = self._h2.get_next_available_stream_id()
         self._answers[stream] = Answer()
         if not self.failure:

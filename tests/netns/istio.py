@@ -76,7 +76,7 @@ class NodeProxy:
         return [line for line in found if not direction or line["direction"] == direction]
 
     async def ended(self, direction: str, destination: str) -> dict[str, Any]:
-        """The first access line about a connection to a workload."""
+        """Return the first access line about a connection to a workload."""
         return (await self.lines(direction, 1, dst_workload=destination))[0]
 
     async def lines(self, direction: str, count: int, **fields: object) -> list[dict[str, Any]]:

@@ -33,7 +33,7 @@ class Felix:
         await self._server.__aexit__(kind, error, trace)
 
     async def stream(self, *updates: c.Update | bytes | None) -> asyncio.Queue[c.Update | bytes | None]:
-        """Wait for the next stream, say something in it, and return its queue."""
+        """Wait for the next stream, send these messages in it, and return its queue."""
         queue = await self.streams.get()
         for update in updates:
             queue.put_nowait(update)

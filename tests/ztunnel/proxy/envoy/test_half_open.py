@@ -113,7 +113,7 @@ def test_a_connection_that_ends_while_it_waits_leaves_nothing(tmp_path: Path) ->
 
 
 def test_stalled_handshake_is_closed_if_others_wait(tmp_path: Path) -> None:
-    """Its ClientHello is there and nothing follows."""
+    """A client sends its ClientHello and nothing else."""
 
     async def body(harness: Harness) -> None:
         async with application() as port:

@@ -1,4 +1,4 @@
-"""Files of roots: what can be used is, what cannot is named, and no odd one costs the others."""
+"""Files of roots: usable roots are used, others are named, and a faulty one does not affect the rest."""
 
 import base64
 import datetime

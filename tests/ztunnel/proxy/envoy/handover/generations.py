@@ -115,13 +115,13 @@ class Generations:
 
     @property
     def before(self) -> Handover:
-        """The old proxy's side."""
+        """The hand-over of the old proxy."""
         assert self.old.proxy.handover is not None
         return self.old.proxy.handover
 
     @property
     def after(self) -> Handover:
-        """The new proxy's side."""
+        """The hand-over of the new proxy."""
         assert self.new.proxy.handover is not None
         return self.new.proxy.handover
 

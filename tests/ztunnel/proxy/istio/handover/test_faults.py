@@ -60,7 +60,7 @@ SLICING = msgspec.structs.replace(GREETING, slices=True)
 
 
 class Scripted:
-    """A process that the test plays."""
+    """A stand-in for a process, controlled by the test."""
 
     def __init__(self, channel: Rendezvous) -> None:
         self.channel = channel

@@ -1,4 +1,4 @@
-"""Which worker accepts next."""
+"""Tests of the choice of the worker that accepts the next connection."""
 
 import os
 
