@@ -192,7 +192,7 @@ def test_every_fault_is_listed_with_its_place(tmp_path: Path, capsys: pytest.Cap
         f"{path}: static_resources.clusters[0]: name: ",
         f"{path}: static_resources.clusters[1] (c): cluster: LB policy",
         f"{path}: static_resources.clusters[2].name: cluster manager: duplicate cluster 'c'",
-        f"{path}: dynamic_resources.cds_config: the configuration asks for ADS",
+        f"{path}: dynamic_resources.cds_config: the configuration requests ADS",
         f"{lds}: resources[0].address.socket_address.port_value: expected an integer",
         f"{lds}: resources[0].tcp_backlog_size: expected an integer",
         f"{lds}: resources[1] (b): filter_chains: ",
