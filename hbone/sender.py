@@ -35,12 +35,16 @@ _ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
 
 
 def field(name: bytes, value: bytes) -> bytes:
-    """Return one header field for :meth:`Engine.open_tunnel` of any connection; ``name`` is in lower case."""
+    """Return an encoded header field, which :meth:`Engine.open_tunnel` takes on every connection.
+
+    Args:
+        name: in lower case.
+    """
     return _ENCODER.field((name, value))
 
 
 def fields(headers: Iterable[Header]) -> bytes:
-    """Return header fields for :meth:`Engine.open_tunnel` of any connection, in their order."""
+    """Return encoded header fields in the given order; see :func:`field`."""
     return b"".join([_ENCODER.field(header) for header in headers])
 
 

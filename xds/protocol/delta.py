@@ -356,8 +356,8 @@ class DeltaClient:
     def _contents(
         self, response: DeltaDiscoveryResponse, state: _Type
     ) -> tuple[list[Resource], list[tuple[str, float | None]], list[str]]:
-        """Return the requested resources, the names and times to live of heartbeats, and the requested names that
-        were removed.
+        """Split a response into three parts, without what was not requested: the resources, the heartbeats as
+        (name, time to live), and the names of removed resources.
         """
         resources: list[Resource] = []
         heartbeats: list[tuple[str, float | None]] = []

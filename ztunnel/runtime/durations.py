@@ -104,7 +104,7 @@ class Durations:
         _EXEMPLAR.pack_into(self._exemplars, place * _EXEMPLAR.size, seconds, wall_s, trace)
 
     def exemplars(self) -> Iterator[Exemplar | None]:
-        """Iterate over the exemplars of all buckets, for :meth:`cumulative`'s values."""
+        """Iterate over the buckets' exemplars, in the order of :meth:`cumulative`."""
         if not self._exemplars:
             yield from [None] * len(self._numbers)
         yield from _unpacked(self._exemplars)

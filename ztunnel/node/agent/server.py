@@ -228,7 +228,7 @@ class ZdsServer:
             log.warning("not a ztunnel error=%s", plain_reason(error) or "no hello")
             return
         connection = _Connection(channel)
-        # The snapshot takes the lock before the connection is listed, so that changes wait for its end.
+        # Taken for the snapshot before the connection is in the list, so that changes are sent after the snapshot.
         await connection.turn.acquire()
         self._connections.append(connection)
         log.info("ztunnel connected ztunnels=%d", len(self._connections))

@@ -32,7 +32,7 @@ _LOOK_S: Final = 0.01
 _MESH_EVERY_S: Final = 1.0
 
 
-#: Addons, each with its hook of the same name.
+#: The addons that implement one hook, each with its function of that name.
 Hooks = tuple[tuple[RunningAddon, Hook], ...]
 
 

@@ -1,7 +1,7 @@
-"""Decides which access lines end a connection with a span, and builds that span.
+"""Decides for which connections a span is exported, at their last access line, and builds it.
 
-A span is created only if the ``traceparent`` of a tunnel is sampled. The operator sets whether traces beginning
-here are sampled (``OTEL_TRACES_SAMPLER``).
+A span is created only if the tunnel's ``traceparent`` has the sampled flag. The operator sets which traces that
+begin in this proxy have it (``OTEL_TRACES_SAMPLER``).
 """
 
 import random

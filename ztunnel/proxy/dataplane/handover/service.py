@@ -371,7 +371,7 @@ class Handover:
         )
 
     async def give_late(self) -> None:
-        """Give connections that could not move before, even to a late successor, until cancelled."""
+        """Offer the connections that have stayed repeatedly, also to a later successor, until cancelled."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             giver = self._giver

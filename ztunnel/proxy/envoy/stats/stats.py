@@ -41,7 +41,7 @@ class Counter:
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """A number that can decrease. If ``read`` is set, it returns the number for each page."""
+    """A number that can decrease. ``read``, if set, is called for the number whenever a page is rendered."""
 
     name: str
     family: str
