@@ -143,6 +143,9 @@ class Handover:
 
     async def close(self) -> None:
         """End both roles. Connections that the other process has not released stay there."""
+        if self._listener is not None:
+            # Before the successor sees the end of its channel and puts its own socket there, which must stay.
+            self._listener.remove()
         await self._tasks.close()
         if self._listener is not None:
             self._listener.close()

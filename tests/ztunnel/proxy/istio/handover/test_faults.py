@@ -326,6 +326,33 @@ def test_only_one_successor_at_a_time(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
+def test_the_path_is_removed_before_the_successor_listens_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor puts its own socket there at the end of the channel. That one must stay."""
+    steps: list[str] = []
+
+    def note(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def noted(self: object) -> None:
+            steps.append(kind.__name__)
+            original(self)
+
+        monkeypatch.setattr(kind, name, noted)
+
+    async def body(made: Generations) -> None:
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            note(UnixListener, "remove")
+            note(Rendezvous, "close")
+            await made.before.close()
+            assert await taker.hear() is None
+
+    play(tmp_path, body)
+    assert steps[0] == "UnixListener"
+
+
 def test_successor_of_an_incompatible_schema_gets_no_connections(tmp_path: Path) -> None:
     async def body(made: Generations) -> None:
         later = Greeting(version="later", schema=SCHEMA + 5, oldest=SCHEMA + 1)
