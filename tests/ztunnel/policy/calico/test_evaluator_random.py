@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from ipaddress import ip_network
-from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 from tests.generated import examples
 from tests.ztunnel.policy.calico.evaluator_case import POD, identities
 from tests.ztunnel.policy.calico.literal import UNREADABLE, Literal
+from tests.ztunnel.policy.strategies import mostly, some
 from xds.model import calico as c
 from ztunnel.policy.calico.evaluator import Evaluator
 from ztunnel.policy.calico.store import Store
@@ -22,14 +22,6 @@ PRINCIPALS = ("", "spiffe://cluster.local/ns/shop/sa/web", "spiffe://cluster.loc
 PATHS = (None, "", "/", "/public", "/public/..%2fadmin", "/admin", "/%XY", "relative")
 NETS = (ip_network("10.0.0.0/24"), ip_network("10.0.0.1/32"), ip_network("fd00::/8"), None)
 SELECTORS = ("", "role == 'web'", "!has(role)", "broken ==")
-
-
-def some(values: tuple[Any, ...], most: int = 2) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.one_of(st.just(()), st.lists(st.sampled_from(values), max_size=most, unique=True).map(tuple))
-
-
-def mostly(default: Any, other: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(st.just(default), st.just(default), other)
 
 
 PORTS = ((80, 80), (1, 1024), (8080, 8090))

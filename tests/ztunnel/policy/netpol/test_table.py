@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.generated import examples
 from tests.ztunnel.policy.calico.cluster import BACK, FRONT, compiled, evaluator, global_policy, local_policy
 from tests.ztunnel.policy.netpol.packets import packets
+from tests.ztunnel.policy.strategies import mostly, some
 from tproxy.expressions import Counter, Expression, Verdict
 from tproxy.packets import Interpreter, Packet
 from tproxy.render.text import rule_text, table_text
@@ -35,14 +36,6 @@ MEMBERS = {
         ("10.0.0.1,tcp:80", "10.0.0.2,udp:80", "fd00::1,sctp:81", "10.0.0.2,tcp:81"),
     ),
 }
-
-
-def some(values: tuple[Any, ...], most: int = 2) -> st.SearchStrategy[tuple[Any, ...]]:
-    return st.one_of(st.just(()), st.lists(st.sampled_from(values), max_size=most, unique=True).map(tuple))
-
-
-def mostly(default: Any, other: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.one_of(st.just(default), st.just(default), other)
 
 
 PORTS = ((80, 80), (1, 80), (81, 90))
