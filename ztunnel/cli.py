@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import select
+import signal
 import sys
 import warnings
 from collections.abc import Awaitable, Mapping, Sequence
@@ -200,6 +201,10 @@ def _run(argv: Sequence[str] | None) -> int:
     if given[0] == "--version":
         given[0] = "version"
     if given[0] == "worker" and given[1:2] and given[1].isdigit():  # internal: the proxy starts its workers so
+        from ztunnel.runtime.process import end_with_parent
+
+        # A worker of a killed main process would accept connections from the sockets that the next one serves.
+        end_with_parent(signal.SIGKILL)
         if given[2:] == [WITHOUT_SSL]:
             leave_out()
         from ztunnel.proxy.istio.workers.worker import run

@@ -593,10 +593,14 @@ class Connection(ConnectionTunnels):
             self._established.exception()  # retrieved: there may be no waiter left
         if isinstance(error, TlsError):
             self._answers.refused_by_tls(error)
+        if not isinstance(broken, TunnelBroken):
+            broken = ConnectionBroken(f"connection ended: {error}")
+        # The first stream is never repeated: a server that refuses us after the handshake would do so again.
+        unsent_from = 0 if isinstance(error, TunnelClosed) else self._unsent_from
         for stream_id in list(self._tunnels):
+            unprocessed = 1 < unsent_from <= stream_id
             self._stream_gone(
-                stream_id,
-                broken if isinstance(broken, TunnelBroken) else ConnectionBroken(f"connection ended: {error}"),
+                stream_id, ConnectionBroken(broken.detail, unprocessed=True) if unprocessed else broken
             )
         self._waiting.clear()
         self._to_flush.clear()

@@ -34,6 +34,7 @@ class ConnectionTunnels(TunnelCarrier):
         "_room",
         "_to_flush",
         "_tunnels",
+        "_unsent_from",
         "_waiting",
         "link",
         "settings",
@@ -57,6 +58,7 @@ class ConnectionTunnels(TunnelCarrier):
         self._answers = PendingAnswers(poller)
         self._waiting: dict[int, Tunnel] = {}
         self._to_flush: list[Tunnel] = []
+        self._unsent_from = 0  # client: the first stream whose CONNECT has not been given to the network; 0: none
         self._room = False
         self._flushing = False
         self._closing = False
@@ -99,12 +101,16 @@ class ConnectionTunnels(TunnelCarrier):
             return
         output = self.engine.output
         if output.borrows and not self.link.blocked and self.error is None:
+            views = output.views()
             try:
-                self.link.send(output.views())
+                self.link.send(views)
             except (OSError, TlsError) as error:
+                if len(views) > 1:
+                    self._unsent_from = 0  # the network can have taken the first of them
                 self._end(network_error(error, "while sending"))
                 return
             output.taken()
+            self._unsent_from = 0
 
     def _unblock(self) -> None:
         try:
@@ -205,8 +211,8 @@ class ConnectionTunnels(TunnelCarrier):
         Raises:
             ConnectRefused: another status.
             TunnelBroken: the stream or the connection ended before the answer. ``unprocessed`` is also set if no
-                stream could be opened (see :attr:`accepts_streams`), but not if the connection ended before its
-                first stream.
+                stream could be opened (see :attr:`accepts_streams`), or if the connection had ended before the
+                CONNECT was sent; but not for the first stream of a connection.
             TlsError: the peer refused our certificate, which a client of TLS 1.3 learns after its handshake.
         """
         if not self.accepts_streams:
@@ -237,6 +243,8 @@ class ConnectionTunnels(TunnelCarrier):
 
     def _requested(self, stream_id: int, client: EarlySource | None) -> Tunnel:
         tunnel = self._tunnels[stream_id] = Tunnel(self, stream_id)
+        if not self._unsent_from:
+            self._unsent_from = stream_id
         if client is not None and self.engine.peer_early_bytes:
             self._send_early(tunnel, client)
         self.poller.schedule_flush(self)

@@ -48,17 +48,24 @@ def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) 
 
             await together()
             for node in ("w1", "w2"):
+                proxy = mesh.proxies[node]
+                await eventually(
+                    lambda proxy=proxy: proxy.metric("ztunnel_workers") == int(workers), "all workers serve"
+                )
                 first = serving(mesh, node)
                 # A worker that sees nothing of its main process's end must neither accept nor keep anything.
-                for worker in children(first):
+                old = [first, *children(first)]
+                for worker in old[1:]:
                     os.kill(worker, signal.SIGSTOP)
                 os.kill(first, signal.SIGKILL)
-                # The other node's proxy must have seen the resets of its tunnel connections.
                 await eventually(
                     lambda node=node, first=first: serving(mesh, node) not in (0, first), "a new proxy"
                 )
+                # Until the kernel has ended a worker, the other node's tunnel connections to it are open.
+                await eventually(
+                    lambda old=old: not any(Path(f"/proc/{pid}").exists() for pid in old), "all ended"
+                )
                 await together()
-                proxy = mesh.proxies[node]
                 assert "the proxy ended by signal 9 and is started again" in proxy.log_path.read_text()
                 await eventually(proxy.ready, "ready")
                 assert proxy.metric("ztunnel_crashes_total") == 1

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
+import socket
+import struct
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 
@@ -241,6 +244,30 @@ def test_broken_tunnels_report_whether_early_bytes_were_possibly_delivered(first
     if first:
         assert isinstance(error, TunnelBroken if cause == "reset" else ConnectionBroken)
         assert not isinstance(error, ConnectRefused)
+
+
+@pytest.mark.parametrize("first", [b"", b"question"])
+@pytest.mark.parametrize("read", [False, True])
+def test_a_request_that_never_left_can_be_repeated(first: bytes, *, read: bool) -> None:
+    """The peer's reset came before the request was written, whether we read it before or find it by writing."""
+
+    async def main() -> None:
+        with polling() as poller:
+            async with pair_of(poller) as pair:
+                opened, _ = await pair.tunnel()
+                with opened, application(poller, first) as (_, end):
+                    pair.server.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    pair.server.abort("crash")
+                    opening = pair.client.open(CONNECT, end)
+                    if read:
+                        pair.client.on_event(select.EPOLLIN | select.EPOLLERR | select.EPOLLHUP)
+                    with pytest.raises(ConnectionBroken) as caught:
+                        await opening
+                    assert caught.value.unprocessed
+                    assert not caught.value.perhaps_delivered
+                    assert end.peek_into(memoryview(bytearray(100))) == len(first)
+
+    run(main)
 
 
 def test_unprocessed_streams_have_not_delivered_early_bytes() -> None:

@@ -131,6 +131,8 @@ def test_no_connection_is_refused_while_a_server_has_died(held: Held, how: str) 
 def test_what_waits_in_the_queue_is_served_by_the_next(held: Held) -> None:
     first = held.ask()[0]
     os.kill(first, signal.SIGSTOP)
+    while _state(first) != "T":  # until then it can accept one more connection in accept(2)
+        time.sleep(0.005)
     found: list[int] = []
     waiting = [threading.Thread(target=lambda: found.append(held.ask()[0])) for _ in range(5)]
     for each in waiting:

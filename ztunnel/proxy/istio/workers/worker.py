@@ -73,7 +73,6 @@ from ztunnel.proxy.tap.request import TapRequest, Totals
 from ztunnel.runtime import descriptors, heap
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.log_writer import LogWriter
-from ztunnel.runtime.process import end_with_parent
 from ztunnel.runtime.rotation import ignore_rotation
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.turns import turned
@@ -431,8 +430,6 @@ def run(descriptor: int) -> int:
     # Both signals reach every process of a foreground group. The main process handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    # A worker of a killed main process would accept connections from the sockets that the next one serves.
-    end_with_parent(signal.SIGKILL)
     ignore_rotation()  # a worker's log lines are written by the main process
     descriptors.raise_limit()
     heap.expect_growth()
