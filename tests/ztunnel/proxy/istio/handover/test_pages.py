@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
+from tests.ztunnel.proxy.istio.handover.scripted import GREETING
 from ztunnel.cli import main
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
+from ztunnel.proxy.dataplane.handover.messages import encode
 from ztunnel.proxy.istio.environment import config_from
 from ztunnel.runtime.settings import SettingsError
 
@@ -75,8 +77,6 @@ def test_handover_command_gives_connections_at_once(capsys: Output, tmp_path: Pa
         handover.begin()
         while not handover.status()["listening"]:
             await asyncio.sleep(0.01)
-        from tests.ztunnel.proxy.istio.handover.test_faults import GREETING, encode
-
         reader, writer = await asyncio.open_unix_connection(str(tmp_path / "handover.sock"))
         message = encode(GREETING)
         writer.write(len(message).to_bytes(4) + b"\0\0" + message)
