@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_interface, ip_network
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,8 +41,8 @@ from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from tproxy.node import Member, Node
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
 
-# Larger than the small indexes of eth0 at the other ends, because equal indexes delay linkwatch; see create_pair.
-_FIRST_INDEX = 100
+# Interface indexes of eth0 and, by position, of the other ends. Equal ones would delay linkwatch; see create_pair.
+_ETH0, _FIRST_INDEX = 50, 100
 _STATIC = 4  # RTPROT_STATIC
 _MAIN = 254
 _STOP_S = 3.0
@@ -289,14 +290,15 @@ class Lab:
         place = Place(self, name, netns, _ipv4(f"172.18.0.{number}"), _ipv6(f"fd00:172:18::{number}"), None)
         with NetlinkSocket(NETLINK_ROUTE, netns) as link:
             cable = VethPair(End(NamespaceName(name), "eth0"), End(NamespaceName("net"), f"port{number}"))
-            link.request(rtnetlink.create_pair(cable, fabric.fileno(), peer_index=_FIRST_INDEX + number))
-            port = _index(fabric_link, f"port{number}")
+            port = _FIRST_INDEX + number
+            link.request(rtnetlink.create_pair(cable, fabric.fileno(), index=_ETH0, peer_index=port))
             fabric_link.request(rtnetlink.join_bridge(port, bridge))
-            _configure(link, "eth0", (f"{place.ipv4}/16", f"{place.ipv6}/64"))
+            eth0 = _Device(link, "eth0", _ETH0)
+            eth0.set_up((f"{place.ipv4}/16", f"{place.ipv6}/64"))
             for other in range(1, len(self._plan) + 1):
                 if other != number:
-                    _route(link, f"10.244.{other}.0/24", "eth0", f"172.18.0.{other}")
-                    _route(link, f"fd00:10:244:{other}::/64", "eth0", f"fd00:172:18::{other}")
+                    eth0.add_route(f"10.244.{other}.0/24", f"172.18.0.{other}")
+                    eth0.add_route(f"fd00:10:244:{other}::/64", f"fd00:172:18::{other}")
             worker = Worker(number, place, self._attach(f"{name}-ztunnel", "v-ztunnel", number, 5, netns, link))
             self.workers[name] = worker
             for position, pod in enumerate(pods, start=10):
@@ -312,13 +314,15 @@ class Lab:
         gateways = (f"10.244.{number}.1", f"fd00:10:244:{number}::1")
         with NetlinkSocket(NETLINK_ROUTE, netns) as link:
             cable = VethPair(End(NamespaceName(name), "eth0"), End(NamespaceName("node"), device))
-            link.request(rtnetlink.create_pair(cable, node.fileno(), peer_index=_FIRST_INDEX + position))
-            _configure(node_link, device, (f"{gateways[0]}/32", f"{gateways[1]}/128"))
-            _configure(link, "eth0", (f"{ipv4}/32", f"{ipv6}/128"))
+            far = _Device(node_link, device, _FIRST_INDEX + position)
+            link.request(rtnetlink.create_pair(cable, node.fileno(), index=_ETH0, peer_index=far.index))
+            eth0 = _Device(link, "eth0", _ETH0)
+            far.set_up((f"{gateways[0]}/32", f"{gateways[1]}/128"))
+            eth0.set_up((f"{ipv4}/32", f"{ipv6}/128"))
             for gateway, everything in zip(gateways, ("0.0.0.0/0", "::/0"), strict=True):
-                _route(link, everything, "eth0", gateway, onlink=True)
-        _route(node_link, f"{ipv4}/32", device)
-        _route(node_link, f"{ipv6}/128", device)
+                eth0.add_route(everything, gateway, onlink=True)
+        far.add_route(f"{ipv4}/32")
+        far.add_route(f"{ipv6}/128")
         return Place(self, name, netns, ipv4, ipv6, device)
 
 
@@ -403,26 +407,30 @@ def _index(link: NetlinkSocket, device: str) -> int:
     raise KeyError(device)
 
 
-def _configure(link: NetlinkSocket, device: str, addresses: Sequence[str]) -> None:
-    index = _index(link, device)
-    link.request(rtnetlink.set_up(index))
-    for address in addresses:
-        wanted = Address(device, ip_interface(address))
-        link.request(rtnetlink.address_message(rtnetlink.RTM_NEWADDR, wanted, index))
+@dataclass(frozen=True, slots=True)
+class _Device:
+    """A network device in the namespace of ``link``."""
 
+    link: NetlinkSocket
+    name: str
+    index: int
 
-def _route(
-    link: NetlinkSocket, destination: str, device: str, gateway: str | None = None, *, onlink: bool = False
-) -> None:
-    network: IpNetwork = ip_network(destination)
-    route = Route(
-        table=_MAIN,
-        destination=network,
-        device=device,
-        gateway=ip_address(gateway) if gateway is not None else None,
-        onlink=onlink,
-    )
-    message = rtnetlink.route_message(
-        rtnetlink.RTM_NEWROUTE, route, _STATIC, lambda name: _index(link, name), replace=False
-    )
-    link.request(message)
+    def set_up(self, addresses: Sequence[str]) -> None:
+        """Give it addresses with prefix lengths, and set it up."""
+        self.link.request(rtnetlink.set_up(self.index))
+        for address in addresses:
+            wanted = Address(self.name, ip_interface(address))
+            self.link.request(rtnetlink.address_message(rtnetlink.RTM_NEWADDR, wanted, self.index))
+
+    def add_route(self, destination: str, gateway: str | None = None, *, onlink: bool = False) -> None:
+        """Add a route to the main table."""
+        network: IpNetwork = ip_network(destination)
+        route = Route(
+            table=_MAIN,
+            destination=network,
+            device=self.name,
+            gateway=ip_address(gateway) if gateway is not None else None,
+            onlink=onlink,
+        )
+        kind = rtnetlink.RTM_NEWROUTE
+        self.link.request(rtnetlink.route_message(kind, route, _STATIC, lambda _: self.index, replace=False))

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
 
 
 def serving(mesh: AmbientMesh, node: str) -> int:
-    """Return the process under a node's holder."""
+    """Return the process under a node's holder, or 0 between two."""
     return next(iter(children(mesh.proxies[node].process.pid)), 0)
 
 
@@ -57,6 +57,7 @@ def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) 
                 old = [first, *children(first)]
                 for worker in old[1:]:
                     os.kill(worker, signal.SIGSTOP)
+                assert first  # 0 would be this process's group
                 os.kill(first, signal.SIGKILL)
                 await eventually(
                     lambda node=node, first=first: serving(mesh, node) not in (0, first), "a new proxy"
@@ -92,6 +93,7 @@ def test_a_killed_proxy_serves_again_without_its_control_plane(tmp_path: Path) -
             await mesh.stop_control_plane()
             for node in ("w1", "w2"):
                 first = serving(mesh, node)
+                assert first  # 0 would be this process's group
                 os.kill(first, signal.SIGKILL)
                 await eventually(lambda node=node, old=first: serving(mesh, node) not in (0, old), "a new proxy")
                 assert (await ask(client, far, 8080, wait_s=60.0)).endswith(HELLO)

@@ -146,6 +146,7 @@ class ControlPlane:
         self._tls = bool(tls_hosts)
         self._root_file = ca_directory / "root-cert.pem"
         self._node_proxies = {""}
+        self._proxies: set[tuple[str, Flavour]] = set()  # the connected ones, once and now, of Envoy's dialect
         self._registrar = Registrar(lambda: self._mesh, self._ca, ca.token_secret(ca_directory), lifetime, ca.now)
         judge: Registrar | KubeRegistrar = self._registrar
         if reviews is not None:
@@ -248,11 +249,15 @@ class ControlPlane:
         return certificate
 
     def _publish(self) -> None:
-        for node in self._mesh.nodes:
-            for flavour in Flavour:
-                config = NodeConfig(self._mesh, node, flavour, self._access_log, self._log_json)
-                messages = [*config.messages(), *self._secrets(config)]
-                self._server.publish(f"{node}/{flavour}", Snapshot.of(messages))
+        """Publish the resources of the proxies of Envoy's dialect that have connected: most meshes have none."""
+        for node, flavour in self._proxies:
+            self._publish_to(node, flavour)
+
+    def _publish_to(self, node: str, flavour: Flavour) -> None:
+        if node in self._mesh.nodes:
+            config = NodeConfig(self._mesh, node, flavour, self._access_log, self._log_json)
+            messages = [*config.messages(), *self._secrets(config)]
+            self._server.publish(f"{node}/{flavour}", Snapshot.of(messages))
 
     def _publish_workloads(self) -> None:
         """Publish the resources of Istio's node proxies. They are the same for every node, except for those that
@@ -299,4 +304,7 @@ class ControlPlane:
                 )
             return f"{name if name in self._node_proxies else ''}/{_NODE_PROXY}"
         flavour = Flavour.STOCK_ENVOY if node.user_agent_name == "envoy" else Flavour.ZTUNNEL
+        if (name, flavour) not in self._proxies:
+            self._proxies.add((name, flavour))
+            self._publish_to(name, flavour)
         return f"{name}/{flavour}"

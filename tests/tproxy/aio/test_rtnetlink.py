@@ -1,10 +1,13 @@
 """Links, addresses, routes and rules: bytes that the kernel has accepted, written and read back."""
 
+import struct
 from ipaddress import ip_address, ip_interface, ip_network
 
 import pytest
+from pyroute2.netlink.rtnl.ifinfmsg import ifinfmsg
 
 from tproxy.aio import rtnetlink
+from tproxy.aio.netlink import NETLINK_ROUTE, NetlinkSocket
 from tproxy.resources import Address, End, IpRule, NamespaceName, Route, VethPair
 from tproxy.wire import MalformedDump, attribute
 
@@ -119,11 +122,28 @@ def test_a_message_that_is_cut_is_malformed_or_has_less(cut: int) -> None:
     assert found != ROUTES[2][0]
 
 
-@pytest.mark.parametrize("cut", [28, 31])
-def test_a_link_whose_kind_is_cut_is_malformed(cut: int) -> None:
-    """pyroute2 leaves the bytes of a nest that it cannot decode in place of its attributes."""
+@pytest.mark.parametrize("cut", [0, 15, 28, 31])
+def test_a_link_that_is_cut_is_malformed(cut: int) -> None:
     with pytest.raises(MalformedDump):
         rtnetlink.read_link(rtnetlink.create_bridge("br0").body[:cut])
+
+
+def test_links_of_this_machine_are_read_as_pyroute2_reads_them() -> None:
+    with NetlinkSocket(NETLINK_ROUTE) as route:
+        bodies = route.dump(rtnetlink.dump_request(rtnetlink.RTM_GETLINK))
+    assert bodies
+    for body in bodies:
+        theirs = ifinfmsg(struct.pack("=IHHII", 16 + len(body), 0, 0, 0, 0) + body)
+        theirs.decode()
+        info = theirs.get_attr("IFLA_LINKINFO")
+        assert rtnetlink.read_link(body) == rtnetlink.Link(
+            index=theirs["index"],
+            name=theirs.get_attr("IFLA_IFNAME"),
+            up=bool(theirs["flags"] & 1),
+            running=theirs.get_attr("IFLA_OPERSTATE") == "UP",
+            kind=info.get_attr("IFLA_INFO_KIND") if info is not None else "",
+            peer_index=theirs.get_attr("IFLA_LINK"),
+        )
 
 
 def test_a_route_with_an_encapsulation_is_not_ours() -> None:
