@@ -9,12 +9,14 @@ import ctypes
 import functools
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from hbone.aio.poller import Poller
 
 _M_ARENA_MAX: Final = -8  # malloc.h
+#: A start that takes longer waits for a control plane, and its retries can make garbage.
+_GROWTH_S: Final = 30.0
 #: Free pages are returned after this time without changes. A guess.
 _CALM_S: Final = 2.0
 #: The time between two checks whether load has dropped. A guess.
@@ -42,6 +44,21 @@ def expect_growth() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
+@contextlib.contextmanager
+def growing() -> Iterator[None]:
+    """Suspend garbage collection until :func:`settle`, for at most ``_GROWTH_S``; entered when the loop runs.
+
+    A collection of young objects visits each permanent object once: 0.6 of 8 s of a start with 20,000 services.
+    """
+    gc.disable()
+    limit = asyncio.get_running_loop().call_later(_GROWTH_S, gc.enable)
+    try:
+        yield
+    finally:
+        limit.cancel()
+        gc.enable()
+
+
 def settle() -> None:
     """Exclude existing objects from garbage collection, and collect young ones less often; called after the start.
 
@@ -52,6 +69,7 @@ def settle() -> None:
     garbage. With the default thresholds they took 5 % of a connection's time.
     """
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 20, 20)
     trim()
 

@@ -61,6 +61,28 @@ def test_growth_and_calm_set_the_collector() -> None:
         gc.set_threshold(*before)
 
 
+def test_collections_are_suspended_until_the_start_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        with heap.growing():
+            assert not gc.isenabled()
+            heap.settle()
+            assert gc.isenabled()
+        with heap.growing():
+            assert not gc.isenabled()
+        assert gc.isenabled(), "the process ended before its start was over"
+        monkeypatch.setattr(heap, "_GROWTH_S", 0)
+        with heap.growing():
+            while not gc.isenabled():
+                await asyncio.sleep(0)
+
+    before = gc.get_threshold()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*before)
+
+
 class _Sockets:
     """The part of a poller that a trimmer uses."""
 

@@ -402,6 +402,7 @@ class Proxy:
         loop.add_signal_handler(signal.SIGUSR2, self._replace_asked)
         reopen_on_rotation(self.logs.writer.reopen)
         async with AsyncExitStack() as stack:
+            stack.enter_context(heap.growing())
             stack.callback(self.logs.writer.close)
             named = self.addons.host.current.name if self.addons is not None else None
             stack.enter_context(Watchdog(self.delays, culprit=named))

@@ -362,6 +362,7 @@ class IstioProxy:
         loop.add_signal_handler(signal.SIGUSR2, self._replace_asked)
         reopen_on_rotation(self.writer.reopen)
         async with AsyncExitStack() as stack:
+            stack.enter_context(heap.growing())
             stack.callback(self.writer.close)
             addons = self.node.addons
             named = addons.host.current.name if addons is not None else None
