@@ -83,6 +83,8 @@ class Calls:
 def test_one_more_service_compiles_one_chain_and_one_entry(services: int, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts()
     before = compile_listener(outbound(services), SURROUNDINGS, parts)
+    listeners._named.clear()
+    matchers._named.clear()
     chains, actions = Calls(monkeypatch, listeners, "compile_filter"), Calls(monkeypatch, matchers, "unpack_as")
     message = outbound(services + 1)
     after = compile_listener(message, SURROUNDINGS, Parts(parts))
@@ -106,9 +108,10 @@ def test_parts_keep_one_version_only(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_listener(outbound(3), SURROUNDINGS, first)
     second = Parts(first)
     compile_listener(outbound(1), SURROUNDINGS, second)
+    listeners._named.clear()
     chains = Calls(monkeypatch, listeners, "compile_filter")
     compile_listener(outbound(3), SURROUNDINGS, Parts(second))
-    assert chains.count == 2
+    assert chains.count == 1, "the two that this version adds differ in their names only"
 
 
 def test_two_chains_of_equal_content_stay_two() -> None:

@@ -11,18 +11,23 @@ from hypothesis import strategies as st
 
 from tests.xds.dialects.test_envoy import SURROUNDINGS
 from xds.dialects.envoy import Surroundings, cluster, compile_assignment, compile_cluster, filters, matcher
+from xds.dialects.envoy import listener as envoy_listener
 from xds.dialects.envoy.endpoint import Member, plain_members
+from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import Shared, every_fault
 from xds.errors import ConfigError
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.cluster import Cluster as ClusterModel
 from xds.model.cluster import Endpoint, Health, LoadAssignment
 from xds.model.listener import TcpProxy as TcpProxyModel
+from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
+from xds.proto.envoy.config.listener.v3.listener_pb2 import Filter, FilterChain
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3.tcp_proxy_pb2 import TcpProxy
 from xds.proto.json import parse_value
 from xds.proto.xds.core.v3.core_pb2 import TypedExtensionConfig
+from xds.proto.xds.type.matcher.v3.matcher_pb2 import Matcher
 
 Given, Read = TypeVar("Given"), TypeVar("Read")
 
@@ -189,11 +194,15 @@ _CHECK = {"timeout": "1s", "interval": "1s", "unhealthy_threshold": 1, "healthy_
 _CLUSTER_CHANGES: list[Change] = [
     (("name",), "two"),
     (("name",), "three"),
+    (("name",), "a" * 97),  # its length is the code of its letter
+    (("name",), "b" * 97),
     (("name",), None),
     (("type",), "STATIC"),
     (("type",), "STRICT_DNS"),
     (("eds_cluster_config",), None),
     (("eds_cluster_config", "service_name"), "other"),
+    (("eds_cluster_config", "service_name"), "two"),
+    (("alt_stat_name",), "two"),
     (("eds_cluster_config", "eds_config"), {}),
     (("connect_timeout",), "2s"),
     (("connect_timeout",), "0s"),
@@ -212,7 +221,10 @@ def _compiled(document: dict[str, Any]) -> ClusterModel | str:
     return _result(lambda message: compile_cluster(message, SURROUNDINGS), parse_value(document, Cluster).message)
 
 
-_SHARED: tuple[Shared[Any], ...] = (cluster._shapes, filters._tcp_proxies, matcher._inputs)
+_SHARED: tuple[Shared[Any], ...] = (
+    *(cluster._named, envoy_listener._named, matcher._named),
+    *(filters._tcp_proxies, matcher._inputs),
+)
 
 
 def _forget() -> None:
@@ -319,6 +331,56 @@ def test_tcp_proxies_share_their_values() -> None:
     assert second.access_log is first.access_log
 
 
+_NAMES = st.sampled_from(["a", ":a", "::", "aa", "a" * 97, "b" * 97, ":" * 58, "x:\x03", "tcp", "x" * 200, "\xe9"])
+
+
+def _chain(name: str, prefix: str, to: str, filter_name: str) -> object:
+    proxy = TcpProxy(stat_prefix=prefix, cluster=to)
+    message = FilterChain(name=name, filters=[Filter(name=filter_name, typed_config=registry.pack(proxy))])
+    noted, asked = SURROUNDINGS.noted()
+    return _result(lambda given: envoy_listener._chain_or_kept(given, noted, asked, Parts()), message)
+
+
+@given(chains=st.lists(st.one_of(_NAMES.map(lambda name: (name, name, name, "tcp")), st.tuples(*[_NAMES] * 4))))
+def test_a_chain_that_differs_in_its_name_is_as_if_compiled(chains: list[tuple[str, str, str, str]]) -> None:
+    _same_as_alone([partial(_chain, *each) for each in chains])
+
+
+def _entry(port: str, name: str, value: str, keep: bool) -> object:
+    action = {"name": name, "typed_config": {"@type": "type.googleapis.com/google.protobuf.StringValue"}}
+    action["typed_config"] |= {"value": value}
+    lookup = {"input": _INPUTS[0], "exact_match_map": {"map": {port: {"action": action, "keep_matching": keep}}}}
+    message = parse_value({"matcher": {"matcher_tree": lookup}}, Matcher.OnMatch).message
+    return _result(lambda given: matcher._on_match(given, Parts()), message)
+
+
+@given(
+    entries=st.lists(
+        st.one_of(
+            _NAMES.map(lambda name: ("80", name, name, False)),
+            st.tuples(st.sampled_from(["80", "a"]), _NAMES, _NAMES, st.booleans()),
+        )
+    )
+)
+def test_an_entry_that_differs_in_its_name_is_as_if_compiled(entries: list[tuple[str, str, str, bool]]) -> None:
+    _same_as_alone([partial(_entry, *each) for each in entries])
+
+
+@pytest.mark.usefixtures("shapes")
+def test_clusters_that_differ_in_their_names_are_not_parsed() -> None:
+    def packed(**changes: Any) -> tuple[bytes, str]:
+        message = parse_value({**_EDS, "name": "two", **changes}, Cluster).message
+        return message.SerializeToString(deterministic=True), message.name
+
+    assert cluster.renamed_cluster(*packed()) is None
+    _compiled(_EDS)
+    assert cluster.renamed_cluster(*packed()) == _compiled({**_EDS, "name": "two"})
+    assert cluster.renamed_cluster(*packed(connect_timeout="7s")) is None
+    wire, name = packed()
+    assert cluster.renamed_cluster(wire + b"\xd2\x3e\x01x", name) is None, "an unknown field"
+    assert cluster.renamed_cluster(wire, "one") is None, "another name than the message has"
+
+
 _INPUT = "type.googleapis.com/envoy.extensions.matching.common_inputs.network.v3"
 _INPUTS = [
     {"name": "port", "typed_config": {"@type": f"{_INPUT}.DestinationPortInput"}},
@@ -343,9 +405,9 @@ def test_shapes_are_shared_and_bounded() -> None:
     assert isinstance(second, ClusterModel)
     assert second.eds_name == second.name == "two"
     assert second.balancing is first.balancing
-    for number in range(1, 2 * cluster._shapes._most):
+    for number in range(1, 2 * cluster._named._most):
         _compiled({**_EDS, "connect_timeout": f"{number}s"})
-        assert len(cluster._shapes._values) <= cluster._shapes._most
+        assert len(cluster._named._values) <= cluster._named._most
 
 
 @pytest.mark.usefixtures("shapes")
@@ -363,4 +425,4 @@ def test_an_incomplete_result_is_no_shape() -> None:
     document = {**_EDS, "close_connections_on_host_health_failure": True}
     message = parse_value(document, Cluster).message
     assert every_fault(lambda: compile_cluster(message, SURROUNDINGS))[0] is None
-    assert not cluster._shapes._values
+    assert not cluster._named._values

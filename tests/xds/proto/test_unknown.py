@@ -18,6 +18,7 @@ from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
 from xds.proto.envoy.config.route.v3.route_pb2 import RouteConfiguration
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.proto.unknown import HARMLESS, missing_fields, reason_for, unknown_fields
+from xds.proto.well_known import Any
 
 SURROUNDINGS = Surroundings(read_file=lambda path: b"", environment={})
 
@@ -42,6 +43,9 @@ def test_every_missing_field_is_found_by_its_name() -> None:
             message = registry.message_for(name)()
             message.ParseFromString(field(number))
             found = unknown_fields(message)
+            packed = Any(type_url=name, value=field(number))
+            again = registry.unpack(packed)
+            assert (unknown_fields(again, packed), again) == (found, message)
             if f"{name}.{called}" in HARMLESS:
                 assert found == [], (name, called)
                 assert message.ByteSize() == 0, "dropped, so that it changes no digest"

@@ -1,6 +1,5 @@
 """Compiles CDS clusters."""
 
-from dataclasses import replace
 from sys import intern
 from typing import Any
 
@@ -12,12 +11,13 @@ from xds.dialects.envoy.endpoint import compile_assignment
 from xds.dialects.envoy.filters import compile_http2
 from xds.dialects.envoy.health_check import compile_health_check
 from xds.dialects.envoy.reading import (
-    Shared,
+    Renamed,
     Surroundings,
     at,
     config_source,
     constraint,
     digest,
+    digest_of,
     enum_name,
     fetch_timeout,
     metadata,
@@ -29,6 +29,7 @@ from xds.dialects.envoy.reading import (
     struct,
     unpack,
     unpack_as,
+    with_values,
     wrapped,
 )
 from xds.dialects.envoy.tls import compile_upstream
@@ -47,47 +48,57 @@ from xds.proto.envoy.extensions.transport_sockets.proxy_protocol.v3.upstream_pro
 from xds.proto.envoy.extensions.transport_sockets.raw_buffer.v3.raw_buffer_pb2 import RawBuffer
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import UpstreamTlsContext
 from xds.proto.envoy.extensions.upstreams.http.v3.http_pb2 import HttpProtocolOptions
+from xds.proto.well_known import Any as AnyMessage
 
 _HTTP_OPTIONS = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 _DNS = (model.Discovery.STRICT_DNS, model.Discovery.LOGICAL_DNS)
 
 
-_shapes: Shared[model.Cluster] = Shared()
+_named: Renamed[model.Cluster] = Renamed()
 
 
-def compile_cluster(message: proto.Cluster, surroundings: Surroundings) -> model.Cluster:
+def compile_cluster(
+    message: proto.Cluster, surroundings: Surroundings, packed: AnyMessage | None = None
+) -> model.Cluster:
     """Compile one cluster. Clusters that differ only in their names are compiled once and share their values.
+
+    Args:
+        message: the cluster.
+        surroundings: the values outside of the message that the result depends on.
+        packed: where the message was parsed from.
 
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.
     """
-    shape = _shape(message)
-    found = _shapes.get(shape)
-    if found is not None and message.name:
-        name = intern(message.name)
-        eds_name = message.eds_cluster_config.service_name or name
-        return replace(found, name=name, eds_name=eds_name, content=digest(message))
-    nothing_unknown(message)
-    compiled = _compile(message, surroundings)
-    if _follows_from_shape(compiled):
-        _shapes.keep(shape, compiled)
-    return compiled
+    nothing_unknown(message, packed)
+    wire = message.SerializeToString(deterministic=True)
+    found = renamed_cluster(wire, message.name)
+    if found is None:
+        found = _compile(message, surroundings)
+        if _follows_from_shape(found):
+            same = message.eds_cluster_config.service_name == found.name
+            _named.keep_named(_named.key(wire, found.name), found.name, 1 + same, found)
+    return found
 
 
-def _shape(message: proto.Cluster) -> bytes:
-    """Return the message without its names."""
-    bare = proto.Cluster()
-    bare.CopyFrom(message)
-    bare.ClearField("name")
-    if bare.HasField("eds_cluster_config"):
-        bare.eds_cluster_config.ClearField("service_name")
-    return bare.SerializeToString(deterministic=True)
+def renamed_cluster(packed: bytes, name: str) -> model.Cluster | None:
+    """Return the cluster that these bytes describe, if one that differs in the name only has been compiled.
+
+    Bytes with fields that are unknown, or not in their deterministic encoding, describe no such cluster.
+    """
+    key = _named.key(packed, name)
+    found = None if key is None else _named.get(key)
+    if found is None:
+        return None
+    name = intern(name)
+    return with_values(found, name=name, eds_name=name, content=digest_of(packed))
 
 
 def _follows_from_shape(compiled: model.Cluster) -> bool:
-    """Return whether clusters of equal shape differ in names only. False if a TLS context reads files."""
+    """Return whether clusters of equal bytes differ in names only. False if a TLS context reads files."""
     secured = any(isinstance(model.security_of(socket), TlsContext) for socket in compiled.sockets)
-    return compiled.discovery is model.Discovery.EDS and compiled.health_check is None and not secured
+    eds = compiled.discovery is model.Discovery.EDS and compiled.eds_name == compiled.name
+    return eds and compiled.health_check is None and not secured
 
 
 def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluster:

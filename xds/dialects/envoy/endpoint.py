@@ -21,6 +21,7 @@ from xds.model.metadata import Metadata
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2 as proto
 from xds.proto.envoy.type.v3 import type_pb2
+from xds.proto.well_known import Any as AnyMessage
 from xds.proto.well_known import UInt32Value
 
 _HEALTH = {
@@ -88,12 +89,18 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
     )
 
 
-def plain_members(message: proto.ClusterLoadAssignment) -> tuple[set[Member], ...] | None:
+def plain_members(
+    message: proto.ClusterLoadAssignment, packed: AnyMessage | None = None
+) -> tuple[set[Member], ...] | None:
     """Return the addresses of an assignment's endpoints, by priority.
 
     A node receives the endpoints of every service and uses a few services. This takes a fifth of the time of
     :func:`compile_assignment`. If this function returns addresses, :func:`compile_assignment` accepts the
     assignment, too.
+
+    Args:
+        message: an EDS resource.
+        packed: where the message was parsed from.
 
     Returns:
         ``None`` if addresses do not suffice: an endpoint is not healthy or is listed twice, an endpoint or the
@@ -102,7 +109,7 @@ def plain_members(message: proto.ClusterLoadAssignment) -> tuple[set[Member], ..
     Raises:
         ConfigError: a field that our version of the message lacks.
     """
-    nothing_unknown(message)
+    nothing_unknown(message, packed)
     if not message.cluster_name or message.policy not in _PLAIN_POLICIES:
         return None
     levels: list[set[Member]] = []
@@ -123,9 +130,10 @@ def plain_members(message: proto.ClusterLoadAssignment) -> tuple[set[Member], ..
 
 
 def _plain_member(message: proto.LbEndpoint) -> Member | None:
-    if message.health_status not in _USABLE or wrapped(message, "load_balancing_weight", 1) == 0:
+    # Called for every endpoint of a mesh, so each look into the message counts.
+    if message.health_status not in _USABLE or not message.HasField("endpoint"):
         return None
-    if not message.HasField("endpoint"):
+    if message.HasField("load_balancing_weight") and message.load_balancing_weight.value == 0:
         return None
     endpoint = message.endpoint
     if endpoint.HasField("health_check_config") or endpoint.additional_addresses:

@@ -10,10 +10,12 @@ from xds.dialects.envoy.listener_filters import compile_entry, discovered
 from xds.dialects.envoy.matcher import compile_matcher
 from xds.dialects.envoy.parts import Parts
 from xds.dialects.envoy.reading import (
+    Renamed,
     Surroundings,
     at,
     constraint,
     digest,
+    digest_of,
     enum_name,
     metadata,
     network,
@@ -24,6 +26,7 @@ from xds.dialects.envoy.reading import (
     socket_address,
     unpack,
     unpack_as,
+    with_values,
     wrapped,
 )
 from xds.dialects.envoy.tls import compile_downstream
@@ -34,10 +37,12 @@ from xds.model.chain_match import ChainMatch, SourceType
 from xds.model.http import HttpConnectionManager
 from xds.model.matcher import Matcher
 from xds.model.tls import TlsContext
+from xds.model.weighted_cluster import WeightedCluster
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.config.listener.v3 import listener_pb2 as proto
 from xds.proto.envoy.extensions.transport_sockets.raw_buffer.v3.raw_buffer_pb2 import RawBuffer
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import DownstreamTlsContext
+from xds.proto.well_known import Any as AnyMessage
 
 _STATES = {
     core.SocketOption.STATE_PREBIND: "prebind",
@@ -52,7 +57,10 @@ _IPPROTO_TCP, _TCP_FASTOPEN = 6, 23  # linux/tcp.h
 
 
 def compile_listener(
-    message: proto.Listener, surroundings: Surroundings, parts: Parts | None = None
+    message: proto.Listener,
+    surroundings: Surroundings,
+    parts: Parts | None = None,
+    packed: AnyMessage | None = None,
 ) -> model.Listener:
     """Compile one listener with its chains.
 
@@ -60,11 +68,12 @@ def compile_listener(
         message: the listener.
         surroundings: the values outside of the message that the result depends on.
         parts: the previous version's parts, made by ``Parts(earlier)``. Afterwards this version's.
+        packed: where the message was parsed from.
 
     Raises:
         ConfigError: with the path of the first thing that cannot be obeyed.
     """
-    nothing_unknown(message)
+    nothing_unknown(message, packed)
     only(
         message,
         "name",
@@ -244,14 +253,35 @@ def _refuse_overlap(listener: str, chains: Sequence[model.FilterChain]) -> None:
 def _chain_or_kept(
     message: proto.FilterChain, noted: Surroundings, asked: Sized, parts: Parts
 ) -> model.FilterChain:
-    content = digest(message)
+    packed = message.SerializeToString(deterministic=True)
+    content = digest_of(packed)
     chain = parts.chain(content)
-    if chain is None:
-        before = len(asked)
-        chain = _chain(message, noted, content)
-        if len(asked) == before:  # with other surroundings, equal bytes can have another meaning
-            parts.keep_chain(chain)
+    if chain is not None:
+        return chain
+    key = _named.key(packed, message.name)
+    found = None if key is None else _named.get(key)
+    renamed = None if found is None else _renamed(found, intern(message.name), content)
+    if renamed is not None:
+        parts.keep_chain(renamed)
+        return renamed
+    before = len(asked)
+    chain = _chain(message, noted, content)
+    if len(asked) == before:  # with other surroundings, equal bytes can have another meaning
+        parts.keep_chain(chain)
+        if _renamed(chain, chain.name, content) == chain:
+            _named.keep_named(key, chain.name, 3, chain)  # the chain's name, its statistics and its cluster
     return chain
+
+
+_named: Renamed[model.FilterChain] = Renamed()
+
+
+def _renamed(chain: model.FilterChain, name: str, content: str) -> model.FilterChain | None:
+    """Return the chain with another name, in all its places. ``None``: it has no TCP proxy, or it has TLS."""
+    if not isinstance(chain.terminal, model.TcpProxy) or chain.tls is not None:
+        return None
+    terminal = with_values(chain.terminal, stat_prefix=name, clusters=(WeightedCluster(name, 1),))
+    return with_values(chain, name=name, content=content, terminal=terminal)
 
 
 def _chain(message: proto.FilterChain, surroundings: Surroundings, content: str) -> model.FilterChain:

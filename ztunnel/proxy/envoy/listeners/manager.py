@@ -234,7 +234,7 @@ class ListenerManager:
         if not isinstance(message, listener_pb2.Listener):
             raise ConfigError(f"not a Listener: {body.type_url}")
         parts = Parts(self._parts.get(message.name))
-        model = compile_listener(message, self._surroundings, parts)
+        model = compile_listener(message, self._surroundings, parts, body)
         self._parts[model.name] = parts
         return model
 

@@ -324,7 +324,7 @@ class LiveCluster:
             or self.model.balancing.slow_start.window_s
         ):
             return False
-        members = plain_members(message)
+        members = plain_members(message, body)
         if members is None or sum(map(len, members)) > _MOST_UNMADE:
             return False
         before: tuple[set[Member], ...] | None = ()

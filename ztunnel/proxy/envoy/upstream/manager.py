@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from xds.dialects.envoy import Surroundings, compile_cluster
+from xds.dialects.envoy.cluster import renamed_cluster
 from xds.errors import ConfigError
 from xds.model.cluster import Cluster
 from xds.model.weighted_cluster import WeightedCluster
@@ -149,14 +150,17 @@ class ClusterManager:
             raise UpdateRejected("Error adding/updating cluster(s) " + ", ".join(errors))
         return all_of([cluster.warm for cluster in changed])
 
-    def _compile(self, body: AnyMessage) -> Cluster:
+    def _compile(self, body: AnyMessage, name: str = "") -> Cluster:
+        found = renamed_cluster(body.value, name) if body.type_url == TYPE_URL else None
+        if found is not None:
+            return found
         try:
             message = registry.unpack(body)
         except (registry.UnknownType, registry.MalformedMessage) as error:
             raise ConfigError(str(error)) from None
         if not isinstance(message, cluster_pb2.Cluster):
             raise ConfigError(f"not a Cluster: {body.type_url}")
-        return compile_cluster(message, self._surroundings)
+        return compile_cluster(message, self._surroundings, body)
 
     def _check_sources(self, model: Cluster) -> None:
         if model.eds_source is not None:
@@ -171,7 +175,7 @@ class ClusterManager:
             # it is equal, because the old one would keep its whole response in memory.
             current.body, current.version = body, version
             return None
-        model = self._compile(body)
+        model = self._compile(body, resource.name)
         if model.name in self._static:
             return None
         current = self._warming.get(model.name) or self._active.get(model.name)
