@@ -220,6 +220,7 @@ class MetricExport:
                     self._outbox.put((now_ns, request))
                     request, points = [], 0
                 await asyncio.sleep(0)
+            await asyncio.sleep(0)
         if request:
             self._outbox.put((now_ns, request))
 

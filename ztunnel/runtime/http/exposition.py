@@ -10,7 +10,7 @@ import resource
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 
 from ztunnel.runtime.http.page import Page, PageRequest
@@ -77,7 +77,7 @@ def page(families: Iterable[Family], request: PageRequest) -> Page:
 
 
 def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -> Iterator[bytes]:
-    """Yield the page in pieces. A family without samples is left out.
+    """Yield the page in pieces. A family without samples is an empty piece, between which other work can run.
 
     The library encodes whole registries, so each slice is encoded as a registry of one family. The lines that
     describe the family (HELP, TYPE, UNIT) are the encoding of a family without samples: they precede the first
@@ -86,6 +86,11 @@ def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -
     for family in families:
         described, samples = family.description, iter(family.samples)
         described.samples = []
+        first = list(islice(samples, _SLICE))
+        if not first:
+            yield b""
+            continue
+        samples = chain(first, samples)
         description = encode(_Registry(described)).removesuffix(_EOF)
         shown = description
         if isinstance(described, UnsuffixedCounter) and not openmetrics:

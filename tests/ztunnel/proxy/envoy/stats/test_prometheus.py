@@ -6,6 +6,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
+from ztunnel.proxy.envoy.stats import prometheus
 from ztunnel.proxy.envoy.stats.prometheus import envoy_text, scraped
 from ztunnel.proxy.envoy.stats.stats import Stats, cluster_scope
 from ztunnel.proxy.flows.times import ConnectionTimes
@@ -65,6 +66,18 @@ def test_summaries_of_histograms(stats: Stats) -> None:
     assert text.startswith("# TYPE envoy_server_initialization_time_ms summary\n")
     assert 'envoy_server_initialization_time_ms{quantile="0.995"}' in text
     assert text.endswith("_count{} 2\n")
+
+
+def test_many_metrics_are_grouped_in_steps(stats: Stats, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, scrape = "".join(envoy_text(stats)), text_of(stats, "")
+    monkeypatch.setattr(prometheus, "_AT_ONCE", 1)
+    pieces = list(envoy_text(stats))
+    grouped = next(number for number, piece in enumerate(pieces) if piece)
+    assert grouped >= len(list(stats)) == 8
+    assert "".join(pieces) == text
+    answer = page(scraped(stats, ConnectionTimes()), PageRequest(method="GET", path="/metrics"))
+    assert [piece for piece, _ in zip(answer.body, range(8), strict=False)] == [b""] * 8
+    assert text_of(stats, "").partition("# HELP process")[0] == scrape.partition("# HELP process")[0]
 
 
 GAUGES = ("envoy_cluster_upstream_cx_active", "envoy_server_live")
