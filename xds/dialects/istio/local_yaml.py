@@ -95,6 +95,7 @@ class _Document:
     def __init__(self, source: str | IO[str]) -> None:
         self._loader = _Loader(source)
         self._next = self._loader.get_event
+        self._resolvers = self._loader.yaml_implicit_resolvers
         self._plain: dict[str, object] = {}
         self._quoted: dict[str, str] = {}
         self._anchors: dict[str, tuple[object, int]] = {}
@@ -254,7 +255,11 @@ class _Document:
                 return text
             if text in self._plain:
                 return self._plain[text]
-            tag = self._loader.resolve(yaml.ScalarNode, text, (True, False))
+            # The loader looks up resolvers by the first character, and those for any character.
+            if text[:1] in self._resolvers or None in self._resolvers:
+                tag = self._loader.resolve(yaml.ScalarNode, text, (True, False))
+            else:
+                tag = _TAG + "str"
             value = text if tag == _TAG + "str" else self._constructed(tag, event)
             if len(self._plain) < _MOST_KEPT:
                 self._plain[text] = value

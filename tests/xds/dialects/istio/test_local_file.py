@@ -13,7 +13,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xds.dialects.istio import local_yaml
+from xds.dialects.istio import local_file, local_yaml
 from xds.dialects.istio.local_file import LocalMesh, parse_local_file
 from xds.errors import ConfigError
 from xds.model.authorization import Action, PolicyScope
@@ -321,3 +321,50 @@ def test_any_text_is_read_or_refused(text: str) -> None:
         parse_local_file(text)
     except ConfigError:
         pass
+
+
+_REQUIRED = ("uid", "namespace", "workloadIps", "services")
+_VALUES: dict[str, list[object]] = {
+    "uid": ["u", "", None, 1],
+    "name": ["n", None, 2],
+    "namespace": ["ns", "", None],
+    "serviceAccount": ["a", "", None, True],
+    "trustDomain": ["td", ""],
+    "workloadIps": [[], ["10.0.0.1", "fd00::1"], ["x"], None, "10.0.0.1", [None]],
+    "protocol": ["HBONE", "TCP", "hbone", 1],
+    "networkMode": ["HostNetwork", "Standard", ""],
+    "workloadType": ["pod", "deployment", "x"],
+    "clusterId": ["c", ""],
+    "nativeTunnel": [True, "true", 0],
+    "status": ["Unhealthy", "Healthy", "?"],
+    "capacity": [0, 7, -1, 2**32, True],
+    "authorizationPolicies": [["ns/p"], [], [1], "ns/p"],
+    "services": [{}, None, {"ns/a.b": {80: 8080}}, {"bad": {}}, {"ns/a": {"80": 0}}, []],
+    "waypoint": [{"destination": "n/10.0.0.1", "hboneMtlsPort": 15008}, {}],
+    "locality": [{"region": "r", "zone": "z", "subzone": "s"}, {}],
+    "colour": ["red"],
+}
+
+
+@given(
+    value=st.one_of(
+        st.sampled_from([None, [], "x", {1: 2}]),
+        st.fixed_dictionaries(
+            {name: st.sampled_from(_VALUES[name]) for name in _REQUIRED},
+            optional={name: st.sampled_from(values) for name, values in _VALUES.items() if name not in _REQUIRED},
+        ),
+    )
+)
+@example(value={"uid": "u", "namespace": "ns", "workloadIps": ["10.0.0.1"], "services": {"ns/a.b": {80: 8080}}})
+def test_a_plain_workload_is_read_as_any_other(value: object) -> None:
+    found, reader = local_file._plain_workload(value), local_file._Reader()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local_file, "_plain_workload", lambda _: None)
+        expected = reader.workload(value, "w")
+    assert found is None or (found, []) == (expected, reader.faults)
+
+
+def test_the_usual_workload_is_plain() -> None:
+    value: dict[str, Any] = {"uid": "u", "namespace": "ns", "workloadIps": ["10.0.0.1"], "services": {}}
+    assert local_file._plain_workload(value) is not None
+    assert local_file._plain_workload({**value, "waypoint": {}}) is None
