@@ -485,7 +485,7 @@ def _metrics() -> str:
     return ""
 
 
-def _wait(made: Chain, limit_s: float = 30.0) -> None:
+def _wait(made: Chain, limit_s: float = 120.0) -> None:
     """Wait until a request through the chain succeeds."""
     deadline = time.monotonic() + limit_s
     while True:

@@ -288,7 +288,7 @@ CASES: dict[str, Case] = {
     },
 }
 #: Our proxy, by the dialect its control plane speaks.
-_OURS = {"envoy": ours, "istio": in_pods}
+OURS = {"envoy": ours, "istio": in_pods}
 _REST = Row("RSS at rest, per proxy", "MiB", target=0.65)
 _IDLE = Row("RSS per 1,000 idle connections, both", "MiB", target=1.0)
 _STILL = Row("CPU of an idle proxy", "%")
@@ -419,7 +419,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--only", action="append", help="a part of a case's name; repeatable")
     parser.add_argument("--target", choices=("pod", "service"), default="pod")
-    parser.add_argument("--dialect", choices=tuple(_OURS), default=os.environ.get("DIALECT", "envoy"))
+    parser.add_argument("--dialect", choices=tuple(OURS), default=os.environ.get("DIALECT", "envoy"))
     args = parser.parse_args()
     third = _third(parser)
     if third is not None and third.command is in_pods:
@@ -435,7 +435,7 @@ def main() -> int:
         load = build_load(folder)
         print("starting the chains", file=sys.stderr)
         chains = [
-            stack.enter_context(chain("ours", load, _OURS[args.dialect], args.target)),
+            stack.enter_context(chain("ours", load, OURS[args.dialect], args.target)),
             stack.enter_context(chain("envoy", load, envoy, args.target)),
             stack.enter_context(chain("direct", load, None, args.target)),
         ]
@@ -443,7 +443,7 @@ def main() -> int:
         # itself keeps the client's address and never arrives.
         local = [
             stack.enter_context(chain(name, load, command, "service", one_node=True))
-            for name, command in (("ours", _OURS[args.dialect]), ("envoy", envoy))
+            for name, command in (("ours", OURS[args.dialect]), ("envoy", envoy))
             if elsewhere
         ]
         if third is not None:

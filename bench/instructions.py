@@ -1,18 +1,20 @@
 """``make bench-instructions``: the cost of a new connection in instructions and calls, independent of noise.
 
-    python -m bench.instructions [--seconds S] [--json FILE]
+    python -m bench.instructions [--dialect istio|envoy] [--seconds S] [--json FILE] [--profiles FOLDER]
 
-Our pair of proxies in an Istio mesh runs twice: under callgrind, which counts the instructions of the process
-outside the kernel, and under cProfile, which counts calls of functions, including C functions. It carries new
-connections, 32 at once, then first connections to a peer, each after the end of the proxies' tunnel connection,
-which is counted as well. Needs valgrind. The proxies' work without connections is measured for the same time, and
-subtracted.
+Environment: ``DIALECT``. Our pair of proxies runs twice: under callgrind, which counts the instructions of the
+process outside the kernel, and under cProfile, which counts calls of functions, including C functions. It carries
+new connections, 32 at once, then first connections to a peer, each after the end of the proxies' tunnel
+connection, which is counted as well. Needs valgrind. The proxies' work without connections is measured for the
+same time, and subtracted. ``--profiles`` keeps cProfile's statistics of each side, for ``python -m pstats``.
 """
 
 import argparse
 import cProfile
 import json
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +26,8 @@ from types import FrameType
 from typing import Any
 
 import hbone
-from bench.chain import Chain, build_load, chain, in_pods, version
+from bench.chain import Chain, Command, build_load, chain, in_pods, version
+from bench.compare import OURS
 from deploy.lab import become_root_of_own_namespaces
 
 _BEGIN, _END = signal.SIGRTMIN + 1, signal.SIGRTMIN + 2
@@ -45,6 +48,7 @@ def _profiled() -> None:
         profile.disable()
         profile.create_stats()
         stats: dict[Any, Any] = profile.stats
+        profile.dump_stats(folder / "profile")
         (folder / "calls").write_text(str(sum(entry[1] for entry in stats.values())))
 
     def begin(number: int, frame: FrameType | None) -> None:
@@ -105,22 +109,26 @@ def _calls(folder: Path, made: Chain, work: Callable[[], int]) -> tuple[int, lis
     return connections, found
 
 
-def _measure(unit: str, load: Path, seconds: float) -> list[list[float]]:
+def _measure(
+    unit: str, load: Path, seconds: float, proxy: Command, profiles: Path | None = None
+) -> list[list[float]]:
     """Return the count of each side for each of :data:`_CASES`."""
     with tempfile.TemporaryDirectory(prefix=f"bench-{unit}-") as text:
         folder = Path(text)
 
-        def command(_: Path, name: str) -> list[str]:
+        def command(place: Path, name: str) -> list[str]:
+            arguments = proxy(place, name)[1:]
             if unit == "calls":
                 (folder / name).mkdir()
-                return [sys.executable, "-m", "bench.instructions", "--profiled", str(folder / name), "proxy"]
+                return [sys.executable, "-m", "bench.instructions", "--profiled", str(folder / name), *arguments]
             return [
                 *("valgrind", "--tool=callgrind", "--instr-atstart=no", "--quiet"),
                 f"--callgrind-out-file={folder}/callgrind.%p",
-                *(sys.executable, "-m", "ztunnel", "proxy"),
+                *(sys.executable, "-m", "ztunnel", *arguments),
             ]
 
-        with chain("ours", load, in_pods, "pod", command_in_pods=command) as made:
+        started = proxy if proxy is in_pods else command
+        with chain("ours", load, started, "pod", command_in_pods=command) as made:
             made.run("crr", "32", "1")
 
             def connect() -> int:
@@ -139,7 +147,12 @@ def _measure(unit: str, load: Path, seconds: float) -> list[list[float]]:
 
             count = _instructions if unit == "instructions" else _calls
             _, idle = count(folder, made, rest)
-            found = [count(folder, made, work) for work in (connect, connect_first)]
+            found = []
+            for case, work in (("new", connect), ("first", connect_first)):
+                found.append(count(folder, made, work))
+                if profiles is not None and unit == "calls":
+                    for name in ("a", "b"):
+                        shutil.copy(folder / name / "profile", profiles / f"{case}-{name}")
     return [
         [(after - before) / connections for after, before in zip(busy, idle, strict=True)]
         for connections, busy in found
@@ -152,15 +165,20 @@ def main() -> int:
         del sys.argv[1]
         _profiled()
     parser = argparse.ArgumentParser(prog="make bench-instructions", description=__doc__)
+    parser.add_argument("--dialect", choices=tuple(OURS), default=os.environ.get("DIALECT", "istio"))
     parser.add_argument("--seconds", type=float, default=4.0)
+    parser.add_argument("--profiles", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     become_root_of_own_namespaces()
     with tempfile.TemporaryDirectory(prefix="bench-") as text:
         load = build_load(Path(text))
-        found = {unit: _measure(unit, load, args.seconds) for unit in ("instructions", "calls")}
+        found = {
+            unit: _measure(unit, load, args.seconds, OURS[args.dialect], args.profiles)
+            for unit in ("instructions", "calls")
+        }
     for number, case in enumerate(_CASES):
-        print(f"\n{version()}, {hbone.build()} build, istio dialect: {case}, per connection\n")
+        print(f"\n{version()}, {hbone.build()} build, {args.dialect} dialect: {case}, per connection\n")
         print(f"{'':16}{'instructions, thousand':>24}{'calls':>8}")
         for place, side in enumerate(_SIDES):
             counts = [found[unit][number][place] for unit in ("instructions", "calls")]
