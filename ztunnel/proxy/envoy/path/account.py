@@ -65,10 +65,14 @@ class Account:
         info = hop.info
         hops = hops_of(info)
         inbound = bool(info.method) or hop.owner.ends_tunnels or hop.owner.model.direction == "inbound"
-        tunnelled = bool(info.method) or hop.owner.ends_tunnels or any(each.tunnelled for each in hops)
+        tunnelled = bool(info.method) or hop.owner.ends_tunnels
+        trace = b""
+        for each in hops:
+            tunnelled = tunnelled or each.tunnelled
+            if each.trace and not trace:
+                trace = each.trace.encode()
         reporter, path = "destination" if inbound else "source", "hbone" if tunnelled else "plain"
         duration_s, times, wall_s = info.duration_s or 0.0, self.times, self._clock.wall()
-        trace = next((each.trace for each in hops if each.trace), "").encode()
         times.lengths[reporter, path].observe(duration_s, trace, wall_s)
         if not inbound and info.ready_s is not None:
             times.connects[path, "ok" if info.connected else "failed"].observe(info.ready_s, trace, wall_s)
@@ -116,7 +120,7 @@ class Account:
         inbound: bool,
         tunnelled: bool,
     ) -> None:
-        info, text = hop.info, self.ring.text
+        info = hop.info
         client, server = proven(hops)
         secured = bool(client and server and (inbound or info.connected))
         authority = there = tunnel = ""
@@ -126,29 +130,33 @@ class Account:
             if each.upstream_metadata:
                 there = host_name(each.upstream_metadata) or there
         # Use the application's port, which is in the authority, instead of the tunnel's port.
-        destination = (hop.application if inbound else None) or last_host(hops)
-        if destination is None or tunnel:
-            destination = info.destination
+        destination = info.facts.destination
+        if not tunnel:
+            destination = (hop.application if inbound else None) or last_host(hops) or destination
+        # Shared as one value, because hardly any of its texts differs between connections of two workloads.
+        refs = self.ring.text(
+            (
+                client,
+                server,
+                source_baggage(info)[:_MOST_TEXT],
+                there,
+                service_of(hops),
+                authority,
+                tunnel,
+                tunnelled,
+                BY_ITSELF if info.failure is None else _ended(info, hops, info.failure),
+                hop.asked.addon if hop.asked is not None and hop.asked.addon else "",
+            )
+        )
         self.ring.add(
             wall_s,
             info.duration_s or 0.0,
             info.ready_s if info.connected and info.ready_s is not None else -1.0,
             (info.bytes_received, info.bytes_sent),
-            (info.source, destination),
+            (info.facts.source, destination),
             trace,
             (0 if inbound else 1) | (2 if secured else 0),
-            (
-                text(client),
-                text(server),
-                text(source_baggage(info)[:_MOST_TEXT]),
-                text(there),
-                text(service_of(hops)),
-                text(authority),
-                text(tunnel),
-                tunnelled,
-                BY_ITSELF if info.failure is None else text(_ended(info, hops, info.failure)),
-                text(hop.asked.addon) if hop.asked is not None and hop.asked.addon else "",
-            ),
+            refs,
         )
 
     def shape(self, entry: Entry) -> dict[str, Any]:

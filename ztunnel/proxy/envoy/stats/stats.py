@@ -88,8 +88,10 @@ class Histogram:
         """Count one value."""
         self.counts[bisect_left(BUCKETS, value)] += 1
         self.total += value
-        self.smallest = min(self.smallest, value)
-        self.largest = max(self.largest, value)
+        if value < self.smallest:
+            self.smallest = value
+        if value > self.largest:
+            self.largest = value
 
     @property
     def count(self) -> int:

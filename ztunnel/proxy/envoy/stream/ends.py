@@ -8,6 +8,8 @@ from ztunnel.proxy.envoy.stream.stream_info import LONG_NAMES, Flag, StreamInfo
 
 def hops_of(info: StreamInfo) -> tuple[StreamInfo, ...]:
     """Return a connection's hops, the accepted one first."""
+    if info.behind is None:
+        return (info,)
     hops = [info]
     while (behind := hops[-1].behind) is not None:
         hops.append(behind)
@@ -21,13 +23,14 @@ def proven(hops: Sequence[StreamInfo]) -> tuple[str, str]:
     """
     for hop in hops:
         if hop.tls is not None and hop.tls.peer_uri_sans:
-            return hop.tls.peer_uri_sans[0], next(iter(hop.tls.local_uri_sans), "")
-    own = ""
+            return hop.tls.peer_uri_sans[0], hop.tls.local_uri_sans[0] if hop.tls.local_uri_sans else ""
+    client = ""
     for hop in hops:
+        own = hop.upstream_own_uri_sans[0] if hop.upstream_own_uri_sans else ""
         if hop.upstream_uri_sans:
-            return next(iter(hop.upstream_own_uri_sans), ""), hop.upstream_uri_sans[0]
-        own = own or next(iter(hop.upstream_own_uri_sans), "")
-    return own, ""
+            return own, hop.upstream_uri_sans[0]
+        client = client or own
+    return client, ""
 
 
 def last_host(hops: Sequence[StreamInfo]) -> SocketAddress | None:
@@ -41,7 +44,9 @@ def last_host(hops: Sequence[StreamInfo]) -> SocketAddress | None:
 def service_of(hops: Sequence[StreamInfo]) -> tuple[str, str] | None:
     """Return name and namespace of the service that istiod's metadata of a cluster names, or None."""
     for hop in hops:
-        services = hop.cluster_metadata.get("istio", {}).get("services") if hop.cluster_metadata else None
+        if not hop.cluster_metadata:
+            continue
+        services = hop.cluster_metadata.get("istio", {}).get("services")
         if isinstance(services, Sequence) and services and isinstance(services[0], Mapping):
             return str(services[0].get("name") or ""), str(services[0].get("namespace") or "")
     return None

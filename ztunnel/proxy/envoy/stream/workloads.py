@@ -52,10 +52,14 @@ def source_workload(info: StreamInfo) -> Workload:
 
 def source_baggage(info: StreamInfo) -> str:
     """Return the client's baggage, sent or configured, or an empty text."""
-    baggage = info.facts.metadata.get(_BAGGAGE, {}).get("baggage")
-    if isinstance(baggage, str):
-        return baggage
-    return next((value for name, value in info.request_headers if name == "baggage"), "")
+    if _BAGGAGE in info.facts.metadata:
+        baggage = info.facts.metadata[_BAGGAGE].get("baggage")
+        if isinstance(baggage, str):
+            return baggage
+    for name, value in info.request_headers:
+        if name == "baggage":
+            return value
+    return ""
 
 
 @lru_cache(maxsize=4096)

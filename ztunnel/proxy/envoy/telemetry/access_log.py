@@ -62,7 +62,7 @@ def write_all(sinks: Iterable[Sink], info: StreamInfo) -> None:
             sink.sender.add(sink.entry_of(info))
             continue
         render = sink.render
-        if isinstance(render, Line):
+        if type(render) is Line:
             if render.values is not values_of:
                 values_of, values = render.values, render.values(info)
             line = render.of(values)

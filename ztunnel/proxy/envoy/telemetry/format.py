@@ -18,7 +18,7 @@ from xds.model.format_string import COMMANDS, Command, FormatString
 from xds.model.metadata import Metadata
 from xds.model.secret import Certificate
 from ztunnel.proxy.envoy.secrets.verify import leaf_of
-from ztunnel.proxy.envoy.stream.request_headers import header_values, stream_id
+from ztunnel.proxy.envoy.stream.request_headers import WRITTEN, header_values, stream_id
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.certificate_values import VALUES, Chain, end_s, start_s
 from ztunnel.runtime.clock import utc
@@ -92,8 +92,61 @@ class Line:
 
 @lru_cache(maxsize=256)
 def _values(commands: tuple[Command, ...], missing: str) -> Callable[[StreamInfo], tuple[str, ...]]:
-    readers = [value_reader(command) for command in commands]
-    return lambda info: tuple([read(info) or missing for read in readers])
+    """Return one function for all values of a line.
+
+    It is made from source text, like a dataclass's ``__init__``. Frequent values are expressions, without a call
+    of their readers. That saves 45 of 55 calls per connection (``DIALECT=envoy make bench-instructions``).
+    """
+    names: dict[str, Any] = {"missing": missing, "local_address": local_address}
+    parts = []
+    for place, command in enumerate(commands):
+        known = None if command.max_length is not None else _expression(command)
+        if known is None or "read" in known:
+            names[f"read{place}"] = value_reader(command)
+        read = f"(read{place}(info) or missing)"
+        parts.append(read if known is None else known.replace("read", read))
+    values: Callable[[StreamInfo], tuple[str, ...]] = eval(f"lambda info: ({', '.join(parts)},)", names)
+    return values
+
+
+def _without_spaces(name: str) -> str:
+    return f'(info.{name}.replace(" ", "_") if info.{name} else missing)'
+
+
+#: Commands as expressions of a hop. They have the same value as the command's reader, or else ``missing``.
+_EXPRESSIONS: Mapping[str, str] = {
+    "BYTES_RECEIVED": 'f"{info.bytes_received}"',
+    "BYTES_SENT": 'f"{info.bytes_sent}"',
+    "CONNECTION_TERMINATION_DETAILS": _without_spaces("termination_details"),
+    "DOWNSTREAM_LOCAL_ADDRESS": 'f"{local_address(info)}"',
+    "DOWNSTREAM_REMOTE_ADDRESS": '(info.remote_text or f"{info.facts.source}")',
+    "DURATION": '(missing if info.duration_s is None else f"{int(info.duration_s * 1000)}")',
+    "PROTOCOL": "(info.protocol or missing)",
+    "REQUESTED_SERVER_NAME": "(info.facts.server_name or missing)",
+    "RESPONSE_CODE": 'f"{info.response_code}"',
+    "RESPONSE_CODE_DETAILS": _without_spaces("response_details"),
+    "RESPONSE_FLAGS": '(read if info.flags else "-")',
+    "ROUTE_NAME": "(info.route or missing)",
+    "UPSTREAM_CLUSTER": "(info.upstream_cluster or missing)",
+    "UPSTREAM_HOST": "(info.upstream_host or missing)",
+    "UPSTREAM_LOCAL_ADDRESS": "(info.upstream_local or missing)",
+    "UPSTREAM_TRANSPORT_FAILURE_REASON": _without_spaces("upstream_failure"),
+}
+
+
+def _expression(command: Command) -> str | None:
+    """Return a command's expression, if it has one."""
+    if command.name in ("RESP", "RESPONSE_HEADER"):
+        return "(read if info.response_headers else missing)"
+    if command.name in ("REQ", "REQUEST_HEADER"):
+        pseudo = _PSEUDO_FIELDS.get(command.argument.lower())
+        return pseudo or f"(read if {_IS_REQUEST} else missing)"
+    return _EXPRESSIONS.get(command.name)
+
+
+#: Plain connections have no headers, and no manager that writes headers.
+_IS_REQUEST = "info.method or info.path or info.authority or info.request_headers or info.manager is not None"
+_PSEUDO_FIELDS = {f":{name}": f"(info.{name} or missing)" for name in ("method", "authority", "path")}
 
 
 def log_renderer(log: AccessLog) -> Renderer:
@@ -274,7 +327,7 @@ _Local = SocketAddress | InternalAddress
 def local_address(info: StreamInfo) -> _Local:
     """Return the local address: the original destination where a filter restored it, also behind a tunnel."""
     local = info.direct_local
-    return local if isinstance(local, InternalAddress) and not info.restored else info.destination
+    return local if not info.restored and isinstance(local, InternalAddress) else info.facts.destination
 
 
 def _host(local: _Local | None) -> str | None:
@@ -495,6 +548,8 @@ def _time(moment_of: Callable[[StreamInfo], float | None], argument: str) -> Rea
             ]
             last = second, "".join(parts)
         fraction = moment - second
+        if len(scales) == 1:
+            return last[1] % int(fraction * scales[0])
         return last[1] % tuple([int(fraction * scale) for scale in scales])
 
     return read
@@ -550,10 +605,18 @@ _PSEUDO: dict[str, Reader] = {
 
 
 def _header(name: str) -> Reader:
-    def read(info: StreamInfo) -> str | None:
-        return ",".join(header_values(info, name)) or None
+    def read_written(info: StreamInfo) -> str | None:
+        values = header_values(info, name)
+        return ",".join(values) or None if values else None
 
-    return _PSEUDO.get(name, read)
+    def read(info: StreamInfo) -> str | None:
+        found = None
+        for key, value in info.request_headers:
+            if key == name:
+                found = value if found is None else f"{found},{value}"
+        return found or None
+
+    return _PSEUDO.get(name) or (read_written if name in WRITTEN else read)
 
 
 def _request_headers(argument: str) -> Reader:
@@ -561,7 +624,15 @@ def _request_headers(argument: str) -> Reader:
     readers = [_header(name.lower()) for name in argument.split("?")]
     if len(readers) == 1:
         return readers[0]
-    return lambda info: next((value for read in readers if (value := read(info))), None)
+
+    def read_first(info: StreamInfo) -> str | None:
+        for read in readers:
+            value = read(info)
+            if value:
+                return value
+        return None
+
+    return read_first
 
 
 def _response_headers(argument: str) -> Reader:

@@ -51,16 +51,20 @@ class OriginalHosts:
         """
         config = self._model.original_dst
         assert config is not None
-        address = SocketAddress.parse_or_none(info.facts.filter_state.get(ORIGINAL_DST_OVERRIDE))
+        address = None
+        if info.facts.filter_state:
+            address = SocketAddress.parse_or_none(info.facts.filter_state.get(ORIGINAL_DST_OVERRIDE))
         if address is None and config.metadata_key is not None:
             address = SocketAddress.parse_or_none(_metadata_text(info, *config.metadata_key))
         if address is None and config.use_http_header:
-            values = [value for name, value in info.request_headers if name == config.http_header_name]
-            address = SocketAddress.parse_or_none(values[0]) if values else None
-            if values and address is None:
-                self._stats.original_dst_host_invalid.value += 1
+            for name, value in info.request_headers:
+                if name == config.http_header_name:
+                    address = SocketAddress.parse_or_none(value)
+                    if address is None:
+                        self._stats.original_dst_host_invalid.value += 1
+                    break
         if address is None and info.restored:
-            address = info.destination
+            address = info.facts.destination
         if address is not None and config.port_override:
             address = SocketAddress(address.host, config.port_override)
         return address
