@@ -49,11 +49,13 @@ from tests.ztunnel.proxy.envoy.harness import (
     tls,
 )
 from tests.ztunnel.proxy.envoy.test_lives import AnyPort, free_port
+from tproxy.aio import sockets
 from ztunnel.addons import Addon, Facts
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.dataplane.life_table import Event, State
 from ztunnel.proxy.envoy import app
+from ztunnel.proxy.envoy.path import dial
 from ztunnel.proxy.envoy.path.addons import StreamAddons
 from ztunnel.proxy.envoy.path.dial import Dialler
 
@@ -98,6 +100,19 @@ class Held(ABC):
                 return await connecting(self, cluster, address, options)
 
             monkeypatch.setattr(Dialler, "connect", slow)
+            connecting_now, finishing = dial._connect_now, sockets.finish_connect
+
+            def not_yet(cluster: Any, address: Any, options: Any) -> tuple[socket.SocketType, bool]:
+                sock, connected = connecting_now(cluster, address, options)
+                return sock, connected and address.port != port
+
+            async def finish_late(sock: socket.SocketType, address: tuple[str, int], timeout_s: float) -> None:
+                if address[1] == port:
+                    await gate.wait()
+                await finishing(sock, address, timeout_s)
+
+            monkeypatch.setattr(dial, "_connect_now", not_yet)
+            monkeypatch.setattr(sockets, "finish_connect", finish_late)
         if state is State.HELD:
             self._hold_by_addon()
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from random import choice
+from random import random
 from typing import NamedTuple, TypeAlias
 
 from tproxy.aio.held_sockets import HeldSocket, held
@@ -40,7 +40,9 @@ _STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 #: connection to the first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only when
 #: those are used up (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
 _FOREIGN_PORTS = range(32769, 61000, 2)
-_FOREIGN_PORTS_TRIED = 8
+_FOREIGN_PORT_COUNT = len(_FOREIGN_PORTS)
+#: The number of further ports to try if one is taken.
+FOREIGN_PORTS_TRIED = 8
 #: The port and the address in ``sockaddr_in`` and ``sockaddr_in6``.
 _NAME4 = struct.Struct("!2xH4s8x")
 _NAME6 = struct.Struct("!2xH4x16s4x")
@@ -289,13 +291,13 @@ async def connect(
     """
     family, target = _target(destination[0])
     shown = (target, destination[1])
-    tries = 0 if source is None or own_source else _FOREIGN_PORTS_TRIED
+    tries = 0 if source is None or own_source else FOREIGN_PORTS_TRIED
     while True:
         sock = _make(family, netns)
         try:
             _prepare(sock, mark, keepalive, nodelay, socket_options, shown)
             if source is not None:
-                port = choice(_FOREIGN_PORTS) if tries else 0
+                port = _foreign_port() if tries else 0
                 _appear_as(sock, family, source, port, shown, foreign=not own_source)
             if not _connects_at_once(sock, shown):
                 await _connected(sock, shown, timeout_s)
@@ -329,7 +331,7 @@ def connect_at_once(
             too: the next socket gets another port.
     """
     if source is not None:
-        port = 0 if own_source else choice(_FOREIGN_PORTS)
+        port = 0 if own_source else _foreign_port()
         _appear_as(sock, _target(source)[0], source, port, destination, foreign=not own_source)
     return _connects_at_once(sock, destination)
 
@@ -349,6 +351,7 @@ def prepared(
     *,
     mark: int | None = None,
     netns: Netns | None = None,
+    keepalive: Keepalive | None = None,
     socket_options: Iterable[SocketOption] = (),
 ) -> list[socket.SocketType]:
     """Return sockets for :func:`connect_at_once`, with TCP_NODELAY; all are made within a single pair of setns(2)
@@ -359,6 +362,7 @@ def prepared(
         version: 4 or 6, of the addresses to dial.
         mark: SO_MARK.
         netns: make them in this namespace instead of the thread's own.
+        keepalive: TCP keepalive, off if None.
         socket_options: further (level, name, value).
 
     Raises:
@@ -368,10 +372,13 @@ def prepared(
     family = int(socket.AF_INET if version == 4 else socket.AF_INET6)
     made: list[socket.SocketType] = []
     try:
-        with entered(netns):
-            made.extend([socket.SocketType(family, _STREAM) for _ in range(count)])
+        if netns is None and count == 1:
+            made.append(socket.SocketType(family, _STREAM))
+        else:
+            with entered(netns):
+                made.extend([socket.SocketType(family, _STREAM) for _ in range(count)])
         for sock in made:
-            _prepare(sock, mark, None, True, socket_options, ("", 0))
+            _prepare(sock, mark, keepalive, True, socket_options, ("", 0))
     except BaseException:
         for sock in made:
             sock.close()
@@ -478,6 +485,11 @@ def _appear_as(
         raise _translated(error, f"connect to {target[0]} port {target[1]} as {source}") from error
 
 
+def _foreign_port() -> int:
+    # Like random.choice, with one call instead of six; each connection needs a port.
+    return _FOREIGN_PORTS[int(random() * _FOREIGN_PORT_COUNT)]
+
+
 def port_is_taken(error: BaseException) -> bool:
     """Return whether a listener (at bind) or a connection to the same destination (at connect) has the port."""
     if isinstance(error, KernelRefused):
@@ -512,9 +524,9 @@ def original_destination(sock: socket.SocketType) -> OriginalDestination:
     # name is no proof. TPROXY does not translate, so there the socket's own name is the destination, with and
     # without conntrack.
     own = local_address(sock)
-    tracked = conntrack_destination(sock, own.ip.version)
-    if tracked is not None and tracked != own:
-        return OriginalDestination(tracked.ip, tracked.port, restored=True)
+    tracked = tracked_address(sock, own.ip.version)
+    if tracked is not None and tracked != (str(own.ip), own.port):
+        return OriginalDestination(ip_address(tracked[0]), tracked[1], restored=True)
     return OriginalDestination(own.ip, own.port, restored=is_transparent(sock))
 
 
@@ -524,18 +536,34 @@ def dialled_address(sock: socket.SocketType, version: int) -> tuple[str, int]:
 
     Args:
         sock: an accepted socket.
-        version: as of :func:`conntrack_destination`; the peer's address has the same.
+        version: as of :func:`tracked_address`; the peer's address has the same.
 
     Raises:
         OSError: the socket is closed.
+    """
+    tracked = tracked_address(sock, version)
+    if tracked is not None:
+        return tracked
+    own = local_address(sock)
+    return str(own.ip), own.port
+
+
+def tracked_address(sock: socket.SocketType, version: int) -> tuple[str, int] | None:
+    """Return the destination before translation (SO_ORIGINAL_DST), or None if the connection is not tracked.
+
+    For a connection that was not translated it equals the socket's own name.
+
+    Args:
+        sock: an accepted socket.
+        version: 4 or 6, of the socket's own address without IPv4 mapping. The IPv4 option also answers for mapped
+            addresses on an IPv6 socket, the IPv6 option does not.
     """
     try:
         if version == 4:
             return _named4(sock.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, _NAME4.size))
         return _named6(sock.getsockopt(_SOL_IPV6, SO_ORIGINAL_DST, _NAME6.size))
     except OSError:
-        own = local_address(sock)  # not tracked, or no conntrack in this kernel
-        return str(own.ip), own.port
+        return None  # ENOENT: not tracked; ENOPROTOOPT: no conntrack in this kernel
 
 
 @lru_cache(maxsize=16384)  # called once per connection, for few destinations
@@ -548,32 +576,6 @@ def _named4(raw: bytes) -> tuple[str, int]:
 def _named6(raw: bytes) -> tuple[str, int]:
     port, packed = _NAME6.unpack(raw)
     return str(_unpacked(packed)), port
-
-
-def conntrack_destination(sock: socket.SocketType, version: int) -> SocketAddress | None:
-    """Return the destination before translation (SO_ORIGINAL_DST), or None if the connection is not tracked.
-
-    For a connection that was not translated it equals the socket's own name.
-
-    Args:
-        sock: an accepted socket.
-        version: 4 or 6, of the socket's own address without IPv4 mapping. The IPv4 option also answers for mapped
-            addresses on an IPv6 socket, the IPv6 option does not.
-    """
-    found = _tracked(sock, version)
-    return SocketAddress(_unpacked(found[0]), found[1]) if found is not None else None
-
-
-def _tracked(sock: socket.SocketType, version: int) -> tuple[bytes, int] | None:
-    """Return the packed address and the port before translation. None if the connection is not tracked."""
-    try:
-        if version == 4:
-            port, packed = _NAME4.unpack(sock.getsockopt(socket.SOL_IP, SO_ORIGINAL_DST, _NAME4.size))
-        else:
-            port, packed = _NAME6.unpack(sock.getsockopt(_SOL_IPV6, SO_ORIGINAL_DST, _NAME6.size))
-    except OSError:
-        return None  # ENOENT: not tracked; ENOPROTOOPT: no conntrack in this kernel
-    return packed, port
 
 
 def _unpacked(packed: bytes) -> IpAddress:

@@ -30,7 +30,7 @@ class SocketAddress(NamedTuple):
         Raises:
             ValueError: the host is not an IP address.
         """
-        return cls(canonical(name[0]), name[1])
+        return tuple.__new__(cls, (canonical(name[0]), name[1]))
 
     @classmethod
     def parse(cls, text: str) -> "SocketAddress":

@@ -61,6 +61,11 @@ class RouteTable:
     name: str
     virtual_hosts: tuple[VirtualHost, ...]
 
+    @property
+    def chosen_by_heads(self) -> bool:
+        """Whether equal requests have equal routes: headers can be written by the proxy, once per request."""
+        return not any(route.headers for host in self.virtual_hosts for route in host.routes)
+
 
 @dataclass(frozen=True, slots=True)
 class RouteTableRef:

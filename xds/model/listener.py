@@ -11,7 +11,7 @@ from xds.model.chain_match import ChainMatch, ChainSelector
 from xds.model.facts import ConnectionFacts
 from xds.model.format_string import FormatString
 from xds.model.http import HttpConnectionManager
-from xds.model.matcher import Matcher
+from xds.model.matcher import InputKind, Matcher, input_kinds
 from xds.model.metadata import NO_METADATA, Metadata
 from xds.model.policy import PolicyList
 from xds.model.tls import ConfigSource, SecretRef, TlsContext
@@ -344,6 +344,13 @@ class Listener:
     @cached_property
     def _by_name(self) -> dict[str, FilterChain]:
         return {chain.name: chain for chain in self.chains}
+
+    @cached_property
+    def chosen_by_addresses(self) -> bool:
+        """Whether no chain is chosen by the client's port."""
+        if self.matcher is not None:
+            return InputKind.SOURCE_PORT not in input_kinds(self.matcher)
+        return not any(chain.match.source_ports for chain in self.chains)
 
     def chain_for(self, facts: ConnectionFacts) -> FilterChain | None:
         """Return the chain for a connection; ``None`` if the connection must be closed.

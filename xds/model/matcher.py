@@ -272,8 +272,7 @@ def holds(predicate: Predicate, facts: ConnectionFacts) -> bool:
             assert_never(predicate)
 
 
-def chain_names(matcher: Matcher) -> set[str]:
-    """Return all chain names in the actions of the tree, whether or not the chains exist."""
+def _all_hits(matcher: Matcher) -> list[OnMatch]:
     lookup = matcher.lookup
     if isinstance(lookup, MatcherList):
         hits = [hit for _, hit in lookup.matchers]
@@ -283,7 +282,37 @@ def chain_names(matcher: Matcher) -> set[str]:
         hits = list(lookup.entries.values())
     if matcher.on_no_match is not None:
         hits.append(matcher.on_no_match)
+    return hits
+
+
+def chain_names(matcher: Matcher) -> set[str]:
+    """Return all chain names in the actions of the tree, whether or not the chains exist."""
     names: set[str] = set()
-    for hit in hits:
+    for hit in _all_hits(matcher):
         names |= {hit.target} if isinstance(hit.target, str) else chain_names(hit.target)
     return names
+
+
+def input_kinds(matcher: Matcher) -> set[InputKind]:
+    """Return the kinds of all inputs in the tree."""
+    lookup = matcher.lookup
+    if isinstance(lookup, MatcherList):
+        kinds = set().union(*(_kinds_of(predicate) for predicate, _ in lookup.matchers))
+    else:
+        kinds = {lookup.input.kind}
+    for hit in _all_hits(matcher):
+        if not isinstance(hit.target, str):
+            kinds |= input_kinds(hit.target)
+    return kinds
+
+
+def _kinds_of(predicate: Predicate) -> set[InputKind]:
+    match predicate:
+        case Single():
+            return {predicate.input.kind}
+        case AllPredicates() | AnyPredicate():
+            return set().union(*map(_kinds_of, predicate.predicates))
+        case NotPredicate():
+            return _kinds_of(predicate.predicate)
+        case _:
+            assert_never(predicate)

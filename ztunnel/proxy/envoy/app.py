@@ -47,7 +47,8 @@ from ztunnel.proxy.envoy.path.internal import InternalListeners
 from ztunnel.proxy.envoy.path.probe import Prober
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.terminate import AdmitsApplication, Terminator, TunnelRules
-from ztunnel.proxy.envoy.path.tunnel_server import Timeouts, TunnelServer
+from ztunnel.proxy.envoy.path.tunnel_requests import Timeouts
+from ztunnel.proxy.envoy.path.tunnel_server import TunnelServer
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.envoy.stream.outcome import DRAINED

@@ -52,6 +52,9 @@ class Taps:
         self._clock = clock
         self._captures: dict[str, Capture] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._captures)
+
     def of(self, pod: str) -> Capture | None:
         """Return the current tap of a pod, if any. The data path calls it for each new connection."""
         return self._captures.get(pod)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -152,6 +153,18 @@ class LiveState:
     shared: SharedWithUpstream
 
 
+#: Commands that read only facts which all connections of a plan share.
+_PLANNED = frozenset(
+    (
+        "DOWNSTREAM_LOCAL_ADDRESS",
+        "DOWNSTREAM_LOCAL_ADDRESS_WITHOUT_PORT",
+        "DOWNSTREAM_LOCAL_PORT",
+        "DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT",
+        "DYNAMIC_METADATA",
+    )
+)
+
+
 class LiveTcpProxy:
     """A TCP proxy filter with its counters (``tcp.<stat prefix>.``), each created on first use."""
 
@@ -164,6 +177,9 @@ class LiveTcpProxy:
 
     def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
         self.model = model
+        #: The time limit for opening an upstream. In Envoy both timers already run while it connects. They bound
+        #: the wait for a CONNECT's answer, which no connect timeout of a cluster does.
+        self.opening_limit_s = min(model.idle_timeout_s or math.inf, model.max_duration_s or math.inf)
         self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
         self.scope = tcp_scope(stats, model.stat_prefix)
         self.scope.declare(_TCP_COUNTED, None)
@@ -171,6 +187,13 @@ class LiveTcpProxy:
         self.subsets = {c.name: {**model.metadata_match, **c.metadata_match} for c in reversed(model.clusters)}
         self.hostname: Renderer | None = None
         self.headers: tuple[LiveHeader, ...] = ()
+        #: Whether all connections of a plan (:mod:`ztunnel.proxy.envoy.listeners.plans`) request the same tunnel.
+        self.same_request = model.tunneling is not None and _PLANNED.issuperset(
+            part.name
+            for text in (model.tunneling.hostname, *(header.value for header in model.tunneling.headers))
+            for part in text.parts
+            if not isinstance(part, str)
+        )
         if model.tunneling is not None:
             # A missing value is empty, not "-": a hostname is refused then, and a header left out.
             self.hostname = renderer(model.tunneling.hostname, missing="")

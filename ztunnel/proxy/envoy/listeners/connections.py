@@ -262,7 +262,7 @@ class LiveConnection(LiveHop):
         tunnels: the HTTP/2 connection, once it serves requests; ``None`` if its chain ends no tunnels.
     """
 
-    __slots__ = ("_pod", "_quota", "counts", "id", "tunnels")
+    __slots__ = ("_addons", "_pod", "_quota", "counts", "id", "tunnels")
 
     def __init__(
         self,
@@ -277,6 +277,7 @@ class LiveConnection(LiveHop):
         came: bool = False,
     ) -> None:
         self._pod = pod
+        self._addons = group.addons
         self._quota = group.quota
         self._quota.enter(pod)
         super().__init__(group, info, owner, clock, abort)
@@ -297,6 +298,17 @@ class LiveConnection(LiveHop):
     def inner(self) -> Sequence[StreamInfo]:
         """The hops behind internal listeners, outermost first."""
         return hops_of(self.info)[1:]
+
+    def choose(self, chain: LiveChain) -> None:
+        """Note the chosen filter chain."""
+        info = self.info
+        self.chain = chain
+        info.chain = chain.name
+        info.chain_metadata = chain.model.metadata
+        self.state = State.FILTERED
+        if chain.manager is None:
+            self.filter_sinks = chain.sinks
+            self.addons = self._addons
 
     def move_to(self, listener: LiveListener) -> None:
         """Hand the connection to another listener, which counts and logs it from now on."""

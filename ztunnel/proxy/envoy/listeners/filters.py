@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from hbone.aio.socket import PlainSocket
 from tproxy.aio import sockets
 from xds.model import listener as model
-from xds.model.address import SocketAddress, canonical
+from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane import client_hello, proxy_protocol
 from ztunnel.proxy.dataplane.reasons import Reason
@@ -123,13 +123,11 @@ def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
         transparent: the socket's own name is the dialled address, unless NAT changed it.
     """
     own = info.destination
-    asked = sockets.conntrack_destination(end.sock, 6 if ":" in own.host else 4)
-    if asked is not None:
-        dialled = SocketAddress(canonical(asked.ip), asked.port)
-        if dialled != own:
-            info.facts.destination = dialled
-            info.restored = True
-            return
+    dialled = sockets.tracked_address(end.sock, 6 if ":" in own.host else 4)
+    if dialled is not None and dialled != own:
+        info.facts.destination = SocketAddress(*dialled)
+        info.restored = True
+        return
     info.restored = transparent
 
 

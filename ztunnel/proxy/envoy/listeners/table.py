@@ -10,9 +10,14 @@ from ztunnel.proxy.envoy.listeners.listener import LiveListener
 
 
 class ListenerTable:
-    """The active listeners, in the order of arrival."""
+    """The active listeners, in the order of arrival.
+
+    Attributes:
+        version: the number of changes so far.
+    """
 
     def __init__(self) -> None:
+        self.version = 0
         self._active: dict[str, LiveListener] = {}
         self._by_address: dict[SocketAddress, LiveListener] = {}
         self._by_port: dict[int, LiveListener] = {}
@@ -39,6 +44,7 @@ class ListenerTable:
         return listener
 
     def _index(self) -> None:
+        self.version += 1
         self._by_address = {a: each for each in self._active.values() for a in each.model.addresses}
         self._by_port = {address.port: listener for address, listener in self._by_address.items()}
 

@@ -13,9 +13,10 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, assert_never
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple, assert_never
 
+from hbone.aio.answers import OnAnswer
 from hbone.aio.connection import Connection
 from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.end import End
@@ -24,7 +25,9 @@ from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, HboneError
+from hbone.events import Header
 from hbone.pool import PoolFull, PoolSettings
+from hbone.sender import fields
 from tproxy.errors import TproxyError
 from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
 from xds.model.cluster import InternalUpstream, TransportSocket
@@ -32,11 +35,13 @@ from xds.model.facts import ConnectionFacts
 from xds.model.listener import AppendAction
 from ztunnel.proxy.dataplane.attempts import Attempts, GiveUp
 from ztunnel.proxy.dataplane.attempts import Reason as GivenUp
+from ztunnel.proxy.dataplane.live_table import Abort, cancels_current_task
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import LiveHop
+from ztunnel.proxy.envoy.listeners.plans import Plan, TunnelRequest
 from ztunnel.proxy.envoy.path.dial import (
     ClusterUpstream,
     CountedConnection,
@@ -48,7 +53,7 @@ from ztunnel.proxy.envoy.path.dial import (
     secrets_not_ready,
     with_header,
 )
-from ztunnel.proxy.envoy.path.internal import InternalListeners
+from ztunnel.proxy.envoy.path.internal import Entry, InternalListeners
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext
 from ztunnel.proxy.envoy.stream.outcome import Denied, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
 from ztunnel.proxy.envoy.stream.request_headers import traceparent
@@ -79,12 +84,82 @@ Labels = frozenset[tuple[str, str]]
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
 
 
+class Choice(NamedTuple):
+    """A host chosen for an attempt, and its transport socket."""
+
+    cluster: LiveCluster
+    host: Host
+    transport: LiveTransport
+
+
 class Dialled(NamedTuple):
     """An open tunnel connection: its cluster, its key in the cluster's pool, and its statistics."""
 
     cluster: LiveCluster
     key: TunnelKey
     counted: CountedConnection
+
+
+_NO_HOSTS: Final[frozenset[Host]] = frozenset()
+
+
+class Opening:
+    """A hop's attempt that was begun without a coroutine; see :meth:`Connector.begin`.
+
+    Attributes:
+        hop, proxy, cluster, host, transport, tunnelled: the hop, its filter, and the results of its first choices.
+        inner: the attempt of the hop behind an internal listener.
+        counted: the connection to the internal listener.
+        tunnel: the requested tunnel, of the last hop only.
+        error: why the attempt has failed. ``None``: a coroutine can make the attempt.
+        timed_out: the filter's own time limit has passed.
+    """
+
+    __slots__ = (
+        "client",
+        "cluster",
+        "counted",
+        "error",
+        "header",
+        "hop",
+        "host",
+        "inner",
+        "proxy",
+        "timed_out",
+        "transport",
+        "tunnel",
+        "tunnelled",
+    )
+
+    def __init__(self, hop: LiveHop, proxy: LiveTcpProxy, choice: Choice, tunnelled: bool) -> None:
+        self.hop = hop
+        self.proxy = proxy
+        self.cluster, self.host, self.transport = choice
+        self.tunnelled = tunnelled
+        self.inner: Opening | None = None
+        self.counted: CountedConnection | None = None
+        self.header = b""
+        self.tunnel: Tunnel | None = None
+        self.error: BaseException | None = None
+        self.timed_out = False
+
+    @property
+    def last(self) -> Opening:
+        """The attempt of the last hop."""
+        return self if self.inner is None else self.inner.last
+
+    def take_error(self) -> BaseException:
+        """Return and forget the error: its traceback will refer to frames that refer to this object."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
+    def aborts_by(self, abort: Abort) -> None:
+        """Have the hops behind internal listeners end by ``abort``."""
+        inner = self.inner
+        while inner is not None:
+            inner.hop.aborts_by(abort)
+            inner = inner.inner
 
 
 class Connector:
@@ -131,58 +206,51 @@ class Connector:
 
     # The steps of a TCP proxy
 
-    async def open(self, hop: LiveHop, proxy: LiveTcpProxy, client: End | None = None) -> ClusterUpstream:
+    async def open(
+        self, hop: LiveHop, proxy: LiveTcpProxy, client: End | None = None, begun: Opening | None = None
+    ) -> ClusterUpstream:
         """Connect a hop to a host of its cluster, with at most the number of attempts configured in the filter.
 
         Args:
             hop: the connection.
             proxy: its filter.
             client: the downstream end, for sending its first bytes along with a CONNECT.
+            begun: the first attempt, from :meth:`begin`.
 
         Raises:
             Refused: no attempt succeeded. ``hop`` has the flags.
         """
         info, model = hop.info, proxy.model
-        tunnelled = info.tunnelled = tunnels(proxy, info)
-        override = info.facts.filter_state.get(CLUSTER_OVERRIDE)
-        if override:
-            name, cluster = override, self._clusters.get(override)
-        else:
-            name, cluster = self._clusters.pick(model.clusters, self._rng)
-        info.cluster, hop.cluster = name, cluster
-        if cluster is None:
-            proxy.cx_no_route.value += 1
-            raise NoCluster()
-        info.cluster_metadata = cluster.model.metadata
-        info.upstream_cluster = cluster.model.alt_stat_name or name
-        subset = proxy.subsets.get(name, model.metadata_match)
+        tunnelled = tunnels(proxy, info) if begun is None else begun.tunnelled
+        cluster = self._cluster_of(hop, proxy, tunnelled=tunnelled) if begun is None else begun.cluster
+        subset = proxy.subsets.get(info.cluster, model.metadata_match)
         # Like Envoy's ``max_connect_attempts``: a number and a back-off, without a time limit.
         attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
         prefer: tuple[Labels, ...] = ()
         while True:
-            avoid = attempts.avoid
-            if prefer:
-                avoid = _not_preferred(prefer, cluster, subset, avoid)
-            host = cluster.choose(info, subset=subset, hash_source=model.hash_source_ip, avoid=avoid, drops=False)
-            if host is None:
-                cluster.stats.cx_none_healthy.value += 1
-                raise NoHealthyHost()
-            if hop.addons is not None:
-                if hop.asked is not None:
-                    hop.addons.rehosted(hop, host, tunnelled=tunnelled)
-                else:
-                    info.upstream_host = str(host.endpoint.address)
-                    wanted = await hop.addons.connecting(hop, host, tunnelled=tunnelled)
-                    if wanted is not None:
-                        prefer = wanted
-                        continue
-            transport = cluster.transport(host)
-            info.attempts += 1
+            if begun is None:
+                avoid = attempts.avoid
+                if prefer:
+                    avoid = _not_preferred(prefer, cluster, subset, avoid)
+                host = _chosen(cluster, proxy, info, subset, avoid)
+                if hop.addons is not None:
+                    if hop.asked is not None:
+                        hop.addons.rehosted(hop, host, tunnelled=tunnelled)
+                    else:
+                        info.upstream_host = str(host.endpoint.address)
+                        wanted = await hop.addons.connecting(hop, host, tunnelled=tunnelled)
+                        if wanted is not None:
+                            prefer = wanted
+                            continue
+                choice = Choice(cluster, host, cluster.transport(host))
+                info.attempts += 1
+            else:
+                choice = Choice(cluster, begun.host, begun.transport)
             try:
-                upstream = await self._attempt(hop, proxy, cluster, host, transport, client, tunnelled=tunnelled)
+                upstream = await self._attempt(hop, proxy, choice, client, begun, tunnelled=tunnelled)
             except UpstreamFailed as error:
-                count_failure(cluster, host, error)
-                verdict = attempts.failed(error, 0.0, host)
+                count_failure(cluster, choice.host, error)
+                verdict = attempts.failed(error, 0.0, choice.host)
                 if isinstance(verdict, GiveUp):
                     if verdict.reason is GivenUp.NO_RETRIES:
                         cluster.stats.cx_attempts_exceeded.value += 1
@@ -194,8 +262,141 @@ class Connector:
                 return upstream
             finally:
                 info.ready_s = hop.clock.monotonic() - info.started
-            info.failed = (*info.failed, host.endpoint)
+            begun = None
+            info.failed = (*info.failed, choice.host.endpoint)
             await self._back_off(proxy, verdict.failures)
+
+    def _cluster_of(self, hop: LiveHop, proxy: LiveTcpProxy, *, tunnelled: bool) -> LiveCluster:
+        """Choose the cluster of a hop.
+
+        Raises:
+            NoCluster: it does not exist.
+        """
+        info = hop.info
+        info.tunnelled = tunnelled
+        override = info.facts.filter_state.get(CLUSTER_OVERRIDE) if info.facts.filter_state else None
+        if override:
+            name, cluster = override, self._clusters.get(override)
+        else:
+            name, cluster = self._clusters.pick(proxy.model.clusters, self._rng)
+        info.cluster, hop.cluster = name, cluster
+        if cluster is None:
+            proxy.cx_no_route.value += 1
+            raise NoCluster()
+        info.cluster_metadata = cluster.model.metadata
+        info.upstream_cluster = cluster.model.alt_stat_name or name
+        return cluster
+
+    # The same without a coroutine
+
+    def begin(
+        self,
+        hop: LiveHop,
+        proxy: LiveTcpProxy,
+        client: PlainSocket | None,
+        answered: OnAnswer,
+        abort: Abort,
+        plan: Plan | None = None,
+    ) -> Opening | None:
+        """Begin the first attempt of :meth:`open`, as far as it need not wait.
+
+        If a tunnel was requested, ``last.tunnel`` of the result is set, and ``answered`` is called; then call
+        :meth:`opened`, or :meth:`stop` and :meth:`open`. Otherwise call :meth:`open` with the result.
+
+        Args:
+            hop, proxy, client: see :meth:`open`.
+            answered: see :meth:`hbone.aio.pool.Pool.open_on`.
+            abort: ends the connection until then.
+            plan: keeps the request for a tunnel, if all connections of the plan make the same one.
+
+        Returns:
+            None: addons or policies decide about each host, so the attempt has not begun.
+
+        Raises:
+            Refused: there is no cluster or no host.
+        """
+        if self._admit is not None or hop.addons is not None:
+            return None
+        info = hop.info
+        tunnelled = tunnels(proxy, info)
+        cluster = self._cluster_of(hop, proxy, tunnelled=tunnelled)
+        subset = proxy.subsets.get(info.cluster, proxy.model.metadata_match)
+        host = _chosen(cluster, proxy, info, subset, _NO_HOSTS)
+        opening = Opening(hop, proxy, Choice(cluster, host, cluster.transport(host)), tunnelled)
+        info.attempts += 1
+        _note_host(info, host)
+        address = host.endpoint.address
+        try:
+            if type(address) is InternalAddress:
+                inner = self._entered(opening, address, abort)
+                early = None if opening.header else client
+                try:
+                    opening.inner = self.begin(inner.hop, inner.proxy, early, answered, abort)
+                except Refused as error:
+                    opening.error = _end_inner(opening, inner.hop, error)
+            elif tunnelled and type(address) is SocketAddress and cluster.model.http2 is not None:
+                self._request(opening, address, client, answered, plan)
+        except Refused as error:
+            opening.error = error
+        return opening
+
+    def _request(
+        self,
+        opening: Opening,
+        address: SocketAddress,
+        client: PlainSocket | None,
+        answered: OnAnswer,
+        plan: Plan | None,
+    ) -> None:
+        """Request a tunnel on an open connection, if one has room and the far end is not in this process.
+
+        Raises:
+            Refused: see :meth:`_tunnel`.
+        """
+        hop, cluster = opening.hop, opening.cluster
+        asked = plan.request if plan is not None else None
+        if asked is None:
+            asked = request_for(opening.proxy, hop.info)
+            if plan is not None and opening.proxy.same_request:
+                plan.request = asked
+        key = self._prepared(hop, cluster, opening.transport, address, asked)
+        if not key.options.first_bytes and self._internal.leads_here(address):
+            return
+        pool = self._pools.get(cluster)
+        place = pool.reserve(key) if pool is not None else None
+        if pool is not None and place is not None:
+            cluster.breaker.requests += 1
+            opening.tunnel = pool.open_on(place, _block(asked.fields), client, answered)
+
+    def stop(self, opening: Opening, error: BaseException | None) -> None:
+        """Close a requested tunnel that was not opened. :meth:`open` continues afterwards.
+
+        Args:
+            opening: from :meth:`begin`.
+            error: the answer. ``None``: the same attempt can be made again.
+        """
+        last = opening.last
+        tunnel, last.tunnel = last.tunnel, None
+        if tunnel is not None:
+            last.cluster.breaker.requests -= 1
+            tunnel.close()
+        last.error = _failed(last.cluster, error) if isinstance(error, HboneError) else error
+
+    def opened(self, opening: Opening) -> ClusterUpstream:
+        """Return the upstream of an attempt whose tunnel was answered."""
+        hop, cluster, info = opening.hop, opening.cluster, opening.hop.info
+        if opening.inner is not None:
+            upstream = self._entered_upstream(opening, opening.inner.hop, self.opened(opening.inner))
+        else:
+            tunnel = opening.tunnel
+            assert tunnel is not None
+            cluster.breaker.requests -= 1
+            upstream = self._tunnelled(hop, opening.proxy, cluster, opening.host, opening.transport, tunnel)
+        if cluster.outlier is not None:
+            cluster.report(opening.host, Result.SUCCESS)
+        info.connected, info.failure = True, None
+        info.ready_s = hop.clock.monotonic() - info.started
+        return upstream
 
     async def _back_off(self, proxy: LiveTcpProxy, failures: int) -> None:
         """Wait before the next attempt, exponentially with full jitter, like Envoy's ``backoff_options``."""
@@ -208,25 +409,25 @@ class Connector:
         self,
         hop: LiveHop,
         proxy: LiveTcpProxy,
-        cluster: LiveCluster,
-        host: Host,
-        transport: LiveTransport,
+        choice: Choice,
         client: End | None,
+        begun: Opening | None,
         *,
         tunnelled: bool,
     ) -> ClusterUpstream:
         info = hop.info
-        endpoint = host.endpoint
-        info.upstream_host = str(endpoint.address)
-        info.endpoint, info.behind = endpoint, None
-        info.upstream_metadata = endpoint.metadata
-        if self._admit is not None:
-            await self._admit(hop, proxy, host)
-        match endpoint.address:
+        cluster, host, transport = choice
+        if begun is not None and begun.error is not None:
+            raise begun.take_error()
+        if begun is None:
+            _note_host(info, host)
+            if self._admit is not None:
+                await self._admit(hop, proxy, host)
+        match host.endpoint.address:
             case InternalAddress() as address:
-                upstream = await self._enter(hop, cluster, host, address, transport, client)
+                upstream = await self._enter(begun or Opening(hop, proxy, choice, tunnelled), address, client)
             case SocketAddress() as address if tunnelled:
-                upstream = await self._tunnel(hop, proxy, cluster, host, address, transport, client)
+                upstream = await self._tunnel(hop, proxy, choice, address, client)
             case PipeAddress() if tunnelled:
                 raise UpstreamFailed("a tunnel needs a host with an IP address")
             case SocketAddress() | PipeAddress() as address:
@@ -234,60 +435,68 @@ class Connector:
             case NamedAddress():
                 raise UpstreamFailed(NO_ADDRESS, failure=Reason.DNS)
             case _:
-                assert_never(endpoint.address)
+                assert_never(host.endpoint.address)
         if cluster.outlier is not None:
             cluster.report(host, Result.SUCCESS)
         return upstream
 
     # Internal listeners
 
-    async def _enter(
-        self,
-        hop: LiveHop,
-        cluster: LiveCluster,
-        host: Host,
-        address: InternalAddress,
-        transport: LiveTransport,
-        client: End | None,
-    ) -> ClusterUpstream:
+    async def _enter(self, opening: Opening, address: InternalAddress, client: End | None) -> ClusterUpstream:
         """Continue at an internal listener. Its failures read ``Invalid argument``, like in Envoy."""
+        if opening.inner is not None:
+            hop, proxy = opening.inner.hop, opening.inner.proxy
+        else:
+            hop, proxy = self._entered(opening, address, cancels_current_task(self._poller))
+        counted = opening.counted
+        assert counted is not None
+        try:
+            # Data sent along with the CONNECT would arrive before the PROXY header.
+            upstream = await self.open(hop, proxy, None if opening.header else client, opening.inner)
+        except Refused as error:
+            raise _end_inner(opening, hop, error) from error
+        except BaseException:
+            hop.close()
+            counted.ended(by_peer=False, in_use=True)
+            raise
+        return self._entered_upstream(opening, hop, upstream)
+
+    def _entered(self, opening: Opening, address: InternalAddress, abort: Abort) -> Entry:
+        """Enter an internal listener.
+
+        Raises:
+            UpstreamFailed: it does not exist, or refuses the connection.
+        """
+        outer, cluster, transport = opening.hop.info, opening.cluster, opening.transport
         if transport.context is not None:
             raise UpstreamFailed("connections to an internal listener have no TLS")
-        outer = hop.info
-        version = transport.proxy_version
-        header = b"" if version is None else with_header(outer, version).first_bytes
-        metadata, shared = passed_on(outer.facts, cluster, host, transport.model)
+        if transport.proxy_version is not None:
+            opening.header = with_header(outer, transport.proxy_version).first_bytes
+        metadata, shared = passed_on(outer.facts, cluster, opening.host, transport.model)
         outer.upstream_local = _CLIENT_ADDRESS
-        inner = self._internal.enter(address, outer, metadata, shared, keep_options=self._keep_client_address)
-        counted = CountedConnection(cluster, self._poller)
+        inner = self._internal.enter(
+            address, outer, metadata, shared, abort, keep_options=self._keep_client_address
+        )
+        counted = opening.counted = CountedConnection(cluster, self._poller)
         if inner is None:
             behind = outer.behind.failure if outer.behind is not None else None
             failed = UpstreamFailed(INVALID_ARGUMENT, failure=behind or Reason.NO_ROUTE)
             counted.failed(failed)
             raise failed
         counted.connected()  # before the inner hop is connected, like in Envoy
-        proxy = inner.proxy
-        proxy.cx_total.value += 1
-        try:
-            # Data sent along with the CONNECT would arrive before the PROXY header.
-            upstream = await self.open(inner.hop, proxy, None if header else client)
-        except Refused as error:
-            inner.hop.refused(error)
-            inner.hop.close()
-            counted.ended(by_peer=True, in_use=True)
-            if isinstance(error, Denied):
-                raise  # not a failure of this host: another attempt would be denied as well
-            final = isinstance(error, UpstreamFailed) and error.final
-            raise UpstreamFailed(INVALID_ARGUMENT, final=final, failure=error.failure) from error
-        except BaseException:
-            inner.hop.close()
-            counted.ended(by_peer=False, in_use=True)
-            raise
+        inner.proxy.cx_total.value += 1
+        return inner
+
+    @staticmethod
+    def _entered_upstream(opening: Opening, inner: LiveHop, upstream: ClusterUpstream) -> ClusterUpstream:
+        """Extend the upstream of an inner hop to the outer hop."""
+        cluster, host, counted, header = opening.cluster, opening.host, opening.counted, opening.header
+        assert counted is not None
         if header:
             upstream.end.write([memoryview(header)], len(header))
             upstream.end.flush()
-        upstream.hops = (inner.hop, *upstream.hops)
-        upstream.on_close(inner.hop.close)
+        upstream.hops = (inner, *upstream.hops)
+        upstream.on_close(inner.close)
         count_request(cluster, host)
         upstream.on_close(lambda: count_end(cluster, host, counted, upstream))
         return upstream
@@ -298,59 +507,75 @@ class Connector:
         self,
         hop: LiveHop,
         proxy: LiveTcpProxy,
-        cluster: LiveCluster,
-        host: Host,
+        choice: Choice,
         address: SocketAddress,
-        transport: LiveTransport,
         client: End | None,
     ) -> ClusterUpstream:
         """Open a CONNECT stream, and wait for its 200."""
-        info = hop.info
+        cluster, host, transport = choice
         if cluster.model.http2 is None:
             raise UpstreamFailed(NO_HTTP2)
+        asked = request_for(proxy, hop.info)
+        key = self._prepared(hop, cluster, transport, address, asked)
+        # A PROXY header is for a listener filter, and the node-local tunnel begins behind those.
+        if not key.options.first_bytes and self._internal.leads_here(address):
+            local = await self._internal.shortcut(hop, transport.context, address, asked.authority, asked.headers)
+            if local is not None:
+                local.on_close(self._account_request(cluster, host))
+                return local
+        breaker = cluster.breaker
+        breaker.requests += 1
+        try:
+            pool = self._pools.get(cluster) or self._new_pool(cluster)
+            tunnel = await pool.open(key, asked.fields, client if type(client) is PlainSocket else None)
+        except (HboneError, TproxyError, UpstreamFailed) as error:
+            raise _failed(cluster, error) from error
+        finally:
+            breaker.requests -= 1
+        return self._tunnelled(hop, proxy, cluster, host, transport, tunnel)
+
+    def _prepared(
+        self,
+        hop: LiveHop,
+        cluster: LiveCluster,
+        transport: LiveTransport,
+        address: SocketAddress,
+        asked: TunnelRequest,
+    ) -> TunnelKey:
+        """Return the key of the connections that can carry a tunnel.
+
+        Raises:
+            Refused: the cluster has too many requests, or its certificate has not arrived.
+        """
+        info = hop.info
         breaker = cluster.breaker
         if breaker.requests >= breaker.limits.max_requests:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
-        authority, headers = tunnel_request(proxy, info)
-        info.tunnel_authority, info.trace = authority, traceparent(headers)
+        info.tunnel_authority, info.trace = asked.authority, asked.trace
         context, version = transport.context, transport.proxy_version
         if context is not None and context.current is None:
             raise secrets_not_ready(cluster)
-        info.upstream_own_uri_sans = context.local_uri_sans if context is not None else ()
+        info.upstream_own_uri_sans = context.presented.uri_sans if context is not None else ()
         options = info.options if version is None else with_header(info, version)
-        # A PROXY header is for a listener filter, and the node-local tunnel begins behind those.
-        if not options.first_bytes and address.port in self._internal.shortcut_ports:
-            local = await self._internal.shortcut(hop, context, address, authority, headers)
-            if local is not None:
-                local.on_close(self._account_request(cluster, host))
-                return local
         generation = context.generation if context is not None else 0
-        key = PoolKey(address, context, generation, options)
-        breaker.requests += 1
-        try:
-            pool = self._pools.get(cluster) or self._new_pool(cluster)
-            fields = [(b":method", b"CONNECT"), (b":authority", authority.encode())]
-            for name, value in headers:
-                fields.append((name.encode(), value.encode("utf-8", "replace")))
-            tunnel = await pool.open(
-                key,
-                fields,
-                client if type(client) is PlainSocket else None,
-            )
-        except ConnectRefused as error:
-            raise UpstreamFailed(f"tunnel_response:{error.status}", status=error.status) from error
-        except PoolFull:
-            cluster.stats.rq_pending_overflow.value += 1
-            raise Overflow() from None
-        except (HboneError, TproxyError, UpstreamFailed) as error:
-            raise failure_of(cluster, error) from error
-        finally:
-            breaker.requests -= 1
-        if tunnel.connection.handshake_s:
-            self._times.first_request(tunnel.connection, info.trace.encode(), hop.clock.wall())
-        info.upstream_local = str(SocketAddress.of(tunnel.connection.local_name))
-        facts = tunnel.connection.facts
+        return PoolKey(address, context, generation, options)
+
+    def _tunnelled(
+        self,
+        hop: LiveHop,
+        proxy: LiveTcpProxy,
+        cluster: LiveCluster,
+        host: Host,
+        transport: LiveTransport,
+        tunnel: Tunnel,
+    ) -> ClusterUpstream:
+        """Return the upstream of an answered tunnel, and note its facts."""
+        info, connection, context = hop.info, tunnel.connection, transport.context
+        if connection.handshake_s:
+            self._times.first_request(connection, info.trace.encode(), hop.clock.wall())
+        info.upstream_local = str(SocketAddress.of(connection.local_name))
+        facts = connection.facts
         info.upstream_uri_sans = facts.uri_sans if facts is not None else ()
         info.upstream_tls = facts
         info.upstream_certificate = context.presented.certificate if context is not None else None
@@ -517,6 +742,24 @@ def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
     return proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
 
 
+@lru_cache(maxsize=4096)
+def _block(request: tuple[Header, ...]) -> bytes:
+    """Return the header block of a request."""
+    return fields(request)
+
+
+def request_for(proxy: LiveTcpProxy, info: StreamInfo) -> TunnelRequest:
+    """Return the request for a connection's tunnel.
+
+    Raises:
+        UpstreamFailed: see :func:`tunnel_request`.
+    """
+    authority, headers = tunnel_request(proxy, info)
+    encoded = [(name.encode(), value.encode("utf-8", "replace")) for name, value in headers]
+    request = ((b":method", b"CONNECT"), (b":authority", authority.encode()), *encoded)
+    return TunnelRequest(authority, headers, request, traceparent(headers))
+
+
 def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tuple[str, str]]]:
     """Return the ``:authority`` and the added headers of a tunnel request, in order.
 
@@ -540,6 +783,56 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
         elif header.action != AppendAction.OVERWRITE_IF_EXISTS:
             added.append((header.name, value))
     return authority, [*overwritten.items(), *added]
+
+
+def _chosen(
+    cluster: LiveCluster,
+    proxy: LiveTcpProxy,
+    info: StreamInfo,
+    subset: Mapping[str, object] | None,
+    avoid: frozenset[Host],
+) -> Host:
+    """Choose a host.
+
+    Raises:
+        NoHealthyHost: there is none.
+    """
+    hash_source = proxy.model.hash_source_ip
+    host = cluster.choose(info, subset=subset, hash_source=hash_source, avoid=avoid, drops=False)
+    if host is None:
+        cluster.stats.cx_none_healthy.value += 1
+        raise NoHealthyHost()
+    return host
+
+
+def _note_host(info: StreamInfo, host: Host) -> None:
+    """Note the host of an attempt."""
+    endpoint = host.endpoint
+    info.upstream_host = endpoint.key
+    info.endpoint, info.behind = endpoint, None
+    info.upstream_metadata = endpoint.metadata
+
+
+def _failed(cluster: LiveCluster, error: Exception) -> Refused:
+    """Return the failure of an attempt to open a tunnel, and count it."""
+    if isinstance(error, ConnectRefused):
+        return UpstreamFailed(f"tunnel_response:{error.status}", status=error.status)
+    if isinstance(error, PoolFull):
+        cluster.stats.rq_pending_overflow.value += 1
+        return Overflow()
+    return failure_of(cluster, error)
+
+
+def _end_inner(opening: Opening, hop: LiveHop, error: Refused) -> Refused:
+    """End a refused inner hop, and return the failure of the outer hop."""
+    assert opening.counted is not None
+    hop.refused(error)
+    hop.close()
+    opening.counted.ended(by_peer=True, in_use=True)
+    if isinstance(error, Denied):
+        return error  # not a failure of this host: another attempt would be denied as well
+    final = isinstance(error, UpstreamFailed) and error.final
+    return UpstreamFailed(INVALID_ARGUMENT, final=final, failure=error.failure)
 
 
 def _not_preferred(

@@ -17,11 +17,12 @@ from typing import Any
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
 from hbone.aio.socket import PlainSocket
+from tproxy.aio import sockets
 from tproxy.aio.sockets import is_transparent
 from xds.model import listener as model
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
-from ztunnel.proxy.dataplane.life_table import Event, State
+from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
@@ -36,7 +37,10 @@ from ztunnel.proxy.envoy.listeners.filters import (
     take_proxy_header,
 )
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.listeners.plans import Key, Plan, Plans
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
+from ztunnel.proxy.envoy.path.connect import Opening
+from ztunnel.proxy.envoy.path.planned import PlannedConnection
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.tunnel_server import TunnelServer
 from ztunnel.proxy.envoy.stream.outcome import STOPPED, Incomplete, NoFilterChain, Refused, TooMany
@@ -70,6 +74,7 @@ class Datapath:
         clock: Clock,
     ) -> None:
         self._listeners = listeners
+        self._plans = Plans(listeners)
         self._proxies = proxies
         self._tunnels = tunnels
         self._connections = connections
@@ -82,7 +87,15 @@ class Datapath:
     def accepted(self, listener: LiveListener, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         """Start serving an accepted socket, which this object closes; returns at once."""
         try:
-            source, local = SocketAddress.of(peer), SocketAddress.of(sock.getsockname())
+            name = sock.getsockname()
+            key: Key | None = None
+            if not (listener.ends_tunnels or listener.reads_bytes):
+                key = listener, peer[0], name, sockets.tracked_address(sock, 6 if ":" in name[0] else 4) or name
+                plan = self._plans.plan(key)
+                if plan is not None and not (plan.chain.gated or self._proxies.observes):
+                    self._accepted_planned(listener, sock, peer, plan)
+                    return
+            source, local = SocketAddress.of(peer), SocketAddress.of(name)
         except (OSError, ValueError):
             sock.close()  # the client has already disconnected
             return
@@ -91,18 +104,60 @@ class Datapath:
             listener.overload_reject.value += 1
             sock.close()
             return
-        info = StreamInfo(
+        facts = ConnectionFacts(source=source, direct_source=source, destination=local)
+        info = self._info(listener, facts, local)
+        self._tasks.run(self._poller, self._serve(listener, sock, info, pod, key), f"{info.connection_id}")
+
+    def _accepted_planned(
+        self, listener: LiveListener, sock: socket.SocketType, peer: tuple[str, int], plan: Plan
+    ) -> None:
+        if not self._connections.quota.admits(plan.host):
+            listener.overload_reject.value += 1
+            sock.close()
+            return
+        source = SocketAddress(plan.host, peer[1])
+        facts = ConnectionFacts(
+            source=source, direct_source=source, destination=plan.destination, metadata=dict(plan.metadata)
+        )
+        info = self._info(listener, facts, plan.local)
+        info.restored, info.options = plan.restored, plan.options
+        client = PlainSocket(sock, self._poller)
+        PlannedConnection(
+            self, self._proxies, self._connections, info, listener, plan, client, self._clock
+        ).begin()
+
+    def _info(self, listener: LiveListener, facts: ConnectionFacts, local: SocketAddress) -> StreamInfo:
+        return StreamInfo(
             connection_id=self._connections.next_id(),
-            facts=ConnectionFacts(source=source, direct_source=source, destination=local),
+            facts=facts,
             started=self._clock.monotonic(),
             started_at=self._clock.wall(),
             listener=listener.name,
             listener_metadata=listener.model.metadata,
             direct_local=local,
         )
-        self._tasks.run(self._poller, self._serve(listener, sock, info, pod), f"{info.connection_id}")
 
-    async def _serve(self, listener: LiveListener, sock: socket.SocketType, info: StreamInfo, pod: str) -> None:
+    def go_on(self, connection: LiveConnection, client: PlainSocket, opening: Opening | None) -> None:
+        """Continue with a planned connection, as :class:`~ztunnel.proxy.envoy.path.planned.Owner` describes."""
+        work = self._going_on(connection, client, opening)
+        self._tasks.run(self._poller, work, f"{connection.info.connection_id}")
+
+    async def _going_on(self, connection: LiveConnection, client: PlainSocket, opening: Opening | None) -> None:
+        cancel = current(self._poller).cancel
+        if opening is not None:
+            opening.aborts_by(cancel)
+        connection.aborts_by(cancel)
+        assert connection.chain is not None
+        try:
+            await self._proxies.open_and_relay(connection, connection.chain, client, opening)
+        except (Refused, OSError) as error:
+            self._failed(connection, error)
+        finally:
+            connection.close()
+
+    async def _serve(
+        self, listener: LiveListener, sock: socket.SocketType, info: StreamInfo, pod: str, key: Key | None
+    ) -> None:
         end = PlainSocket(sock, self._poller)
         cancel = current(self._poller).cancel
         connection = LiveConnection(self._connections, info, listener, self._clock, cancel, pod, end.close)
@@ -110,11 +165,10 @@ class Datapath:
             listener = await self._filter(listener, end, info)
             if listener is not connection.owner:
                 connection.move_to(listener)
-            chain = connection.chain = self._choose_chain(connection, info)
-            connection.state = State.FILTERED
-            if chain.manager is None:
-                connection.filter_sinks = chain.sinks
-                connection.addons = self._connections.addons
+            chain = self._choose_chain(connection, info)
+            if key is not None:
+                self._plans.learn(key, listener, chain, info)
+            connection.choose(chain)
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
@@ -124,23 +178,30 @@ class Datapath:
                 await self._tunnels.serve(connection, listener, chain, end)
             else:
                 await self._proxies.carry(connection, listener, chain, end)
-        except Refused as error:
+        except (Refused, FilterClosed, OSError) as error:
+            self._failed(connection, error)
+        finally:
+            connection.close()
+
+    @staticmethod
+    def _failed(connection: LiveConnection, error: Refused | FilterClosed | OSError) -> None:
+        """Note why a connection has ended before bytes flowed."""
+        info, listener = connection.info, connection.owner
+        if isinstance(error, Refused):
             connection.refused(error)
             if isinstance(error, NoFilterChain):
                 listener.no_filter_chain_match.value += 1
             elif isinstance(error, Incomplete):
                 listener.network_extension_config_missing.value += 1
-        except FilterClosed as error:
+        elif isinstance(error, FilterClosed):
             if isinstance(error, NotArrived):
                 listener.extension_config_missing.value += 1
             info.termination_details = str(error)
             info.failure = error.failure
-        except OSError as error:
+        else:
             info.flags.add(Flag.DOWNSTREAM_TERMINATED)
             info.failure = Reason.CLIENT_GONE
             log.debug("connection %d: %s", info.connection_id, error)
-        finally:
-            connection.close()
 
     @staticmethod
     async def _admit(chain: LiveChain, info: StreamInfo) -> None:
@@ -217,8 +278,6 @@ class Datapath:
         chain = connection.owner.latest.chain_for(info.facts)
         if chain is None:
             raise NoFilterChain()
-        info.chain = chain.name
-        info.chain_metadata = chain.model.metadata
         return chain
 
     # Life
@@ -235,3 +294,4 @@ class Datapath:
         self._connections.review_all(Event.STOP, STOPPED)
         await self._connections.table.reviewed()
         await self._tasks.close()
+        await self._connections.emptied()  # planned connections end without a task

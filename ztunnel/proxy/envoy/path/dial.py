@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from typing import TypeAlias
+from collections.abc import Coroutine
+from typing import Any, TypeAlias
 
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
@@ -57,6 +58,75 @@ class Dialler:
             Overflow: the cluster has too many connections.
             UpstreamFailed: the connection could not be opened.
         """
+        counted = self._began(cluster)
+        try:
+            end = await self._open_socket(info, cluster, address, transport)
+        except BaseException as error:
+            counted.failed(error)
+            raise
+        finally:
+            self._over(cluster)
+        return self._opened(cluster, host, counted, end)
+
+    def dial_now(
+        self, info: StreamInfo, cluster: LiveCluster, host: Host, address: SocketAddress, transport: LiveTransport
+    ) -> ClusterUpstream | Coroutine[Any, Any, ClusterUpstream]:
+        """Like :meth:`dial`, without a coroutine if the host accepts before this returns.
+
+        Within a machine that is usual: the SYN-ACK arrives before connect(2) returns.
+
+        Raises:
+            Overflow, UpstreamFailed: see :meth:`dial`.
+        """
+        options = info.options
+        if transport.context is not None or transport.proxy_version is not None or options.first_bytes:
+            return self.dial(info, cluster, host, address, transport)
+        counted = self._began(cluster)
+        try:
+            try:
+                sock, connected = _connect_now(cluster, address, options)
+            except TproxyError as error:
+                raise failure_of(cluster, error) from error
+        except BaseException as error:
+            self._over(cluster)
+            counted.failed(error)
+            raise
+        if not connected:
+            return self._finished(info, cluster, host, address, counted, sock)
+        self._over(cluster)
+        info.upstream_local = str(SocketAddress.of(sock.getsockname()))
+        return self._opened(cluster, host, counted, PlainSocket(sock, self._poller, fresh=True))
+
+    async def _finished(
+        self,
+        info: StreamInfo,
+        cluster: LiveCluster,
+        host: Host,
+        address: SocketAddress,
+        counted: CountedConnection,
+        sock: socket.SocketType,
+    ) -> ClusterUpstream:
+        try:
+            try:
+                await sockets.finish_connect(sock, address, cluster.model.connect_timeout_s)
+            except TproxyError as error:
+                raise failure_of(cluster, error) from error
+            info.upstream_local = str(SocketAddress.of(sock.getsockname()))
+        except BaseException as error:
+            sock.close()
+            counted.failed(error)
+            raise
+        finally:
+            self._over(cluster)
+        return self._opened(cluster, host, counted, PlainSocket(sock, self._poller, fresh=True))
+
+    def _began(self, cluster: LiveCluster) -> CountedConnection:
+        """Count a connection that is being opened. It is counted before the first await, so that a burst cannot
+        exceed the limits.
+
+        Raises:
+            Overflow: the cluster has too many connections.
+        """
         breaker = cluster.breaker
         if breaker.connections >= breaker.limits.max_connections:
             cluster.stats.cx_overflow.value += 1
@@ -64,18 +134,18 @@ class Dialler:
         if breaker.pending >= breaker.limits.max_pending_requests:
             cluster.stats.rq_pending_overflow.value += 1
             raise Overflow()
-        # Counted before the first await, so that a burst cannot exceed the limits.
         breaker.connections += 1
         breaker.pending += 1
-        counted = CountedConnection(cluster, self._poller)
-        try:
-            end = await self._open_socket(info, cluster, address, transport)
-        except BaseException as error:
-            counted.failed(error)
-            raise
-        finally:
-            breaker.connections -= 1
-            breaker.pending -= 1
+        return CountedConnection(cluster, self._poller)
+
+    @staticmethod
+    def _over(cluster: LiveCluster) -> None:
+        """Undo :meth:`_began`."""
+        cluster.breaker.connections -= 1
+        cluster.breaker.pending -= 1
+
+    @staticmethod
+    def _opened(cluster: LiveCluster, host: Host, counted: CountedConnection, end: End) -> ClusterUpstream:
         count_request(cluster, host)
         counted.connected()
         upstream: ClusterUpstream = Upstream(end, lambda: count_end(cluster, host, counted, upstream))
@@ -171,23 +241,57 @@ class Dialler:
     async def _connect_tcp(
         self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
     ) -> socket.socket:
-        keepalive = cluster.model.keepalive
-        # If a pod connects to itself, do not use the client's address: source and destination would be the same.
-        source = options.source if options.source != address.host else None
+        source, own = _source_of(cluster, address, options)
         return await sockets.connect(
             (address.host, address.port),
-            source=source or cluster.model.bind_source or None,
-            own_source=source is None,  # as in Envoy, where upstream_bind_config binds addresses of the host
+            source=source,
+            own_source=own,
             mark=options.mark or None,
             timeout_s=cluster.model.connect_timeout_s,
-            keepalive=None
-            if keepalive is None
-            else sockets.Keepalive(
-                idle_s=keepalive.time_s or 7200,
-                interval_s=keepalive.interval_s or 75,
-                probes=keepalive.probes or 9,
-            ),
+            keepalive=_keepalive_of(cluster),
         )
+
+
+def _source_of(cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions) -> tuple[str | None, bool]:
+    """Return the address to connect from, and whether it belongs to this host (``upstream_bind_config``)."""
+    # If a pod connects to itself, do not use the client's address: source and destination would be the same.
+    source = options.source if options.source != address.host else None
+    return source or cluster.model.bind_source or None, source is None
+
+
+def _keepalive_of(cluster: LiveCluster) -> sockets.Keepalive | None:
+    keepalive = cluster.model.keepalive
+    if keepalive is None:
+        return None
+    return sockets.Keepalive(
+        idle_s=keepalive.time_s or 7200,
+        interval_s=keepalive.interval_s or 75,
+        probes=keepalive.probes or 9,
+    )
+
+
+def _connect_now(
+    cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
+) -> tuple[socket.SocketType, bool]:
+    """Return a socket that is connected, or being connected: whether it is.
+
+    Raises:
+        TproxyError: refused or unreachable at once.
+    """
+    source, own = _source_of(cluster, address, options)
+    tries = 0 if own else sockets.FOREIGN_PORTS_TRIED
+    version, mark, keepalive = 6 if ":" in address.host else 4, options.mark or None, None
+    if cluster.model.keepalive is not None:
+        keepalive = _keepalive_of(cluster)
+    while True:
+        (sock,) = sockets.prepared(1, version, mark=mark, keepalive=keepalive)
+        try:
+            return sock, sockets.connect_at_once(sock, address, source=source, own_source=own)
+        except BaseException as error:
+            sock.close()
+            if not (tries and sockets.port_is_taken(error)):
+                raise
+            tries -= 1
 
 
 class CountedConnection:

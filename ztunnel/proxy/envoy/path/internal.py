@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from hbone.aio.poller import Poller
 from hbone.errors import TunnelBroken
@@ -14,7 +14,7 @@ from xds.model.http import HttpConnectionManager
 from xds.model.listener import HttpInspector, TlsInspector
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.life_table import State
-from ztunnel.proxy.dataplane.live_table import cancels_current_task
+from ztunnel.proxy.dataplane.live_table import Abort, cancels_current_task
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop
@@ -32,6 +32,7 @@ from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.tasks import Tasks
 
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
+_MOST_LOCAL: Final = 16384
 
 
 class Entry(NamedTuple):
@@ -63,6 +64,9 @@ class InternalListeners:
     poller: Poller
     tasks: Tasks
     shortcut_ports: Mapping[int, int] = field(default_factory=dict)
+    #: The results of :meth:`leads_here` for one version of the listeners.
+    _local: dict[SocketAddress, bool] = field(default_factory=dict)
+    _version: int = -1
 
     def enter(
         self,
@@ -70,6 +74,7 @@ class InternalListeners:
         outer: StreamInfo,
         metadata: Mapping[str, Mapping[str, Any]],
         shared: tuple[tuple[str, bool], ...],
+        abort: Abort,
         *,
         keep_options: bool,
     ) -> Entry | None:
@@ -80,6 +85,7 @@ class InternalListeners:
             outer: the hop that connects.
             metadata: the metadata passed on by the endpoint's transport socket.
             shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
+            abort: ends the new hop until the upstream is open.
             keep_options: keep the client's address, which Envoy's internal connections lose.
         """
         listener = self.listeners.internal(address.listener)
@@ -129,9 +135,24 @@ class InternalListeners:
             hop.close()
             return None
         hop.state = State.DIALING
-        hop.aborts_by(cancels_current_task(self.poller))
+        hop.aborts_by(abort)
         chain.set_filter_state(info)
         return Entry(hop, chain.proxy)
+
+    def leads_here(self, address: SocketAddress) -> bool:
+        """Return whether a tunnel to an address leads to a pod of this node."""
+        if self._version != self.listeners.version or len(self._local) >= _MOST_LOCAL:
+            self._local.clear()
+            self._version = self.listeners.version
+        known = self._local.get(address)
+        if known is None:
+            known = self._local[address] = self._far_end(address) is not None
+        return known
+
+    def _far_end(self, address: SocketAddress) -> LiveListener | None:
+        port = self.shortcut_ports.get(address.port)
+        listener = self.listeners.listening_on(port) if port is not None else None
+        return listener if listener is not None and listener.model.serves(address.host) else None
 
     async def shortcut(
         self,
@@ -152,11 +173,8 @@ class InternalListeners:
         Raises:
             UpstreamFailed: the inbound side refuses.
         """
-        port = self.shortcut_ports.get(address.port)
-        if port is None or client is None:
-            return None
-        listener = self.listeners.listening_on(port)
-        if listener is None or not listener.model.serves(address.host):
+        listener, port = self._far_end(address), self.shortcut_ports.get(address.port)
+        if listener is None or port is None or client is None:
             return None
         outer = hop.info
         source = SocketAddress(outer.options.source or outer.source.host, outer.source.port)

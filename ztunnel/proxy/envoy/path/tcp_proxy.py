@@ -20,7 +20,7 @@ from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection, LiveHop
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
-from ztunnel.proxy.envoy.path.connect import Connector
+from ztunnel.proxy.envoy.path.connect import Connector, Opening
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
 from ztunnel.proxy.envoy.path.downstream_tls import accept_tls
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
@@ -38,10 +38,13 @@ class TcpProxies:
         handshakes: schedules and limits handshakes.
         poller: this loop's poller.
         taps: taps by pod address. ``None`` if taps are not permitted.
+
+    Attributes:
+        connector: see above.
     """
 
     def __init__(self, connector: Connector, handshakes: Handshakes, poller: Poller, taps: Taps | None) -> None:
-        self._connector = connector
+        self.connector = connector
         self._handshakes = handshakes
         self._poller = poller
         self._taps = taps
@@ -54,31 +57,61 @@ class TcpProxies:
         Raises:
             Refused: the connection ended before bytes flowed.
         """
-        proxy, info = chain.proxy, connection.info
-        assert proxy is not None
         downstream: End = end
         if chain.tls is not None:
             downstream = await accept_tls(self._handshakes, connection, listener, chain, end, self._poller)
+        self.admit(connection, chain)
+        await self.open_and_relay(connection, chain, downstream, None)
+
+    @staticmethod
+    def admit(connection: LiveConnection, chain: LiveChain) -> None:
+        """Judge a connection, and count it as one of its chain's TCP proxy.
+
+        Raises:
+            Refused: it is not allowed.
+        """
         connection.require()
         connection.state = State.DIALING
-        chain.set_filter_state(info)
-        proxy.cx_total.value += 1
+        if chain.filter_state:
+            chain.set_filter_state(connection.info)
+        assert chain.proxy is not None
+        chain.proxy.cx_total.value += 1
+
+    @property
+    def observes(self) -> bool:
+        """Whether a tap captures connections now."""
+        return bool(self._taps)
+
+    async def open_and_relay(
+        self, connection: LiveConnection, chain: LiveChain, downstream: End, begun: Opening | None
+    ) -> None:
+        """Carry an admitted connection to its end.
+
+        Args:
+            connection: the connection.
+            chain: its filter chain.
+            downstream: its client's end.
+            begun: the first attempt, if it was begun without a coroutine.
+
+        Raises:
+            Refused: the connection ended before bytes flowed.
+        """
+        proxy, info = chain.proxy, connection.info
+        assert proxy is not None
         capture = self._taps.of(info.source.host) if self._taps is not None else None
         # First bytes sent along with a CONNECT bypass the relay, so a tap would not see them.
         first = downstream if capture is None else None
-        # In Envoy both timers already run while the upstream connects. They bound the wait for a CONNECT's answer,
-        # which no connect timeout of a cluster does.
         idle, longest = proxy.model.idle_timeout_s or math.inf, proxy.model.max_duration_s or math.inf
-        limit = min(idle, longest)
+        limit = proxy.opening_limit_s
         if limit == math.inf:
-            upstream = await self._connector.open(connection, proxy, first)
+            upstream = await self.connector.open(connection, proxy, first, begun)
         else:
             deadline = Deadline(self._poller, limit)
             try:
                 with deadline:
-                    upstream = await self._connector.open(connection, proxy, first)
+                    upstream = await self.connector.open(connection, proxy, first, begun)
             except TimeoutError:
-                if not deadline.passed:
+                if not deadline.passed and not (begun is not None and begun.timed_out):
                     raise
                 raise _too_late(info, proxy, by_duration=longest <= idle) from None
         try:
@@ -140,48 +173,80 @@ class TcpProxies:
         elapsed_s: float,
     ) -> None:
         """Wait for the end of a relay, which has run for ``elapsed_s`` in other processes."""
-        counts, settings, hops = running.counts, proxy.model, (connection, *upstream.hops)
-        connection.relay, connection.upstream = running, upstream
-        connection.opened(running.abort, finish=running.finish)
-        for inner in upstream.hops:
-            inner.opened(running.abort, state=State.JOINED, finish=running.finish)
-        for each in hops:
-            if each.asked is not None:
-                each.asked.opened(each, counts)
-        connection.counts = counts
+        self.relays(connection, upstream, running)
         limit = None
-        if settings.max_duration_s:
-            left_s = max(0.0, settings.max_duration_s - elapsed_s)
+        if proxy.model.max_duration_s:
+            left_s = max(0.0, proxy.model.max_duration_s - elapsed_s)
             limit = self._poller.loop.call_later(left_s, running.abort, "max duration")
+        ended = None
         try:
             ended = await running
         finally:
             if limit is not None:
                 limit.cancel()
-            received, sent = counts.sent, counts.received
-            for each in hops:
-                each.info.bytes_received = received
-                each.info.bytes_sent = sent
-                if each.account is not None:
-                    each.account.moved(counts)
-                if each.cluster is not None:
-                    each.cluster.stats.cx_tx_bytes.value += counts.sent_here
-                    each.cluster.stats.cx_rx_bytes.value += counts.received_here
-            proxy.rx_bytes.value += counts.sent_here
-            proxy.tx_bytes.value += counts.received_here
-        _note_end(hops, proxy, ended, upstream)
-        upstream.relayed(ended, downstream)
+            self.relayed(connection, proxy, downstream, upstream, ended)
+
+    @staticmethod
+    def relays(connection: LiveConnection, upstream: ClusterUpstream, running: Relay) -> None:
+        """Enter a running relay in the entries of its hops."""
+        counts = running.counts
+        connection.relay, connection.upstream = running, upstream
+        connection.opened(running.abort, finish=running.finish)
+        if connection.asked is not None:
+            connection.asked.opened(connection, counts)
+        for inner in upstream.hops:
+            inner.opened(running.abort, state=State.JOINED, finish=running.finish)
+            if inner.asked is not None:
+                inner.asked.opened(inner, counts)
+        connection.counts = counts
+
+    @staticmethod
+    def relayed(
+        connection: LiveConnection,
+        proxy: LiveTcpProxy,
+        downstream: End,
+        upstream: ClusterUpstream,
+        ended: RelayEnd | None,
+    ) -> None:
+        """Count the bytes of every hop of a relay that is over, and note its end.
+
+        Args:
+            connection: the connection.
+            proxy: its filter.
+            downstream: its client's end.
+            upstream: the relay's upstream, which the caller closes.
+            ended: the relay's end. ``None``: it was cancelled.
+        """
+        counts, hops = connection.counts, (connection, *upstream.hops)
+        assert counts is not None
+        received, sent = counts.sent, counts.received
+        received_here, sent_here = counts.sent_here, counts.received_here
+        for each in hops:
+            each.info.bytes_received = received
+            each.info.bytes_sent = sent
+            if each.account is not None:
+                each.account.moved(counts)
+            if each.cluster is not None:
+                each.cluster.stats.cx_tx_bytes.value += received_here
+                each.cluster.stats.cx_rx_bytes.value += sent_here
+        proxy.rx_bytes.value += received_here
+        proxy.tx_bytes.value += sent_here
+        if ended is not None:
+            _note_end(hops, proxy, ended, upstream)
+            upstream.relayed(ended, downstream)
 
 
 def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
     """Set flags and details of an ended relay. The first hop is the accepted connection."""
     flag: Flag | None = None
     details = ""
-    broken = False
+    broken = on_purpose = False
+    for each in hops:
+        on_purpose = on_purpose or bool(each.reason)
     if ended.timed_out:
         proxy.idle_timeout.value += 1
         details = "tcp_session_idle_timeout"
-    elif any(each.reason for each in hops):
+    elif on_purpose:
         # One hop was ended on purpose. The other hops then end gracefully, as they would over the network.
         for each in hops:
             each.info.termination_details = each.reason

@@ -3,20 +3,26 @@
 It serves tunnels from the network and node-local tunnels (``internal.shortcut``) alike.
 """
 
-import random
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
+import random
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from hbone.events import RequestHead
 from xds.model.address import SocketAddress, is_loopback
 from xds.model.cluster import Cluster, Discovery
 from xds.model.http import HttpConnectionManager, Route, RouteTable, VirtualHost
+from xds.model.metadata import NO_METADATA, Metadata
 from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.reasons import Reason
+from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import LiveHop
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream, Dialler, count_failure
 from ztunnel.proxy.envoy.stream.outcome import Denied, NoHealthyHost, Refused, UpstreamFailed
-from ztunnel.proxy.envoy.stream.request_headers import header_values
+from ztunnel.proxy.envoy.stream.request_headers import header_values, traceparent
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 from ztunnel.proxy.envoy.upstream.host import Host
@@ -83,18 +89,21 @@ class TunnelRules:
     check_authority: bool = True
     judge_ports: bool = True
 
-    def require_own_address(self, info: StreamInfo, cluster: Cluster) -> None:
+    def require_own_address(self, info: StreamInfo, cluster: Cluster) -> int:
         """Check that the request names the pod of its captured connection, and no port of this proxy.
 
         Without the configuration's header the authority counts: today's ztunnels and waypoints send no
         ``x-envoy-original-dst-host``.
+
+        Returns:
+            The named port, or 0 without a check.
 
         Raises:
             RequestRefused: the request names another pod, a port of this proxy, or no valid address.
         """
         config = cluster.original_dst
         if not self.check_authority or cluster.discovery is not Discovery.ORIGINAL_DST:
-            return
+            return 0
         assert config is not None
         own = info.destination.host
         header = None
@@ -116,6 +125,57 @@ class TunnelRules:
             )
         if config.use_http_header and header is None:
             info.request_headers = (*info.request_headers, (config.http_header_name, str(named)))
+        return named.port
+
+
+class Application(NamedTuple):
+    """The choice for a request: its route, and the host that is its application."""
+
+    route: Route
+    cluster: LiveCluster
+    host: Host
+    address: SocketAddress
+
+
+class RequestPlan:
+    """The decisions shared by the requests of a tunnel connection that have equal heads.
+
+    A route depends on the head and the manager's routes. The address check depends on the head, the cluster and
+    this proxy's ports. Another route table or another version of the cluster is decided again, and each request
+    checks the ports.
+
+    Attributes:
+        authority, headers, trace: the parts of the head as texts.
+        route: the chosen route. ``None``: unknown, or it depends on more than the head.
+        routes: the table that it was chosen from.
+        virtual_host: the metadata of its virtual host.
+        cluster: the cluster that the address was checked for.
+        checked: the headers after the check.
+        port: the named port, or 0.
+    """
+
+    __slots__ = (
+        "authority",
+        "checked",
+        "cluster",
+        "headers",
+        "port",
+        "route",
+        "routes",
+        "trace",
+        "virtual_host",
+    )
+
+    def __init__(self, head: RequestHead) -> None:
+        self.authority = (head.authority or b"").decode("latin-1")
+        self.headers = tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers])
+        self.trace = traceparent(self.headers)
+        self.routes: RouteTable | None = None
+        self.route: Route | None = None
+        self.virtual_host: Metadata = NO_METADATA
+        self.cluster: Cluster | None = None
+        self.checked = self.headers
+        self.port = 0
 
 
 class Terminator:
@@ -127,6 +187,10 @@ class Terminator:
         rng: picks among weighted clusters.
         rules: checks which targets requests can name.
         admit: a further decision about the application. ``None`` disables it.
+
+    Attributes:
+        rules: see above.
+        waits: whether such a further decision is awaited.
     """
 
     def __init__(
@@ -142,6 +206,7 @@ class Terminator:
         self._rng = rng
         self.rules = rules
         self._admit = admit
+        self.waits = admit is not None
 
     async def open(self, hop: LiveHop, chain: LiveChain) -> tuple[Route, ClusterUpstream]:
         """Connect to a request's application.
@@ -149,9 +214,38 @@ class Terminator:
         Raises:
             RequestRefused: has the answer. ``hop`` has the flags.
         """
+        chosen = self.choose(hop, chain)
+        try:
+            if self._admit is not None:
+                await self._admit(hop, chosen.address)
+            if hop.addons is not None:
+                await hop.addons.accepting(hop, chosen.address)
+        except Refused as error:
+            raise _refusal(hop, error) from error
+        dialled = self.dial_now(hop, chosen)
+        return chosen.route, dialled if isinstance(dialled, Upstream) else await dialled
+
+    def choose(self, hop: LiveHop, chain: LiveChain, plan: RequestPlan | None = None) -> Application:
+        """Choose a request's application, and judge it.
+
+        Args:
+            hop: the request.
+            chain: the filter chain of its connection.
+            plan: the plan of its head, which keeps the choices.
+
+        Raises:
+            RequestRefused: see :meth:`open`.
+        """
         info, manager = hop.info, chain.manager
         assert manager is not None
-        route = self._route(manager, info)
+        if plan is not None and plan.route is not None and plan.routes is manager.routes:
+            route = plan.route
+            info.route_metadata, info.virtual_host_metadata = route.metadata, plan.virtual_host
+        else:
+            route = self._route(manager, info)
+            if plan is not None and manager.routes is not None and manager.routes.chosen_by_heads:
+                plan.routes, plan.route = manager.routes, route
+                plan.virtual_host = info.virtual_host_metadata
         name, cluster = self._clusters.pick(route.clusters, self._rng)
         info.cluster, hop.cluster = name, cluster
         info.route = route.name
@@ -162,16 +256,77 @@ class Terminator:
                 Answer(route.cluster_not_found_status, "cluster_not_found", failure=Reason.NO_ROUTE)
             )
         info.upstream_cluster = cluster.model.alt_stat_name or name
-        self.rules.require_own_address(info, cluster.model)
+        if (
+            plan is not None
+            and plan.cluster is cluster.model
+            and plan.port
+            and plan.port not in self.rules.own_ports()
+        ):
+            info.request_headers = plan.checked
+        else:
+            port = self.rules.require_own_address(info, cluster.model)
+            if plan is not None:
+                plan.cluster, plan.checked, plan.port = cluster.model, info.request_headers, port
         host = cluster.choose(info)
         try:
-            return route, await self._dial(hop, cluster, host)
-        except Denied as error:
-            hop.refused(error)
-            raise RequestRefused(Answer(403, error.details, DENIED)) from error
+            if host is None:
+                cluster.stats.cx_none_healthy.value += 1
+                raise NoHealthyHost()
+            return Application(route, cluster, host, self._judged(hop, host))
         except Refused as error:
-            hop.refused(error)
-            raise RequestRefused(_answer_to(error)) from error
+            raise _refusal(hop, error) from error
+
+    def _judged(self, hop: LiveHop, host: Host) -> SocketAddress:
+        """Judge the chosen application, and return its address.
+
+        Raises:
+            Refused: policy denies it, or it has no IP address.
+        """
+        info, endpoint = hop.info, host.endpoint
+        address = endpoint.address
+        info.upstream_host = str(address)
+        info.endpoint = endpoint
+        info.upstream_metadata = endpoint.metadata
+        info.attempts += 1
+        if not isinstance(address, SocketAddress):
+            raise UpstreamFailed(NO_IP_ADDRESS)
+        if self.rules.judge_ports:
+            hop.application = address
+            hop.current_chain().judge_port(info, address)
+        return address
+
+    def dial_now(
+        self, hop: LiveHop, chosen: Application
+    ) -> ClusterUpstream | Coroutine[Any, Any, ClusterUpstream]:
+        """Dial an application. If it does not accept before this returns, the result is a coroutine.
+
+        Raises:
+            RequestRefused: see :meth:`open`.
+        """
+        _, cluster, host, address = chosen
+        hop.state = State.DIALING
+        try:
+            dialled = self._dialler.dial_now(hop.info, cluster, host, address, cluster.transport(host))
+        except Refused as error:
+            raise _unreachable(hop, chosen, error) from error
+        if not isinstance(dialled, Upstream):
+            return self._dialled(hop, chosen, dialled)
+        _connected(hop)
+        return dialled
+
+    @staticmethod
+    async def _dialled(
+        hop: LiveHop, chosen: Application, dialling: Coroutine[Any, Any, ClusterUpstream]
+    ) -> ClusterUpstream:
+        try:
+            upstream = await dialling
+        except Refused as error:
+            raise _unreachable(hop, chosen, error) from error
+        except BaseException:
+            hop.info.ready_s = hop.clock.monotonic() - hop.info.started
+            raise
+        _connected(hop)
+        return upstream
 
     def _route(self, manager: LiveConnectionManager, info: StreamInfo) -> Route:
         try:
@@ -180,41 +335,27 @@ class Terminator:
             manager.no_route.value += refusal.answer is _NO_ROUTE
             raise
 
-    async def _dial(self, hop: LiveHop, cluster: LiveCluster, host: Host | None) -> ClusterUpstream:
-        """Judge the chosen application, and dial it.
 
-        Raises:
-            Refused: the cluster has no host, policy denies it, or it cannot be reached.
-        """
-        info = hop.info
-        if host is None:
-            cluster.stats.cx_none_healthy.value += 1
-            raise NoHealthyHost()
-        endpoint = host.endpoint
-        info.upstream_host = endpoint.key
-        info.endpoint = endpoint
-        info.upstream_metadata = endpoint.metadata
-        info.attempts += 1
-        address = endpoint.address
-        if not isinstance(address, SocketAddress):
-            raise UpstreamFailed(NO_IP_ADDRESS)
-        if self.rules.judge_ports:
-            hop.application = address
-            hop.current_chain().judge_port(info, address)
-        if self._admit is not None:
-            await self._admit(hop, address)
-        if hop.addons is not None:
-            await hop.addons.accepting(hop, address)
-        hop.state = State.DIALING
-        try:
-            upstream = await self._dialler.dial(info, cluster, host, address, cluster.transport(host))
-        except UpstreamFailed as error:
-            count_failure(cluster, host, error)
-            raise
-        finally:
-            info.ready_s = hop.clock.monotonic() - info.started
-        info.connected, info.failure = True, None
-        return upstream
+def _connected(hop: LiveHop) -> None:
+    info = hop.info
+    info.ready_s = hop.clock.monotonic() - info.started
+    info.connected, info.failure = True, None
+
+
+def _unreachable(hop: LiveHop, chosen: Application, error: Refused) -> RequestRefused:
+    """Count a failed dial, and return the answer to its request."""
+    if isinstance(error, UpstreamFailed):
+        count_failure(chosen.cluster, chosen.host, error)
+    hop.info.ready_s = hop.clock.monotonic() - hop.info.started
+    return _refusal(hop, error)
+
+
+def _refusal(hop: LiveHop, error: Refused) -> RequestRefused:
+    """Record why a request is refused, and return the answer."""
+    hop.refused(error)
+    if isinstance(error, Denied):
+        return RequestRefused(Answer(403, error.details, DENIED))
+    return RequestRefused(_answer_to(error))
 
 
 def _answer_to(error: Refused) -> Answer:

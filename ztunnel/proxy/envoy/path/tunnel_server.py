@@ -8,48 +8,43 @@ for the client.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 from hbone.aio.connection import Connection
 from hbone.aio.connection_settings import ConnectionSettings
-from hbone.aio.end import End
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, relay
 from hbone.aio.server import Request, Requests, serve_connection, serve_to_end
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
-from hbone.end_state import SourceState
-from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken, TunnelClosed
+from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken
+from hbone.events import Headers, RequestHead
 from xds.model.http import Route
 from ztunnel.proxy.dataplane.half_open import PendingHandshake
 from ztunnel.proxy.dataplane.live_table import Abort
-from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveRequest
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
 from ztunnel.proxy.envoy.path.downstream_tls import context_of, handshake_failed, handshake_turn, note_peer
+from ztunnel.proxy.envoy.path.planned_request import PlannedRequest
 from ztunnel.proxy.envoy.path.tcp_proxy import application_of
-from ztunnel.proxy.envoy.path.terminate import DENIED, Answer, RequestRefused, Terminator
-from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Refused
-from ztunnel.proxy.envoy.stream.request_headers import traceparent
-from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
-from ztunnel.runtime.clock import Clock, utc
+from ztunnel.proxy.envoy.path.terminate import Answer, RequestPlan, RequestRefused, Terminator
+from ztunnel.proxy.envoy.path.tunnel_requests import Timeouts, TunnelRequests
+from ztunnel.proxy.envoy.stream.outcome import Refused
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.runtime.clock import Clock
 
 if TYPE_CHECKING:
     from ztunnel.proxy.tap.taps import Taps
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """Envoy's default timeouts, which end tunnels. ``None`` disables one, unless the configuration sets it."""
-
-    route_s: float | None = None
-    stream_idle_s: float | None = None
+#: The largest number of plans per tunnel connection. It must be bounded, because the peer chooses the heads.
+_MOST_PLANS: Final = 64
 
 
 class Served:
@@ -63,18 +58,29 @@ class Served:
         carried: its open requests.
     """
 
-    __slots__ = ("carried", "chain", "connection")
+    __slots__ = ("_plans", "carried", "chain", "connection")
 
     def __init__(self, chain: LiveChain) -> None:
         self.chain = chain
         self.connection: LiveConnection | None = None
         self.carried: dict[LiveRequest, None] = {}
+        self._plans: dict[tuple[bytes | None, Headers], RequestPlan] = {}
 
     @property
     def manager(self) -> LiveConnectionManager:
         """The connection manager of its chain."""
         assert self.chain.manager is not None
         return self.chain.manager
+
+    def plan(self, head: RequestHead) -> RequestPlan:
+        """Return the plan of a request for a tunnel."""
+        key = head.authority, head.headers
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            found = self._plans[key] = RequestPlan(head)
+        return found
 
     def opened(self, tunnels: Connection) -> None:
         """Have the connection's life end with ``tunnels``, and its requests for the same reason."""
@@ -90,7 +96,7 @@ class Served:
         self.connection.opened(ended, leave=tunnels.drain, finish=partial(ended, finish=True))
 
 
-class TunnelServer:
+class TunnelServer(TunnelRequests):
     """Serves connections of chains that end in an HTTP connection manager.
 
     Args:
@@ -116,12 +122,9 @@ class TunnelServer:
         settings: ConnectionSettings,
         taps: Taps | None,
     ) -> None:
+        super().__init__(terminator, poller, clock, timeouts)
         self._connections = connections
-        self._terminator = terminator
         self._handshakes = handshakes
-        self._poller = poller
-        self._clock = clock
-        self._timeouts = timeouts
         self._settings = settings
         self._taps = taps
 
@@ -137,7 +140,7 @@ class TunnelServer:
         """
         served, info = Served(chain), connection.info
         served.connection = connection
-        connection.port_known = not self._terminator.rules.judge_ports
+        connection.port_known = not self.terminator.rules.judge_ports
         context = context_of(listener, chain)
         denied: list[Refused] = []
         admitted: list[Connection] = []
@@ -169,7 +172,8 @@ class TunnelServer:
                 context,
                 self.settings_for(chain),
                 self._poller,
-                lambda request: self._request(served, request),
+                partial(self._request, served),
+                take_now=partial(self._take_now, served),
                 on_established=established,
             )
         except HboneError as error:
@@ -217,7 +221,7 @@ class TunnelServer:
 
     def requests_of(self, served: Served) -> Requests:
         """Return the handler of a connection's requests."""
-        return Requests(lambda request: self._request(served, request))
+        return Requests(partial(self._request, served), partial(self._take_now, served))
 
     async def serve_moved(self, served: Served, requests: Requests, tunnels: Connection) -> None:
         """Serve a connection that another process has accepted and admitted, until it ends.
@@ -255,10 +259,10 @@ class TunnelServer:
             finally:
                 upstream.close()
         except asyncio.CancelledError:
-            self._note_cancelled(hop)
+            self.note_cancelled(hop)
             raise
         finally:
-            self._request_ended(hop, served.manager)
+            self.request_ended(hop, served.manager)
 
     # A request
 
@@ -266,17 +270,21 @@ class TunnelServer:
         """Create a request's connection-table entry, registered with its tunnel connection."""
         assert served.connection is not None
         hop = LiveRequest(self._connections.hops, info, served.connection.owner, self._clock, abort)
+        self._registered(served, hop)
+        return hop
+
+    def _registered(self, served: Served, hop: LiveRequest) -> None:
         hop.chain = served.chain
         hop.filter_sinks, hop.account = served.manager.sinks, self._connections.account
         served.carried[hop] = None
         hop.own(partial(served.carried.pop, hop))
-        return hop
 
-    async def _request(self, served: Served, request: Request) -> None:
-        """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
-        assert served.connection is not None
-        head, base, manager = request.head, served.connection.info, served.manager
-        headers = tuple([(n.decode("latin-1"), v.decode("latin-1")) for n, v in head.headers])
+    def _info(self, served: Served, request: Request, plan: RequestPlan) -> StreamInfo:
+        """Return the facts about a request, and count it."""
+        connection, manager = served.connection, served.chain.manager
+        assert connection is not None
+        assert manager is not None
+        head, base = request.head, connection.info
         info = StreamInfo(
             connection_id=base.connection_id,
             facts=base.facts,
@@ -291,77 +299,66 @@ class TunnelServer:
             chain=base.chain,
             tls=base.tls,
             protocol="HTTP/2",
-            method=head.method.decode("latin-1"),
-            authority=(head.authority or b"").decode("latin-1"),
-            path=(head.path or b"").decode("latin-1"),
-            request_headers=headers,
-            trace=traceparent(headers),
+            method="CONNECT" if head.is_tunnel else head.method.decode("latin-1"),
+            authority=plan.authority,
+            path=head.path.decode("latin-1") if head.path else "",
+            request_headers=plan.headers,
+            trace=plan.trace,
             manager=manager.model,
         )
         account = self._connections.account
         if account is not None and request.connection.handshake_s:
             account.first_request(request.connection, info.trace)
-        hop = self.register(served, info, current(self._poller).cancel)
-        hop.addons = self._connections.addons
         manager.rq_total.value += 1
         manager.rq_active.stored += 1
+        return info
+
+    def _take_now(self, served: Served, request: Request) -> PlannedRequest | None:
+        """Begin to carry a request without a coroutine. ``None``: it needs one, because addons or policies decide
+        about it.
+        """
+        head = request.head
+        if (
+            not head.is_tunnel
+            or head.path
+            or request.gone
+            or self.terminator.waits
+            or self._connections.addons is not None
+            or self._taps
+        ):
+            return None
+        assert served.connection is not None
+        plan, owner = served.plan(head), served.connection.owner
+        info = self._info(served, request, plan)
+        hop = PlannedRequest(self, self._connections.hops, info, owner, self._clock, served.chain, plan, request)
+        self._registered(served, hop)
+        hop.begin()
+        return hop
+
+    async def _request(self, served: Served, request: Request) -> None:
+        """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
+        manager = served.manager
+        info = self._info(served, request, RequestPlan(request.head))
+        hop = self.register(served, info, current(self._poller).cancel)
+        hop.addons = self._connections.addons
         try:
-            if head.protocol is not None:
+            if request.head.protocol is not None:
                 raise RequestRefused(Answer(404, "route_not_found"))
-            route, upstream = await self._terminator.open(hop, served.chain)
+            route, upstream = await self.terminator.open(hop, served.chain)
             try:
-                tunnel = request.accept(self._response_headers(manager))
-                info.response_code, info.response_details = 200, "via_upstream"
+                tunnel = self.accepted(request, hop, manager)
                 await self._carry_tunnel(hop, manager, route, tunnel, upstream)
             finally:
                 upstream.close()
         except RequestRefused as refusal:
-            self._refuse(request, info, manager, refusal.answer)
+            self.refuse(request, info, manager, refusal.answer)
         except TunnelBroken as error:
-            info.flags.add(Flag.DOWNSTREAM_TERMINATED)
-            info.response_details = f"downstream_remote_disconnect: {error}"
-            info.failure = Reason.CLIENT_GONE
+            self.broken(info, error)
         except asyncio.CancelledError:
-            if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
-                # Policy denied the request while the application was dialled. It is refused like before dialling.
-                self._refuse(request, info, manager, Answer(403, hop.reason, DENIED, failure=Reason.POLICY_CHANGE))
-            else:
-                self._note_cancelled(hop)
+            self.gave_up(request, hop, manager)
             raise
         finally:
-            self._request_ended(hop, manager)
-
-    @staticmethod
-    def _note_cancelled(hop: LiveRequest) -> None:
-        if hop.reason:
-            hop.info.response_details = hop.reason
-        else:
-            hop.info.flags.add(Flag.DOWNSTREAM_TERMINATED)
-            hop.info.failure = Reason.CLIENT_GONE
-
-    @staticmethod
-    def _request_ended(hop: LiveRequest, manager: LiveConnectionManager) -> None:
-        """Close a request's life and count its end."""
-        info = hop.info
-        hop.close()
-        manager.rq_active.stored -= 1
-        if hop.moved:
-            return
-        if info.response_code:
-            manager.rq_by_class[min(5, max(2, info.response_code // 100))].value += 1
-        manager.rq_time.record((info.duration_s or 0.0) * 1000)
-
-    def _refuse(self, request: Request, info: StreamInfo, manager: LiveConnectionManager, answer: Answer) -> None:
-        info.response_code, info.response_details = answer.status, answer.details
-        info.failure = info.failure or answer.failure
-        info.bytes_sent = len(answer.body)
-        headers = [(b"content-length", str(len(answer.body)).encode()), (b"content-type", b"text/plain")]
-        request.refuse(
-            answer.status,
-            [*(headers if answer.body else ()), *self._response_headers(manager)],
-            answer.body,
-            answer.reset_code,
-        )
+            self.request_ended(hop, manager)
 
     async def _carry_tunnel(
         self,
@@ -372,19 +369,11 @@ class TunnelServer:
         upstream: ClusterUpstream,
     ) -> None:
         info, counts = hop.info, ByteCounts()
-        manager.cx_upgrades_total.value += 1
         application = upstream.end
         if self._taps is not None:
             application = application_of(self._taps, info, upstream, tunnel)
         running = relay(tunnel, application, counts, idle_timeout_s=self.idle_timeout_s(manager, route))
         await self._follow(hop, manager, route, tunnel, upstream, running)
-
-    def idle_timeout_s(self, manager: LiveConnectionManager, route: Route | None) -> float | None:
-        """Return how long a request's relay can be idle. ``None``: for ever."""
-        idle_s = route.idle_timeout_s if route is not None else None
-        if idle_s is None:
-            idle_s = manager.model.stream_idle_timeout_s
-        return (idle_s if idle_s is not None else self._timeouts.stream_idle_s) or None
 
     async def _follow(
         self,
@@ -396,63 +385,9 @@ class TunnelServer:
         running: Relay,
     ) -> None:
         """Wait for the end of a request's relay."""
-        info, counts = hop.info, running.counts
-        limit = route.timeout_s if route is not None and route.timeout_s is not None else self._timeouts.route_s
-        hop.relay, hop.upstream = running, upstream
-        manager.cx_upgrades_active.stored += 1
-        hop.opened(running.abort, finish=running.finish)
-        if hop.asked is not None:
-            hop.asked.opened(hop, counts)
-        timers: list[asyncio.TimerHandle] = []
-        if limit:
-
-            def half_closed(end: End, limit_s: float = limit) -> None:
-                """Start the route timeout, which in Envoy runs from the request's END_STREAM."""
-                if end is tunnel:
-                    timers.append(self._poller.loop.call_later(limit_s, running.abort, "response_timeout"))
-
-            running.on_half_close = half_closed
+        timers = self.relays(hop, manager, route, tunnel, upstream, running)
+        ended = None
         try:
             ended = await running
         finally:
-            for timer in timers:
-                timer.cancel()
-            manager.cx_upgrades_active.stored -= 1
-            info.bytes_received, info.bytes_sent = counts.sent, counts.received
-            received, sent = counts.sent_here, counts.received_here
-            manager.cx_rx_bytes.value += received
-            manager.cx_tx_bytes.value += sent
-            if hop.account is not None:
-                hop.account.moved(counts)
-            if hop.cluster is not None:
-                hop.cluster.stats.cx_tx_bytes.value += received
-                hop.cluster.stats.cx_rx_bytes.value += sent
-        upstream.in_use = upstream.relayed(ended, tunnel)
-        if ended.timed_out:
-            manager.rq_idle_timeout.value += 1
-            info.flags.add(Flag.STREAM_IDLE)
-            info.response_details = "stream_idle_timeout"
-        elif isinstance(ended.error, TunnelClosed):
-            info.response_details = str(ended.error)
-            if info.response_details == "response_timeout":
-                manager.rq_timeout.value += 1
-                info.flags.add(Flag.UPSTREAM_TIMEOUT)
-        elif upstream.end.source is SourceState.CUT:
-            info.flags.add(Flag.UPSTREAM_TERMINATED)
-            info.response_details = "upstream_reset_after_response_started{connection_termination}"
-        elif tunnel.gone and ended.first is tunnel:
-            # A client that leaves after the application's complete answer has lost no data.
-            lost = isinstance(tunnel.error, TunnelBroken) and tunnel.error.code is None
-            info.flags.add(Flag.DOWNSTREAM_TERMINATED if lost else Flag.DOWNSTREAM_RESET)
-            info.failure = Reason.BROKEN if lost else None
-            manager.rq_reset.value += not lost
-            info.response_details = "downstream_remote_disconnect" if lost else "http2.remote_reset"
-
-    def _response_headers(self, manager: LiveConnectionManager) -> list[tuple[bytes, bytes]]:
-        return [_date_header(int(self._clock.wall())), manager.server_header]
-
-
-@lru_cache(maxsize=1)
-def _date_header(second: int) -> tuple[bytes, bytes]:
-    """Return the ``date`` of answers, which is cached for a second."""
-    return b"date", utc("%a, %d %b %Y %H:%M:%S GMT", second).encode()
+            self.relayed(hop, manager, tunnel, upstream, timers, ended)

@@ -1,0 +1,128 @@
+"""Plans: what the accepted connections of one client address to one destination have in common.
+
+A plan has the results of the listener filters, the listener that the connection is handed to, and its filter
+chain. They depend on the listeners and on addresses alone. So every change of the listeners drops all plans, and a
+changed filter of ECDS drops the plans made with the earlier one. The first connection to a destination is decided
+without a plan, and makes it for later connections. Policies, limits, hosts and certificates change independently,
+so each connection looks them up.
+
+Decisions that read more than addresses have no plan: filters that wait for bytes, matchers of the client's port.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from hbone.events import Header
+from xds.model.address import SocketAddress
+from ztunnel.proxy.envoy.listeners.chains import LiveChain
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.listeners.table import ListenerTable
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
+
+#: The largest number of plans of a process.
+_MOST: Final = 16384
+#: The accepting listener, the client's host, the socket's own name, and the address that the client dialled.
+Key = tuple[LiveListener, str, tuple[str, int], tuple[str, int]]
+
+
+class TunnelRequest(NamedTuple):
+    """A request for a tunnel: its authority, its further headers, all its fields, and its ``traceparent``."""
+
+    authority: str
+    headers: list[tuple[str, str]]
+    fields: tuple[Header, ...]
+    trace: str
+
+
+class Plan:
+    """The values shared by the connections of one client address to one destination.
+
+    Attributes:
+        listener: the listener that carries the connection. It can be another one than the accepting listener.
+        chain: its filter chain.
+        local: the accepted socket's own name.
+        destination, restored, options, metadata: the facts left by the listener filters.
+        filters, own_filters: the listener filters that it was made with, of this listener and the accepting one.
+        request: the request for a tunnel, if it is equal for all these connections; see
+            :meth:`~ztunnel.proxy.envoy.path.connect.Connector.begin`.
+    """
+
+    __slots__ = (
+        "chain",
+        "destination",
+        "filters",
+        "host",
+        "listener",
+        "local",
+        "metadata",
+        "options",
+        "own_filters",
+        "request",
+        "restored",
+    )
+
+    def __init__(
+        self, accepting: LiveListener, listener: LiveListener, chain: LiveChain, info: StreamInfo
+    ) -> None:
+        assert isinstance(info.direct_local, SocketAddress)
+        facts = info.facts
+        self.listener = listener
+        self.chain = chain
+        self.host = facts.source.host
+        self.local = info.direct_local
+        self.destination = facts.destination
+        self.restored = info.restored
+        self.options: UpstreamOptions = info.options
+        self.metadata: Mapping[str, Mapping[str, Any]] = dict(facts.metadata)
+        self.request: TunnelRequest | None = None
+        self.filters, self.own_filters = listener.filters, accepting.filters
+
+
+class Plans:
+    """The plans of a process.
+
+    Args:
+        listeners: the active listeners.
+    """
+
+    def __init__(self, listeners: ListenerTable) -> None:
+        self._listeners = listeners
+        self._version = -1
+        self._made: dict[Key, Plan] = {}
+
+    def plan(self, key: Key) -> Plan | None:
+        """Return the plan of a connection, or ``None`` if it has none yet."""
+        if self._version != self._listeners.version:
+            self._made.clear()
+            return None
+        found = self._made.get(key)
+        # A delivery by ECDS replaces a listener's filters.
+        if found is None or found.own_filters is not key[0].filters or found.filters is not found.listener.filters:
+            return None
+        return found
+
+    def learn(self, key: Key, listener: LiveListener, chain: LiveChain, info: StreamInfo) -> None:
+        """Make a plan of the decisions about a connection, unless they depend on more than its key.
+
+        Args:
+            key: the connection's key.
+            listener: the listener that it was handed to.
+            chain: the chosen chain.
+            info: the connection, as the listener filters have left it.
+        """
+        facts, accepting = info.facts, key[0]
+        if (
+            accepting.reads_bytes
+            or listener.reads_bytes
+            or not listener.model.chosen_by_addresses
+            or chain.proxy is None
+            or chain.tls is not None
+            or facts.filter_state
+            or facts.shared_state
+            or facts.source is not facts.direct_source
+        ):
+            return
+        if self._version != self._listeners.version or len(self._made) >= _MOST:
+            self._made.clear()
+            self._version = self._listeners.version
+        self._made[key] = Plan(accepting, listener, chain, info)

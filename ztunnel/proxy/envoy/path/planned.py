@@ -1,0 +1,220 @@
+"""Carries a connection with a plan as an event-driven object instead of a coroutine, as long as it waits only for
+its peer.
+
+===========  =======================================  ==================================================
+step         called when                              what it does
+===========  =======================================  ==================================================
+begin        it was accepted, and has a plan          entry, policy, cluster, host, CONNECT. Without an
+                                                      open tunnel connection a coroutine continues
+answer       the 200 came                             counts it, starts the relay
+refusal      another answer came, or none in time,    a coroutine continues with the failed attempt
+             or the tunnel broke
+end          the relay is over                        closes, writes the line
+abort        a policy, a list, a drain or a stop has  a coroutine ends the attempt
+             ended it before its answer
+===========  =======================================  ==================================================
+
+The poller runs each step after a loop iteration's reads, like a fiber, so no scratch buffer is in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from asyncio import CancelledError
+from typing import Protocol
+
+from hbone.aio.interval_timer import IntervalTimer
+from hbone.aio.poller import Poller
+from hbone.aio.relay import ByteCounts, RelayEnd, relay
+from hbone.aio.socket import PlainSocket
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import TunnelBroken
+from ztunnel.proxy.dataplane.life_table import State
+from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
+from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.listeners.plans import Plan
+from ztunnel.proxy.envoy.path.connect import Opening
+from ztunnel.proxy.envoy.path.dial import ClusterUpstream
+from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
+from ztunnel.proxy.envoy.stream.outcome import Refused
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.runtime.clock import Clock
+
+
+class Owner(Protocol):
+    """The part of :class:`~ztunnel.proxy.envoy.path.datapath.Datapath` that a planned connection uses."""
+
+    def go_on(self, connection: LiveConnection, client: PlainSocket, opening: Opening | None) -> None:
+        """Continue in a coroutine, which owns the connection from now on.
+
+        Args:
+            connection: the connection.
+            client: its client's socket.
+            opening: the first attempt. ``None``: it has not begun.
+        """
+
+
+class PlannedConnection(LiveConnection):
+    """One planned connection; see the module's table of steps. It owns and closes the client's socket."""
+
+    __slots__ = (
+        "_aborted",
+        "_client",
+        "_ended",
+        "_error",
+        "_limit",
+        "_opening",
+        "_owner",
+        "_plan",
+        "_poller",
+        "_proxies",
+        "_proxy",
+        "_timer",
+    )
+
+    def __init__(
+        self,
+        owner: Owner,
+        proxies: TcpProxies,
+        group: Connections,
+        info: StreamInfo,
+        accepting: LiveListener,
+        plan: Plan,
+        client: PlainSocket,
+        clock: Clock,
+    ) -> None:
+        super().__init__(group, info, accepting, clock, self._abort_soon, plan.host, client.close)
+        assert plan.chain.proxy is not None
+        self._owner = owner
+        self._proxies = proxies
+        self._proxy: LiveTcpProxy = plan.chain.proxy
+        self._plan = plan
+        self._client = client
+        self._poller: Poller = client.poller
+        self._opening: Opening | None = None
+        self._error: Exception | None = None
+        self._ended: RelayEnd | None = None
+        self._aborted = False
+        self._timer: IntervalTimer | None = None
+        self._limit: asyncio.TimerHandle | None = None
+
+    def begin(self) -> None:
+        """Judge the connection, and request its tunnel."""
+        try:
+            self._begin()
+        except Refused as error:
+            self.refused(error)
+            self.close()
+        except Exception as error:
+            self.on_bug(error)
+            raise
+
+    def _begin(self) -> None:
+        plan, chain = self._plan, self._plan.chain
+        if plan.listener is not self.owner:
+            self.move_to(plan.listener)
+        self.choose(chain)
+        self._proxies.admit(self, chain)
+        # Policies can write metadata, which the request for a tunnel can read.
+        known = None if chain.rbac else plan
+        opening = self._proxies.connector.begin(
+            self, self._proxy, self._client, self._answered, self._abort_soon, known
+        )
+        if opening is None or opening.last.tunnel is None:
+            self._owner.go_on(self, self._client, opening)
+            return
+        self._opening = opening
+        limit_s = self._proxy.opening_limit_s
+        if limit_s != math.inf:
+            self._timer = self._poller.interval_timer(limit_s)
+            self._timer.register(self, self._poller.now_s)
+
+    # Events, possibly in the middle of a read
+
+    def _answered(self, tunnel: Tunnel | None, error: Exception | None) -> None:
+        self._error = error
+        self._poller.call_soon(self)
+
+    def on_interval(self) -> None:
+        """End the wait for an answer that did not arrive in time; see :class:`hbone.aio.interval_timer.Member`."""
+        assert self._opening is not None
+        self._opening.timed_out = True
+        self._error = TimeoutError()
+        self._poller.call_soon(self)
+
+    def _relay_ended(self, ended: RelayEnd) -> None:
+        self._ended = ended
+        self._poller.call_soon(self)
+
+    def _abort_soon(self, reason: str) -> None:
+        self._aborted = True
+        self._poller.call_soon(self)
+
+    # Steps
+
+    def step(self) -> None:
+        """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
+        if self.state is State.CLOSED:
+            return
+        upstream, ended, opening = self.upstream, self._ended, self._opening
+        if ended is not None and upstream is not None:
+            self._ended = None
+            self._end(upstream, ended)
+        elif opening is None:
+            return  # relaying, or in a coroutine
+        elif self._aborted:
+            self._leave_to_coroutine(opening, CancelledError())
+        elif self._error is not None:
+            # A request that the peer has not processed is made again, perhaps on another connection.
+            error = self._error
+            repeats = isinstance(error, TunnelBroken) and error.unprocessed
+            self._leave_to_coroutine(opening, None if repeats else error)
+        else:
+            self._relay(opening)
+
+    def _relay(self, opening: Opening) -> None:
+        self._stop_waiting()
+        proxy, counts = self._proxy, ByteCounts()
+        upstream = self._proxies.connector.opened(opening)
+        self._opening, self.upstream = None, upstream
+        idle_s = proxy.model.idle_timeout_s or None
+        running = relay(self._client, upstream.end, counts, idle_timeout_s=idle_s, on_end=self._relay_ended)
+        self._proxies.relays(self, upstream, running)
+        if proxy.model.max_duration_s:
+            loop = self._poller.loop
+            self._limit = loop.call_later(proxy.model.max_duration_s, running.abort, "max duration")
+
+    def _end(self, upstream: ClusterUpstream, ended: RelayEnd) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        proxy = self._proxy
+        try:
+            self._proxies.relayed(self, proxy, self._client, upstream, ended)
+            upstream.close()
+        finally:
+            self.close()
+
+    def _leave_to_coroutine(self, opening: Opening, error: BaseException | None) -> None:
+        self._stop_waiting()
+        self._opening = None
+        self._proxies.connector.stop(opening, error)
+        self._owner.go_on(self, self._client, opening)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.unregister(self)
+            self._timer = None
+
+    def on_bug(self, error: Exception) -> None:
+        """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
+        if self.state is State.CLOSED:
+            return
+        opening, upstream = self._opening, self.upstream
+        if opening is not None:
+            self._leave_to_coroutine(opening, error)
+        else:
+            if upstream is not None:
+                upstream.close()
+            self.close()

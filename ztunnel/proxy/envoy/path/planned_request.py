@@ -1,0 +1,204 @@
+"""Carries a tunnel request to its application as an event-driven object instead of a coroutine, as long as it
+waits only for the application.
+
+======  =================================================  ================================================
+step    called when                                        what it does
+======  =================================================  ================================================
+begin   the request came                                   entry, route, policy, host, dials the application
+dialled the application has accepted, possibly at once     200, relay
+failed  it has not                                         503, line
+end     the relay is over                                  closes, writes the line
+abort   a policy, a list, a drain or a stop has ended it   the same, with the reason; 403 for a policy
+        before its answer, or its client has
+======  =================================================  ================================================
+
+If the application does not accept at once, a coroutine waits and reports the result as an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from hbone.aio.fiber import Fiber
+from hbone.aio.poller import Poller
+from hbone.aio.relay import ByteCounts, RelayEnd, relay
+from hbone.aio.server import Request
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import TunnelBroken
+from xds.model.http import Route
+from ztunnel.proxy.dataplane.life_table import State
+from ztunnel.proxy.dataplane.live_table import Lives
+from ztunnel.proxy.dataplane.upstream import Upstream
+from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
+from ztunnel.proxy.envoy.listeners.connections import LiveHop, LiveRequest
+from ztunnel.proxy.envoy.listeners.listener import LiveListener
+from ztunnel.proxy.envoy.path.dial import ClusterUpstream
+from ztunnel.proxy.envoy.path.terminate import Answer, RequestPlan, RequestRefused
+from ztunnel.proxy.envoy.path.tunnel_requests import TunnelRequests
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
+from ztunnel.runtime.clock import Clock
+
+
+class PlannedRequest(LiveRequest):
+    """One planned request; see the module's table of steps. It closes the connection to the application."""
+
+    __slots__ = (
+        "_aborted",
+        "_chain",
+        "_dialling",
+        "_ended",
+        "_manager",
+        "_opened",
+        "_plan",
+        "_poller",
+        "_refusal",
+        "_request",
+        "_route",
+        "_server",
+        "_timers",
+        "_tunnel",
+    )
+
+    def __init__(
+        self,
+        server: TunnelRequests,
+        group: Lives[LiveHop],
+        info: StreamInfo,
+        owner: LiveListener,
+        clock: Clock,
+        chain: LiveChain,
+        plan: RequestPlan,
+        request: Request,
+    ) -> None:
+        super().__init__(group, info, owner, clock, self._abort_soon)
+        assert chain.manager is not None
+        self._server = server
+        self._chain = chain
+        self._plan = plan
+        self._manager: LiveConnectionManager = chain.manager
+        self._request = request
+        self._poller: Poller = request.connection.poller
+        self._route: Route | None = None
+        self._dialling: Fiber | None = None
+        self._opened: ClusterUpstream | None = None
+        self._refusal: Answer | None = None
+        self._tunnel: Tunnel | None = None
+        self._ended: RelayEnd | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._aborted = False
+
+    def begin(self) -> None:
+        """Judge the request, and dial its application."""
+        try:
+            self._begin()
+        except RequestRefused as refusal:
+            self._refusal = refusal.answer
+            self.step()
+        except Exception as error:
+            self.on_bug(error)
+            raise
+
+    def _begin(self) -> None:
+        terminator = self._server.terminator
+        chosen = terminator.choose(self, self._chain, self._plan)
+        self._route = chosen.route
+        dialled = terminator.dial_now(self, chosen)
+        if isinstance(dialled, Upstream):
+            self._opened = dialled
+            self.step()
+        else:
+            self._dialling = self._server.wait(self._report(dialled))
+
+    async def _report(self, dialling: Coroutine[Any, Any, ClusterUpstream]) -> None:
+        try:
+            self._opened = await dialling
+        except RequestRefused as refusal:
+            self._refusal = refusal.answer
+        except asyncio.CancelledError:
+            self._aborted = True
+        finally:
+            self._dialling = None
+            self.step()
+
+    # Events, possibly in the middle of a read
+
+    def cancel(self, msg: str | None = None) -> None:
+        """End the request, because the client reset it or its connection ended; see
+        :class:`hbone.aio.server.Cancellable`.
+        """
+        self._abort_soon("")
+
+    def _abort_soon(self, reason: str) -> None:
+        self._aborted = True
+        if self._dialling is not None:
+            self._dialling.cancel()
+        else:
+            self._poller.call_soon(self)
+
+    def _relay_ended(self, ended: RelayEnd) -> None:
+        self._ended = ended
+        self._poller.call_soon(self)
+
+    # Steps
+
+    def step(self) -> None:
+        """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
+        if self.state is State.CLOSED or self._dialling is not None:
+            return
+        upstream, tunnel = self._opened, self._tunnel
+        if upstream is not None and tunnel is not None:
+            if self._ended is not None or self._aborted:
+                self._relay_over(tunnel, upstream)
+        elif self._aborted:
+            self._server.gave_up(self._request, self, self._manager)
+            self._end()
+        elif self._refusal is not None:
+            self._server.refuse(self._request, self.info, self._manager, self._refusal)
+            self._end()
+        elif upstream is not None:
+            self._accept(upstream)
+
+    def _accept(self, upstream: ClusterUpstream) -> None:
+        manager = self._manager
+        try:
+            tunnel = self._server.accepted(self._request, self, manager)
+        except TunnelBroken as error:
+            self._server.broken(self.info, error)
+            self._end()
+            return
+        self._tunnel = tunnel
+        idle_s = self._server.idle_timeout_s(manager, self._route)
+        counts = ByteCounts()
+        running = relay(tunnel, upstream.end, counts, idle_timeout_s=idle_s, on_end=self._relay_ended)
+        self._timers = self._server.relays(self, manager, self._route, tunnel, upstream, running)
+
+    def _relay_over(self, tunnel: Tunnel, upstream: ClusterUpstream) -> None:
+        cancelled = self._ended is None
+        if cancelled and self.relay is not None:
+            self.relay.abort("cancelled")
+        ended = None if cancelled else self._ended
+        self._server.relayed(self, self._manager, tunnel, upstream, self._timers, ended)
+        if cancelled:
+            self._server.gave_up(self._request, self, self._manager)
+        self._end()
+
+    def _end(self) -> None:
+        upstream, self._opened = self._opened, None
+        try:
+            if upstream is not None:
+                upstream.close()
+        finally:
+            self._server.request_ended(self, self._manager)
+            self._request.over()
+
+    def on_bug(self, error: Exception) -> None:
+        """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
+        if self.state is State.CLOSED:
+            return
+        try:
+            if self._tunnel is not None and self._opened is not None:
+                self._server.relayed(self, self._manager, self._tunnel, self._opened, self._timers, None)
+        finally:
+            self._end()
