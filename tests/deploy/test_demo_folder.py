@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.folder import FolderTooDeep, demo_folder
+from tests.limits import WAIT_S
 
-WAIT_S = 20.0
 ROOT = Path(__file__).parents[2]
 #: A demo with one program, which ignores every signal that can be ignored.
 DEMO = """

@@ -12,8 +12,8 @@ from typing import Any
 
 from deploy.lab import Lab, Place
 from tests.commands import Ztunnel
+from tests.limits import WAIT_S
 
-WAIT_S = 30.0
 DRAIN_S = 5
 _POLL_S = 0.02
 _BIN = Path(sys.executable).parent

@@ -22,6 +22,7 @@ import yaml
 
 from deploy.lab import Lab, Place, Worker
 from tests.commands import Ztunnel
+from tests.limits import WAIT_S
 from tproxy.aio.sockets import connect
 from ztunnel.control_plane.server import ControlPlane
 from ztunnel.node.agent.description import PodDescription
@@ -31,7 +32,6 @@ from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 ROOT = Path(__file__).parents[2]
 #: Returns the content of a local file, for a mesh whose addresses are known.
 Local = Callable[["AmbientMesh"], Mapping[str, Any]]
-WAIT_S = 20.0
 HELLO = b"hello world"
 
 

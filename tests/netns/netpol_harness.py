@@ -15,6 +15,7 @@ from ipaddress import ip_interface
 from typing import Any, Self
 
 from deploy.lab import Lab, Place
+from tests.limits import WAIT_S
 from tests.netns.netpol_scenarios import SCENARIOS, Step
 from tproxy.aio.table import BlockingTable
 from ztunnel.kube.objects import ObjectKey
@@ -33,7 +34,7 @@ PROTOCOLS = {
 }
 #: What an allowed connection may take before the test fails, and how long one that must not succeed is watched
 #: after all others have.
-WAIT_S, WATCH_S = 10.0, 0.03
+WATCH_S = 0.03
 RESEND_S = 0.25
 #: How long a ping is waited for: an allowed one is answered at once, by the kernel.
 PING_S = 1.0

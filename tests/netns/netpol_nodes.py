@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 
 from tests.commands import Ztunnel
+from tests.limits import WAIT_S
 from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.aio.table import BlockingTable
@@ -20,7 +21,6 @@ from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.netpol.table import TABLE, TableBuilder
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 60.0
 VICTIM, FRIEND, STRANGER = "10.0.0.1", "10.0.0.2", "10.0.9.9"
 
 

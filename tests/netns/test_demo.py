@@ -17,12 +17,12 @@ import pytest
 from deploy.apiserver import PROGRAMS
 from tests.apiserver.programs import needed
 from tests.generated import at_night
+from tests.limits import WAIT_S
 from tproxy.aio.netns import names
 
 pytestmark = pytest.mark.netns
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 90
-WAIT_S = 15
 
 
 #: What runs a command as a user without any rights.

@@ -348,10 +348,10 @@ class Open:
         self._socket = sock
         self.line = line
 
-    async def echoes(self) -> bool:
+    async def echoes(self, within_s: float = WAIT_S) -> bool:
         loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(SHORT_S):
+            async with asyncio.timeout(within_s):
                 await loop.sock_sendall(self._socket, b"still there?")
                 return await loop.sock_recv(self._socket, 100) == b"still there?"
         except (TimeoutError, ConnectionError):
@@ -385,8 +385,8 @@ def test_connections_open_at_enrolment(version: int, keep: bool) -> None:
             ):
                 assert (sent.line[:8], got.line[:9]) == ("app peer", "app fresh")
                 kernel.apply(pod(Capture(new_connections_only=keep)))
-                assert await sent.echoes() == keep
-                assert await got.echoes() == keep
+                assert await sent.echoes(WAIT_S if keep else SHORT_S) == keep
+                assert await got.echoes(WAIT_S if keep else SHORT_S) == keep
                 assert (await ask(fresh, peer.address(version))).startswith("15001 ")
                 assert (await ask(peer, fresh.address(version))).startswith("15006 ")
 
@@ -419,8 +419,8 @@ def test_leaving_in_two_steps_lets_open_connections_end(
             assert await ask(neighbour, own) == f"app member peer {target}"
             kernel.apply(nothing(pod(Capture())))
             # What two steps are for: this is what one would have done to them.
-            assert not await sent.echoes()
-            assert not await received.echoes()
+            assert not await sent.echoes(SHORT_S)
+            assert not await received.echoes(SHORT_S)
 
     asyncio.run(main())
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.generated import at_night
+from tests.limits import WAIT_S
 from tests.netns import netpol_scenarios as s
 from tests.netns.dumps import everything, without_generation
 from tests.netns.foreign import foreign_tables
@@ -38,7 +39,6 @@ from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.formats.go_yaml import dump, dump_all
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
-WAIT_S = 30.0
 RUNNING: list["subprocess.Popen[Any]"] = []
 ROOT = Path(__file__).parents[2]
 CALICO = "projectcalico.org/v3"

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from ipaddress import IPv4Address, IPv6Address
 
 from deploy.lab import Place
+from tests.limits import WAIT_S
 from tproxy.aio.sockets import SocketAddress, canonical, connect, listen, original_destination
 from tproxy.node import (
     INBOUND_LISTENER_MARK,
@@ -16,7 +17,6 @@ from tproxy.node import (
     OUTBOUND_PORT,
 )
 
-WAIT_S = 5.0
 SHORT_S = 0.5
 IpAddress = IPv4Address | IPv6Address
 Handler = Callable[[socket.socket], Awaitable[bytes]]

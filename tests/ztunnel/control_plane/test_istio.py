@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.limits import WAIT_S
 from tests.ztunnel.control_plane.meshes import document, mesh
 from xds.aio.server import Caller, NotAdmitted
 from xds.errors import ConfigError
@@ -38,7 +39,6 @@ from ztunnel.proxy.identity.csr import IdentityError, signing_request
 from ztunnel.proxy.istio.certificates.ca_client import IstioCertificateAuthority
 from ztunnel.proxy.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 
-WAIT_S = 20.0
 ADDRESS, AUTHORIZATION = registry.type_url(Address), registry.type_url(Authorization)
 SECRET = b"s" * 32
 NOW = datetime.now(UTC)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.limits import WAIT_S
 from tests.ztunnel.control_plane.meshes import document
 from tests.ztunnel.policy.calico.test_follower import following, until
 from xds.aio.client import AdsClient
@@ -23,7 +24,6 @@ from ztunnel.control_plane.server import ControlPlane
 from ztunnel.policy.calico.follower import Follower
 from ztunnel.proxy.envoy.config.bootstrap import bootstrap_for
 
-WAIT_S = 60.0  # for a hang
 REVIEWS = "spiffe://cluster.local/ns/default/sa/bookinfo-reviews"
 
 

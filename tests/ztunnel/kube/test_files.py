@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import WAIT_S
 from ztunnel.kube.files import FileObjects
 from ztunnel.kube.objects import Changes, ObjectKey
-
-WAIT_S = 20.0
 
 
 def pod(name: str, label: str = "x") -> str:

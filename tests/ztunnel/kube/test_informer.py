@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.kube.fake_api import FakeApi
 from ztunnel.kube import client as client_module
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.informer import Informer
 from ztunnel.kube.kinds import ADMIN_NETWORK_POLICY, NAMESPACE, POD, Kind, Selection
 from ztunnel.kube.objects import Object, ObjectKey
-
-WAIT_S = 20
 
 
 class Reader:

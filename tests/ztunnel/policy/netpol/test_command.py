@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.kube.fake_api import FakeApi
 from ztunnel.policy.netpol import add_arguments
 from ztunnel.policy.netpol.command import DONE, FAILED
 from ztunnel.policy.policysync.kinds import kept_pod
 
-WAIT_S = 20
 POD: dict[str, Any] = {
     "metadata": {
         "name": "a",

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from tests.limits import WAIT_S
 from ztunnel.policy.netpol.lock import Held, NodeLock
 
-WAIT_S = 20.0
 NAME = f"test-netpol-lock-{os.getpid()}"
 HOLD = f"""
 import asyncio

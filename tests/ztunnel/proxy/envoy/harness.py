@@ -13,6 +13,7 @@ from unittest import mock
 from google.protobuf.message import Message
 
 from tests.hbone.certificates import Authority
+from tests.limits import WAIT_S
 from xds.aio.server import SnapshotServer
 from xds.proto import registry
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
@@ -34,7 +35,6 @@ from ztunnel.runtime import accepting
 from ztunnel.runtime.http.page import Page, PageRequest, Query
 
 T = "type.googleapis.com/"
-WAIT_S = 10.0
 KINDS: dict[str, type[Message]] = {
     "listener": Listener,
     "cluster": Cluster,

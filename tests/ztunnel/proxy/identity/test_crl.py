@@ -11,9 +11,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from tests.hbone.certificates import Authority
+from tests.limits import WAIT_S
 from ztunnel.proxy.identity.crl import CrlError, RevocationFile, RevocationLists
 
-WAIT_S = 10.0
 ROOT = Authority("root")
 MIDDLE = Authority("middle", ROOT)
 LEAF = MIDDLE.issue("spiffe://td/ns/a/sa/leaf").certificate

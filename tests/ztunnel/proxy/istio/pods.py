@@ -30,6 +30,7 @@ from hbone.aio.tunnel import Tunnel
 from hbone.settings import server_settings
 from tests.hbone import virtual_time
 from tests.hbone.certificates import Authority
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.nodes import Lines
 from tproxy.errors import ConnectFailed
 from xds.model.address import SocketAddress
@@ -51,7 +52,6 @@ from ztunnel.proxy.istio.path.pod_sockets import Accepted, Bound, PodSockets
 from ztunnel.proxy.istio.settings.config import HBONE_PORT, OUTBOUND_PORT, PLAINTEXT_PORT, SOCKS_PORT, PodName
 from ztunnel.runtime.accepting import Gate
 
-WAIT_S = 30.0
 NODE, ELSEWHERE = "w1", "w2"
 ROOT = Authority()
 CLIENT, SERVER, OTHER = "127.0.1.1", "127.0.1.2", "127.0.1.3"

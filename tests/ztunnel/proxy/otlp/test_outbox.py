@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.limits import WAIT_S
 from ztunnel.proxy.otlp.outbox import ExportFailed, Outbox
-
-WAIT_S = 60.0
 
 
 class Taken:

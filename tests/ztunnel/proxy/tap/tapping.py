@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 
 import h11
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.tap.reader import Capture as Read
 from tests.ztunnel.proxy.tap.reader import read
 from xds.model.address import SocketAddress
@@ -15,7 +16,6 @@ from ztunnel.proxy.tap.request import Direction, StreamFacts
 from ztunnel.proxy.tap.taps import CannotTap, Carry, Taps
 from ztunnel.runtime.clock import SystemClock
 
-WAIT_S = 30.0
 POD = "default/web"
 FACTS = StreamFacts(
     direction=Direction.OUTBOUND,

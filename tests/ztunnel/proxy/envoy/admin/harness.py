@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlencode
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.envoy.admin.reference import Reference
 from xds.model.address import SocketAddress
 from ztunnel.proxy.envoy.app import Proxy
@@ -16,7 +17,6 @@ from ztunnel.proxy.envoy.config.bootstrap import load_bootstrap
 from ztunnel.proxy.envoy.config.settings import Settings
 from ztunnel.proxy.envoy.config.state import State
 
-WAIT_S = 10.0
 _POLL_S = 0.01
 
 

@@ -14,6 +14,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.identity.material import CART, WEB
 from xds.aio.grpc_server import new_server
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
@@ -23,7 +24,6 @@ from ztunnel.proxy.istio.certificates.ca_client import METHOD, IstioCertificateA
 from ztunnel.proxy.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 from ztunnel.proxy.istio.certificates.fake_ca import FakeCertificateAuthority
 
-WAIT_S = 30.0
 NOW = datetime.now(UTC)
 DAY = timedelta(days=1)
 

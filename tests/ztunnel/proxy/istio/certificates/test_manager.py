@@ -10,6 +10,7 @@ from cryptography import x509
 
 from hbone.errors import TlsReason
 from tests.hbone.certificates import Authority
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.identity.material import CART, WEB, certificate, handshake
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.identity.crl import RevocationLists
@@ -22,7 +23,6 @@ from ztunnel.proxy.istio.certificates.manager import (
 )
 
 ROOT = Authority()
-WAIT_S = 10.0
 
 
 class Desk:

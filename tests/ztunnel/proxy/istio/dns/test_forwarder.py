@@ -14,6 +14,7 @@ import dns.rcode
 import dns.update
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, open_socket, plain, silent
 from ztunnel.proxy.istio.dns.forwarder import (
     Cache,
@@ -25,7 +26,6 @@ from ztunnel.proxy.istio.dns.forwarder import (
 )
 from ztunnel.proxy.istio.dns.message import Query, read_query
 
-WAIT_S = 20.0
 ONE = "a.example.com. 60 A 10.0.0.1"
 
 

@@ -12,6 +12,7 @@ import dns.rcode
 import pytest
 import uvloop
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.dns.meshes import CLIENT, mesh, service, workload
 from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, open_socket, plain, silent
 from xds.model.workload import Workload
@@ -20,7 +21,6 @@ from ztunnel.proxy.istio.dns.forwarder import Forwarder
 from ztunnel.proxy.istio.dns.hosts import Hosts
 from ztunnel.proxy.istio.dns.server import DnsServer, QueryReport
 
-WAIT_S = 20.0
 CART = service("cart.shop.svc.cluster.local", "10.9.0.1")
 BIG = service("big.shop.svc.cluster.local")
 

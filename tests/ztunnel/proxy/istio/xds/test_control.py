@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.nodes import LOCAL
 from xds.errors import ConfigError
 from xds.model.mesh import Mesh
@@ -26,7 +27,6 @@ pods:
   a: {node: w1, addresses: [10.0.0.1]}
   b: {node: w2, addresses: [10.0.0.2]}
 """
-WAIT_S = 10.0
 
 
 async def until(condition: Callable[[], Any]) -> None:

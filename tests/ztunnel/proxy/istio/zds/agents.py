@@ -7,12 +7,12 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.limits import WAIT_S
 from tproxy.aio.netns import Netns
 from ztunnel.proxy.istio.zds.channel import Channel, Listener
 from ztunnel.proxy.istio.zds.messages import AddPod, Request, SnapshotSent, read_answer, read_hello, request_bytes
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid, RunningPod
 
-WAIT_S = 5.0
 INFO = PodInfo(name="a", namespace="default", service_account="a")
 
 
