@@ -320,7 +320,7 @@ class AmbientMesh:
             for pod in captured:
                 # Only for the rules: no proxy answers the announcement.
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(0.5):
+                    async with asyncio.timeout(2):
                         await agent.enrol(self.described(pod))
                 env = {
                     "PROXY_MODE": "dedicated",
@@ -401,7 +401,7 @@ class AmbientMesh:
         raise KeyError(pod)
 
 
-async def ask(place: Place, host: object, port: int, payload: bytes = HELLO, wait_s: float = 8.0) -> bytes:
+async def ask(place: Place, host: object, port: int, payload: bytes = HELLO, wait_s: float = WAIT_S) -> bytes:
     """Connect from a pod, send, half-close, and return everything that comes back.
 
     Raises:

@@ -183,7 +183,7 @@ async def socks(mesh: AmbientMesh, client: Place, kind: int, host: bytes, port: 
     sock = client.socket()
     sock.setblocking(False)
     with sock:
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(20):
             await loop.sock_connect(sock, ("127.0.0.1", 15080))
             await loop.sock_sendall(sock, b"\5\1\0")
             assert await loop.sock_recv(sock, 2) == b"\5\0"

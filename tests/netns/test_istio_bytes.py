@@ -52,7 +52,7 @@ def on_every_path(check: Callable[[socket.socket, socket.socket], Awaitable[None
 
 async def everything(sock: socket.socket) -> bytes:
     received = b""
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(20):
         while data := await asyncio.get_running_loop().sock_recv(sock, 65536):
             received += data
     return received

@@ -78,7 +78,7 @@ def test_terminates_existing_connection_on_revocation(
             async with app(server):
                 with await connect((server.ipv4, 8080), netns=mesh.lab.pod("client").netns) as sock:
                     await loop.sock_sendall(sock, HELLO)
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(20):
                         received = b""
                         while not received.endswith(HELLO):
                             received += await loop.sock_recv(sock, 1000)
@@ -129,7 +129,7 @@ def test_the_far_end_of_a_double_tunnel_is_revoked(tmp_path: Path) -> None:
             inner = ends.gateway("remote", first=b"remote\n")
             async with ends.serving(mesh.lab.pod("gateway"), "gateway", inner):
                 with await connect(("10.96.1.1", 80), netns=mesh.lab.pod("client").netns) as sock:
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(20):
                         assert await loop.sock_recv(sock, 1000) == b"remote\n"
                     publish(tmp_path, ends.serials["remote"])
                     await ended(sock)

@@ -68,7 +68,7 @@ async def query(
     loop = asyncio.get_running_loop()
     question = dns.message.make_query(name, kind, **options)
     wire = question.to_wire()
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(20):
         if tcp:
             sock = await connect(server, netns=pod.netns)
             with sock:

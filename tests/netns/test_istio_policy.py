@@ -41,7 +41,7 @@ async def held(mesh: AmbientMesh, client: str, server: str) -> AsyncIterator[soc
 async def lives(sock: socket.socket) -> None:
     loop, received = asyncio.get_running_loop(), b""
     await loop.sock_sendall(sock, HELLO)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not received.endswith(HELLO):
             data = await loop.sock_recv(sock, 1000)
             assert data
@@ -49,7 +49,7 @@ async def lives(sock: socket.socket) -> None:
 
 
 async def ends(sock: socket.socket) -> None:
-    async with asyncio.timeout(8):
+    async with asyncio.timeout(20):
         with contextlib.suppress(ConnectionResetError):
             assert await asyncio.get_running_loop().sock_recv(sock, 1000) == b""
 

@@ -165,7 +165,7 @@ async def call(place: Place, host: object, port: int) -> str:
         return NOTHING
     with sock:
         try:
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(20):
                 await loop.sock_sendall(sock, b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
                 while data := await loop.sock_recv(sock, 65536):
                     answer += data

@@ -48,7 +48,7 @@ async def calls(mesh: AmbientMesh) -> list[object]:
         with await connect((server.ipv4, 8080), netns=client.netns) as sock:  # a reset of the client
             await loop.sock_sendall(sock, HELLO)
             received = b""
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(20):
                 while not received.endswith(HELLO):
                     received += await loop.sock_recv(sock, 1000)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

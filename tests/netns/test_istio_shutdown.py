@@ -123,7 +123,7 @@ def test_idle_tunnels_get_goaway_at_shutdown(tmp_path: Path) -> None:
             async with app(server), ends_of.connection(place, server.ipv4, "a", expect="server") as connection:
                 assert await ends_of.status(connection, f"{server.ipv4}:8080") == 200
                 terminate(proxy)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(20):
                     await connection.wait_closed()
                 assert connection.engine.going_away
             assert await exited(proxy.process) == 0
@@ -147,7 +147,7 @@ def test_a_handshake_that_is_under_way_is_finished(tmp_path: Path) -> None:
 
             making = ends_of.connection(place, server.ipv4, "a", expect="server", connected=the_end_begins)
             async with making as connection:
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(20):
                     await connection.wait_closed()
                 assert connection.engine.going_away
             assert await exited(proxy.process) == 0

@@ -131,7 +131,7 @@ def test_a_policy_reaches_every_worker(tmp_path: Path) -> None:
             )
             mesh.write_mesh(policies={})
             client, host = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 while await refused(client, host, 8080):
                     pass
 

@@ -118,7 +118,7 @@ class Site:
                     for _ in range(self._rng.randrange(5, 60)):
                         await loop.sock_sendall(sock, b"word\n")
                         heard = b""
-                        async with asyncio.timeout(8):
+                        async with asyncio.timeout(20):
                             while not heard.endswith(b"word\n"):
                                 data = await loop.sock_recv(sock, 1000)
                                 if not data:

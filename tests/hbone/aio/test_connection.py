@@ -171,7 +171,7 @@ def test_data_after_the_answer_is_held_until_somebody_takes_it(*, with_answer: b
                 poller.schedule_flush(pair.server)
                 near, inner = tcp_pair()
                 with near, PlainSocket(inner, poller) as end, await opening as opened:
-                    async with asyncio.timeout(5):
+                    async with asyncio.timeout(20):
                         await until(lambda: opened._early_bytes >= 200_000)
                     running = relay(opened, end, ByteCounts())
                     assert await App(near).read_all() == bytes(200_000)

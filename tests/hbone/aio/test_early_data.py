@@ -54,7 +54,7 @@ async def pair_of(
         on_request=refused if refuse else None,
     ) as pair:
         announced = pair.server.settings.http2.early_data
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             while not pair.client.engine.peer_settings_seen:
                 assert not announced
                 await asyncio.sleep(0.001)
@@ -207,7 +207,7 @@ def test_refusals_leave_the_connection_its_window() -> None:
             async with pair_of(poller, server_settings=small, refuse=True) as pair:
                 with application(poller, bytes(30_000)) as (_, end):
                     for _ in range(20):
-                        async with asyncio.timeout(5):
+                        async with asyncio.timeout(20):
                             with pytest.raises(ConnectRefused):
                                 await pair.client.open(CONNECT, end)
                             while pair.client.engine._send_window < 50_000:  # half of it is given back at once

@@ -90,12 +90,12 @@ def test_a_client_of_a_draining_server_gets_settings_then_goaway(*, early_data: 
                 tasks.create_task(serving)
                 client = await connect(near, contexts()[0], default_client(), poller)
                 opened = await client.open(CONNECT)
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(20):
                     await until(lambda: client.engine.going_away)
                 assert client.error is None
                 opened.close()
                 accepted[0].close()
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(20):
                     await client.wait_closed()
 
     run(main)

@@ -22,7 +22,7 @@ REFERENCE = Path(__file__).parents[2] / "data" / "reference"
 
 def run(main: Callable[[], Coroutine[Any, Any, None]], loop: str = "asyncio") -> None:
     async def limited() -> None:
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(20):
             await main()
 
     (uvloop.run if loop == "uvloop" else asyncio.run)(limited())
@@ -259,7 +259,7 @@ def test_a_file_with_a_field_that_is_not_obeyed_is_refused(
         receive = Receiver()
         async with FileSource(on_unknown_fields=counted.append) as files:
             subscription = files.at(str(path)).subscribe(CDS, None, receive)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 while not subscription.stats.update_failure:
                     await asyncio.sleep(0.01)
             assert subscription.stats.update_success == 0

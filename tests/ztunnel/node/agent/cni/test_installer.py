@@ -199,7 +199,7 @@ def test_rest_of_a_list_of_ours_is_removed(wanted: Installation) -> None:
 
 def test_it_is_put_back_whoever_takes_it_out(wanted: Installation, caplog: pytest.LogCaptureFixture) -> None:
     async def until(condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not condition():
                 await asyncio.sleep(0.01)
 

@@ -204,7 +204,7 @@ def test_every_port_of_a_pod_waits_for_a_log_that_is_behind(tmp_path: Path) -> N
             await asyncio.sleep(0.2)
             assert watched.count == 0
             watched.behind = False
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(20):
                 while watched.count < len(clients):
                     await asyncio.sleep(0.01)
             for client in clients:

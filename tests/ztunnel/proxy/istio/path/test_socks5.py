@@ -51,7 +51,7 @@ def shaken(pieces: list[bytes], *, end: bool = False, ipv6: bool = False) -> tup
                     if end:
                         theirs.shutdown(socket.SHUT_WR)
 
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(20):
                     wanted, _ = await asyncio.gather(socks5.accept(client, resolve), send())
                 client.close()
                 told = b""

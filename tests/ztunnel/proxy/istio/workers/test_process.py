@@ -34,7 +34,7 @@ def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
         os.write(pipes[0][1], b"0 last, and it died in the midd")
         for _, writing in pipes:
             os.close(writing)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             for each in read:
                 await each.ended.wait()
 
@@ -62,7 +62,7 @@ def test_output_of_a_worker_waits_while_the_log_is_behind(tmp_path: Path) -> Non
         await asyncio.sleep(0.2)
         assert list(lines) == []
         behind = False
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await read.ended.wait()
 
     asyncio.run(main())
