@@ -72,7 +72,7 @@ def test_a_client_that_is_gone_without_a_word_is_noticed(
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(call_server, "KEEPALIVE_S", 0.1)
-    monkeypatch.setattr(call_server, "KEEPALIVE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(call_server, "KEEPALIVE_TIMEOUT_S", 1.0)
 
     async def main() -> None:
         async with UnaryServer([f"unix:{tmp_path}/s"], ANSWERS) as server, Channel(f"unix:{tmp_path}/s") as alive:
