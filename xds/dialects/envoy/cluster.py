@@ -82,7 +82,7 @@ def compile_cluster(
 
 
 def renamed_cluster(packed: bytes, name: str) -> model.Cluster | None:
-    """Return the cluster that these bytes describe, if one that differs in the name only has been compiled.
+    """Return the cluster encoded in ``packed``, if a cluster with another name and equal fields was compiled.
 
     Bytes with fields that are unknown, or not in their deterministic encoding, describe no such cluster.
     """

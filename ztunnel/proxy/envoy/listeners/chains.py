@@ -339,6 +339,8 @@ class _Filters:
     ) -> _Filters:
         """Instantiate the configured filters."""
         listed = list(models)
+        if not listed:
+            return _NO_FILTERS  # most chains of a mesh
         return cls(
             tuple(LiveRbac(each, stats, decisions) for each in listed if isinstance(each, Rbac)),
             tuple(
@@ -358,6 +360,9 @@ class _Filters:
                 for value in each.values
             ),
         )
+
+
+_NO_FILTERS = _Filters((), (), ())
 
 
 class LiveChain:
