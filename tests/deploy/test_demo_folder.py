@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 DEMO = """
 import signal, subprocess, sys, time
 from deploy.demo.folder import demo_folder
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a run of the tests under nohup ignores it
+# A run of the tests under nohup ignores the one, in the background of a script the other.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 STUBBORN = '''
 import signal, time
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
