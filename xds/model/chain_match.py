@@ -45,10 +45,12 @@ class ChainSelector:
     found by dictionary. The remaining chains of a group are narrowed down criterion by criterion.
     """
 
-    __slots__ = ("_by_port", "_hosts", "_matches")
+    __slots__ = ("_by_port", "_hosts", "_matches", "_only")
 
     def __init__(self, matches: Sequence[ChainMatch]) -> None:
         self._matches = tuple(matches)
+        #: Whether there is one chain, without criteria, as internal listeners have it.
+        self._only = self._matches == (ChainMatch(),)
         self._by_port: dict[int | None, _Group] = {}
         for index, match in enumerate(self._matches):
             self._by_port.setdefault(match.destination_port, _Group()).add(index, match)
@@ -65,6 +67,8 @@ class ChainSelector:
 
     def select(self, facts: ConnectionFacts) -> int | None:
         """Return the index of a connection's most specific match, the first of equals; ``None`` without any."""
+        if self._only:
+            return 0
         group = self._by_port.get(facts.destination.port) or self._by_port.get(None)
         if group is None:
             return None

@@ -238,5 +238,7 @@ async def take_proxy_header(entry: model.ProxyProtocol, end: PlainSocket, info: 
 
 def _text(metadata: Mapping[str, object], namespace: str, key: str) -> str | None:
     found = metadata.get(namespace)
+    if found is None:
+        return None
     value = found.get(key) if isinstance(found, Mapping) else None
     return value if isinstance(value, str) else None

@@ -199,6 +199,8 @@ def _json(value: JsonValue, missing: str) -> Any:
 
 def plain_numbers(value: Any) -> Any:
     """Return a value of a ``Struct`` with whole numbers as integers, because a Struct has only doubles."""
+    if value is None or isinstance(value, str):
+        return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):

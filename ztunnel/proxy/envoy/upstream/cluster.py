@@ -40,7 +40,7 @@ from ztunnel.proxy.dataplane.resolver import ResolveFailed, Resolver
 from ztunnel.proxy.envoy.config.sources import Sources
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, hardened
 from ztunnel.proxy.envoy.secrets.store import SecretStore
-from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.envoy.stats.stats import Counter, Stats
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.assignments import resolved, with_hosts
 from ztunnel.proxy.envoy.upstream.balancer import Balancer, in_subset, source_hash
@@ -112,6 +112,7 @@ class LiveCluster:
         "_dropping",
         "_have_endpoints",
         "_hosts",
+        "_matched",
         "_subscription",
         "_subsets",
         "_surround",
@@ -153,6 +154,7 @@ class LiveCluster:
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
         # Before the statistics are published: if this version is refused, the active version's statistics stay.
         self._build_contexts(surround)
+        self._matched: dict[str, Counter] = {}
         self._transports: dict[int, LiveTransport] = {}  # by id, too; only transports in use
         self.stats.declare()
         self.breaker = Breaker(model)
@@ -589,7 +591,10 @@ class LiveCluster:
         """Return the transport socket for a host, and count the match that chose it."""
         name, model = self.model.transport_socket_for(host.endpoint.metadata)
         if name:
-            self.stats.scope.counter(f"{name}.total_match_count").value += 1
+            counter = self._matched.get(name)
+            if counter is None:
+                counter = self._matched[name] = self.stats.scope.counter(f"{name}.total_match_count")
+            counter.value += 1
         return self._live(model)
 
     def transport_of(self, host: Host) -> LiveTransport:
