@@ -64,6 +64,10 @@ class PendingAnswers:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
+    def expects(self, stream_id: int) -> bool:
+        """Return whether the request on a stream has a waiter."""
+        return stream_id in self._waiting
+
     def answered(self, stream_id: int, status: int, headers: Headers) -> None:
         """Pass the waiter the tunnel for a 200; otherwise close the tunnel and pass :class:`ConnectRefused`."""
         waiter = self._waiting.pop(stream_id, None)

@@ -403,7 +403,9 @@ class Connection(ConnectionTunnels):
     # For the code that owns the connection
 
     def on_change(self, callback: Callable[[Connection], None] | None) -> None:
-        """Set the one callback for changes: a stream ended, SETTINGS or GOAWAY arrived, the connection ended."""
+        """Set the one callback for changes: SETTINGS or GOAWAY arrived, a stream was reset, the connection drains
+        or has ended. The end of a stream is reported only if the connection drains or has no identifiers left.
+        """
         self._on_change = callback
 
     @property

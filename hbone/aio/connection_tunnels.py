@@ -182,8 +182,10 @@ class ConnectionTunnels(TunnelCarrier):
     def release(self, tunnel: Tunnel) -> None:
         self._tunnels.pop(tunnel.stream_id, None)
         self._waiting.pop(tunnel.stream_id, None)
-        self._answers.broken(tunnel.stream_id, ConnectionBroken("connection closed"))
-        self._changed()
+        if self._answers.expects(tunnel.stream_id):
+            self._answers.broken(tunnel.stream_id, ConnectionBroken("connection closed"))
+        if self._closing or self.error is not None or self.engine.exhausted:
+            self._changed()
 
     # Requests
 

@@ -338,7 +338,9 @@ class Pool:
             self._execute(self._state.limit_learned(connection_id, engine.peer_max_streams, now_s))
 
     def _released(self, connection_id: ConnectionId) -> None:
-        self._execute(self._state.released(connection_id, self._loop.time()))
+        actions = self._state.released(connection_id, self._loop.time())
+        if actions or self._timer is None:
+            self._execute(actions)
 
     def _schedule(self) -> None:
         if self._timer is None:

@@ -69,7 +69,6 @@ class ByteCounts:
         self._a = self._b = None
 
 
-@dataclass(slots=True, kw_only=True)
 class RelayEnd:
     """The result of a relay.
 
@@ -79,9 +78,12 @@ class RelayEnd:
         timed_out: no bytes moved for the idle time.
     """
 
-    first: End | None
-    error: Exception | None
-    timed_out: bool = False
+    __slots__ = ("error", "first", "timed_out")
+
+    def __init__(self, *, first: End | None, error: Exception | None, timed_out: bool = False) -> None:
+        self.first = first
+        self.error = error
+        self.timed_out = timed_out
 
 
 #: Called once with the end of a relay. It runs in the middle of an end's work, so it only records the result, and
