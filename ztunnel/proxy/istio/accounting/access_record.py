@@ -6,7 +6,7 @@ A connection within the node has two records, one per reporter, which count the 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 from hbone.aio.relay import ByteCounts
 from xds.model.address import SocketAddress
@@ -24,6 +24,7 @@ from ztunnel.proxy.istio.accounting.metrics import UNKNOWN, Metrics, PeerLabels,
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags
 from ztunnel.runtime.clock import Clock
 
+_UNKNOWN: Final = PeerLabels()
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
 #: The reasons of failures that end a request before its answer. Open connections fail for other reasons.
 _BEFORE_ANSWER = frozenset(
@@ -101,6 +102,7 @@ class Described:
 
     Attributes:
         shown: the fields in access lines after the source's address.
+        references: see :func:`ztunnel.proxy.istio.accounting.flows.references`.
         series: the series that counts the connections. ``None`` until the first one is counted.
         forgotten: :attr:`Metrics.forgotten` when ``series`` was found.
 
@@ -114,6 +116,7 @@ class Described:
         "destination_workload",
         "forgotten",
         "hbone_authority",
+        "references",
         "secured",
         "series",
         "service",
@@ -135,6 +138,7 @@ class Described:
         self.source_labels = record.source_labels
         self.source_workload = record.source_workload
         self.shown = Recurring(_flattened(record.fields()[1:]))
+        self.references = flows.references(record, _unchanged)
         self.series: TrafficSeries | None = None
         self.forgotten = 0
 
@@ -206,8 +210,7 @@ class Record:
         self.hbone_authority = ""
         self.source_workload: Workload | None = None
         self.destination_workload: Workload | None = None
-        self.source_labels = PeerLabels()
-        self.destination_labels = PeerLabels()
+        self.source_labels = self.destination_labels = _UNKNOWN
         self.source_identity: SpiffeId | None = None
         self.destination_identity: SpiffeId | None = None
         self.service: Service | None = None
@@ -299,7 +302,8 @@ class Record:
             return
         self._opened = False
         connected = self._series is not None
-        self.settled()
+        if not connected:
+            self.settled()
         series, self._series = self._series, None
         assert series is not None
         node = self._node
@@ -332,7 +336,9 @@ class Record:
             sent, received = received, sent
         duration_ms = int((now_s - self.started_s) * 1000)
         described, logs = self.described, node.logs
-        if described is not None and failure is None and logs.export is None and not self._has_more:
+        addon = self.asked.addon if self.asked is not None else ""
+        is_usual = failure is None and not (self.dry_run or self.http_left or addon)
+        if described is not None and is_usual and logs.export is None:
             logs.write_completion(wall_s, self.source, described.shown, sent, received, duration_ms)
             return
         fields = [*self.fields(), ("bytes_sent", sent), ("bytes_recv", received)]
@@ -340,8 +346,8 @@ class Record:
             fields.append(("policy.dry_run", self.dry_run))
         if self.http_left:
             fields.append(("policy.http", self.http_left))
-        if self.asked is not None and self.asked.addon:
-            fields.append(("addon", self.asked.addon))
+        if addon:
+            fields.append(("addon", addon))
         fields.append(("duration", f"{duration_ms}ms"))
         if failure is not None:
             fields += (*failure.fields, ("error", str(failure)))
@@ -366,11 +372,6 @@ class Record:
     def _is_unmatched(self) -> bool:
         outbound = self.direction is Direction.OUTBOUND
         return outbound and self.destination_workload is None and self.service is None and not self.secured
-
-    @property
-    def _has_more(self) -> bool:
-        """Whether the final access line needs fields that most connections lack."""
-        return bool(self.dry_run or self.http_left or (self.asked is not None and self.asked.addon))
 
     # Moving to another process, which writes the line: see ztunnel.proxy.istio.handover
 
@@ -447,6 +448,10 @@ class Record:
         identity = self.destination_identity if self.secured else None
         fields.append(_destination_fields(service, destination_name, destination, identity, self.direction))
         return fields
+
+
+def _unchanged(value: Any) -> Any:
+    return value
 
 
 def _flattened(fields: Iterable[Field | Recurring]) -> Iterator[Field]:

@@ -54,6 +54,14 @@ class Asked(Protocol):
         """The addons that returned a verdict, joined by commas."""
 
 
+class Described(Protocol):
+    """The values shared by many connections: :class:`ztunnel.proxy.istio.accounting.access_record.Described`."""
+
+    @property
+    def references(self) -> tuple[Any, ...]:
+        """The result of :func:`references`."""
+
+
 class Recorded(Protocol):
     """The recorded attributes of a :class:`ztunnel.proxy.istio.accounting.access_record.Record`."""
 
@@ -79,8 +87,8 @@ class Recorded(Protocol):
         """The verdicts of addons, or None."""
 
     @property
-    def described(self) -> object:
-        """The values shared by many connections (``Described``), or None."""
+    def described(self) -> Described | None:
+        """The values shared by many connections, or None."""
 
 
 def note(
@@ -97,39 +105,43 @@ def note(
     """
     if not ring.capacity:
         return
-    counts = record.counts
-    # The values of a :class:`Described` object are already shared between connections.
-    text = ring.text if record.described is None else _same
-    source, destination = record.source_workload, record.destination_workload
-    outbound = record.direction == "outbound"
-    duration_s = now_s - record.started_s
+    counts, described, asked = record.counts, record.described, record.asked
     ring.add(
         ended_s,
-        duration_s,
+        now_s - record.started_s,
         record.opened_s - record.started_s if record.opened_s else -1.0,
         (counts.sent, counts.received),
         (record.source, record.destination),
         record.trace,
-        (1 if outbound else 0) | (2 if record.secured else 0),
+        (1 if record.direction == "outbound" else 0) | (2 if record.secured else 0),
         (
-            source,
-            destination,
-            text(record.source_labels) if source is None else None,
-            text(record.destination_labels) if destination is None else None,
-            text(record.source_identity) if record.source_identity is not None else None,
-            text(record.destination_identity) if record.destination_identity is not None else None,
-            record.service,
-            text(record.hbone_authority) if record.hbone_authority else "",
+            *(references(record, ring.text) if described is None else described.references),
             ring.text(Ended(failure.reason, str(failure), failure.policy, failure.flags))
             if failure
             else BY_ITSELF,
-            ring.text(record.asked.addon) if record.asked is not None and record.asked.addon else "",
+            ring.text(asked.addon) if asked is not None and asked.addon else "",
         ),
     )
 
 
-def _same(value: Any) -> Any:
-    return value
+def references(record: Recorded, text: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """Return the references of a connection's entry, without the last two, which describe its end.
+
+    Args:
+        record: the connection.
+        text: returns an equal value that entries share.
+    """
+    source, destination = record.source_workload, record.destination_workload
+    return (
+        source,
+        destination,
+        text(record.source_labels) if source is None else None,
+        text(record.destination_labels) if destination is None else None,
+        text(record.source_identity) if record.source_identity is not None else None,
+        text(record.destination_identity) if record.destination_identity is not None else None,
+        record.service,
+        text(record.hbone_authority) if record.hbone_authority else "",
+    )
 
 
 def shape(config: NamedNode) -> Callable[[Entry], dict[str, Any]]:

@@ -17,11 +17,13 @@ from xds.model.address import SocketAddress
 from xds.model.mesh import Mesh
 from xds.model.service import WeightedWaypoint
 from xds.model.workload import GatewayAddress, NamespacedHostname, NetworkAddress, Protocol
+from ztunnel.proxy.istio.accounting import flows
+from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.workload_labels import labels_of
 from ztunnel.proxy.istio.path import plans as module
 from ztunnel.proxy.istio.path.failed_endpoints import FailedEndpoints
-from ztunnel.proxy.istio.path.plans import Plan, Plans
+from ztunnel.proxy.istio.path.plans import Plan, Plans, enter_route
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.route import Client, Missing, Route, RouteRefused, Tunnel, route_for
 
@@ -38,7 +40,7 @@ class Around:
     def __init__(self) -> None:
         self.mesh = Mesh(node=NODE)
         self.mesh.apply([POD])
-        self.node = SimpleNamespace(
+        self.node: Any = SimpleNamespace(
             mesh=self.mesh,
             rng=random.Random(1),
             failed_endpoints=FailedEndpoints(),
@@ -80,6 +82,10 @@ class Around:
         assert shown.destination_workload is route.workload
         assert shown.service is route.service
         assert shown.hbone_authority == route.authority
+        record = Record(self.node, Direction.OUTBOUND, destination, destination)
+        record.source_workload = self.labels.workload
+        enter_route(record, route, route.target, self.labels, self.node)
+        assert shown.references == flows.references(record, lambda value: value)
         return plan
 
 

@@ -97,6 +97,8 @@ class Around:
         assert plan.described.destination_workload is here
         assert plan.described.source_workload is client
         assert plan.described.service is inbound_service(target, here, mesh, "shop.example")
+        assert plan.described.references[:2] == (client, here)
+        assert plan.described.references[6] is plan.described.service
         return plan
 
 
