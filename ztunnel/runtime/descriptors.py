@@ -70,6 +70,7 @@ class Descriptors:
         reserve: the number of reserved descriptors.
         paused: how often a pod was not allowed to accept, since the start.
         crowded: whether the reserved part is in use.
+        plentiful: whether every pod may accept.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Descriptors:
         self._users: dict[DescriptorShare, None] = {}
         self._seen = 0
         self.crowded = False
+        self.plentiful = True
 
     def share(self, name: str, used: Callable[[], int]) -> DescriptorShare:
         """Return a new share for one pod; the caller closes it.
@@ -107,11 +109,12 @@ class Descriptors:
     def note(self, number: int) -> None:
         """Record a newly opened descriptor: its number shows how many are in use."""
         self._seen = number
+        self.plentiful = number < self.limit * _WATCHED
         self.crowded = number >= self.limit - self.reserve
 
     def admits(self, share: DescriptorShare) -> bool:
         """Return whether a pod may accept a connection now."""
-        if self._seen < self.limit * _WATCHED:
+        if self.plentiful:
             return True
         self.note(self._in_use())
         if not self.crowded:
@@ -143,6 +146,8 @@ class DescriptorShare:
 
     def admits(self) -> bool:
         """Return whether to accept a connection now."""
+        if self._descriptors.plentiful and not self.waiting:
+            return True
         admitted = self._descriptors.admits(self)
         if admitted is self.waiting:
             self.waiting = not admitted

@@ -62,7 +62,7 @@ class Life:
         self._leave: Callable[[], object] | None = None
         self._owned: list[Callable[[], object]] | None = None
         self._group: Lives[Any] | None = group
-        group._add(self)
+        group._entries[self] = None
 
     # What front ends supply
 
@@ -109,7 +109,9 @@ class Life:
         self._finish, self._leave = finish, leave
         if self.leaving and leave is not None:
             leave()
-        self.aborts_by(abort)
+        self._abort = abort
+        if self.reason:
+            abort(self.reason)
 
     def leave(self) -> None:
         """Ask the peer to end the connection (GOAWAY), now or once it is open; idempotent."""
@@ -183,9 +185,6 @@ class Lives(Generic[LifeT]):
     def __iter__(self) -> Iterator[LifeT]:
         """Iterate over a copy, because ending an entry may remove it."""
         return iter(list(self._entries))
-
-    def _add(self, life: LifeT) -> None:
-        self._entries[life] = None
 
     def _remove(self, life: LifeT) -> None:
         self._entries.pop(life, None)

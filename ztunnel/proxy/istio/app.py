@@ -120,7 +120,7 @@ class IstioProxy:
         self._last = self._last_configuration()
         self.certificates = CertificateManager(
             self.authority if self._last is None else self._last.before(self.authority),
-            now=lambda: datetime.now(UTC),
+            now=partial(datetime.now, UTC),
             jitter=random.random,
             policy=config.tls_policy,
             revocations=self.revocations,

@@ -229,7 +229,7 @@ class Inbound:
         coroutine.
         """
         node, pod = self._node, self._pod
-        if node.logs.access_level <= logging.DEBUG or pod.is_tapped:
+        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and pod.is_tapped):
             return None
         plan = self._plans.plan(peer, request.head)
         if plan is None or request.gone:

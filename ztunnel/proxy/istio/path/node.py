@@ -79,6 +79,9 @@ class Node:
         dns_places: limits the pods' queries that wait for name servers.
         asked: on-demand keys that the control plane has answered, including "does not exist".
         live: the table of all open connections of these pods.
+        sampled_below: the threshold of trace sampling for :func:`hbone.headers.format_traceparent`.
+        warns_unmatched: whether access lines of connections that match no service or workload are logged as
+            warnings.
     """
 
     config: IstioConfig
@@ -103,6 +106,8 @@ class Node:
     pods: dict[PodKey, NodeLocalTarget] = field(init=False, default_factory=dict)
     asked: set[str] = field(init=False, default_factory=set)
     live: LiveTable = field(init=False, default_factory=LiveTable)
+    sampled_below: int = field(init=False)
+    warns_unmatched: bool = field(init=False)
     client_settings: ConnectionSettings = field(init=False)
     server_settings: ConnectionSettings = field(init=False)
     keepalive: sockets.Keepalive | None = field(init=False)
@@ -112,16 +117,6 @@ class Node:
     baggage_labels: BaggageLabels = field(init=False, default_factory=BaggageLabels)
     dns_places: asyncio.Semaphore = field(init=False, default_factory=lambda: asyncio.Semaphore(DNS_QUERIES))
     _labels: dict[WorkloadUid, WorkloadLabels] = field(init=False, default_factory=dict)
-
-    @property
-    def sampled_below(self) -> int:
-        """The threshold of trace sampling for :func:`hbone.headers.format_traceparent`."""
-        return self.config.otlp.sampled_below if self.config.otlp is not None else 0
-
-    @property
-    def warns_unmatched(self) -> bool:
-        """Whether access lines of connections that match no service or workload are logged as warnings."""
-        return self.config.warns_unmatched
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -134,6 +129,8 @@ class Node:
 
     def __post_init__(self) -> None:
         config = self.config
+        self.sampled_below = config.otlp.sampled_below if config.otlp is not None else 0
+        self.warns_unmatched = config.warns_unmatched
         self.client_settings = self._settings(client_settings())
         self.server_settings = self._settings(server_settings())
         wanted = config.socket

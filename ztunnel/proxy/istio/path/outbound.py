@@ -171,7 +171,7 @@ class Outbound:
     def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
         """Return the plan for a connection, or ``None`` if it needs a coroutine."""
         node = self._node
-        if node.logs.access_level <= logging.DEBUG or self._pod.is_tapped:
+        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self._pod.is_tapped):
             return None
         plan = self._plans.plan(source.host, destination)
         if plan is None or (plan.here is not None and plan.here in node.pods):

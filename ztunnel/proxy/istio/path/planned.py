@@ -118,22 +118,19 @@ class PlannedConnection(PodConnection):
 
     def _answered(self, tunnel: Tunnel | None, error: Exception | None) -> None:
         self._error = error
-        self._step_soon()
+        self._pod.node.poller.call_soon(self)
 
     def on_interval(self) -> None:
         """End the wait for an answer that did not arrive in time; see :class:`hbone.aio.interval_timer.Member`."""
         self._error = TimeoutError()
-        self._step_soon()
+        self._pod.node.poller.call_soon(self)
 
     def _relay_ended(self, ended: RelayEnd) -> None:
         self._ended = ended
-        self._step_soon()
+        self._pod.node.poller.call_soon(self)
 
     def _abort_soon(self, reason: str) -> None:
         self._aborted = True
-        self._step_soon()
-
-    def _step_soon(self) -> None:
         self._pod.node.poller.call_soon(self)
 
     # Steps

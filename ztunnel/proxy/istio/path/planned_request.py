@@ -165,13 +165,10 @@ class PlannedRequest(PodConnection):
 
     def _abort_soon(self, reason: str) -> None:
         self._aborted = True
-        self._step_soon()
+        self._pod.node.poller.call_soon(self)
 
     def _relay_ended(self, ended: RelayEnd) -> None:
         self._ended = ended
-        self._step_soon()
-
-    def _step_soon(self) -> None:
         self._pod.node.poller.call_soon(self)
 
     # Steps

@@ -61,7 +61,7 @@ class PodContext:
     @property
     def is_tapped(self) -> bool:
         """Whether this pod has a tap now."""
-        return self.node.taps is not None and self.tap is not None
+        return self.tap is not None
 
     async def certificate(self, workload: Workload) -> WorkloadCertificate:
         """Return a workload's certificate.
