@@ -254,7 +254,7 @@ class Held(ABC):
         connections = self.harness.proxy.connections
         await self.harness.until(lambda: not len(connections.table))
         path = self.harness.folder / "log"
-        await asyncio.sleep(0.1)  # the log's flush, twice
+        self.harness.proxy.logs.writer.drain()
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         details = [line["details"] or "" for line in lines]
         if any("policy_change" in each for each in details):
