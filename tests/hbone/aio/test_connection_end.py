@@ -130,7 +130,7 @@ def test_a_request_that_was_under_way_after_the_pong_is_served(loop: str) -> Non
 def test_the_final_goaway_covers_what_came_in_the_grace(loop: str) -> None:
     async def main() -> None:
         with polling() as poller:
-            async with draining(poller, 0.05) as (peer, accepted):
+            async with draining(poller, 0.5) as (peer, accepted):
                 await peer.settle(request_frame(1))
                 while await peer.read():
                     pass

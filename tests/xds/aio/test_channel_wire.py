@@ -319,7 +319,7 @@ def test_no_calls_are_ever_allowed(loop: str) -> None:
         with pytest.raises(RpcFailed, match="DEADLINE_EXCEEDED"):
             await channel.unary("/t.S/M", b"", timeout_s=0.05)
 
-    run(lambda: against(script, main, connect_timeout_s=0.2), loop)
+    run(lambda: against(script, main, connect_timeout_s=1.0), loop)
 
 
 @LOOPS

@@ -126,10 +126,10 @@ def test_control_plane_killed_and_back(delta: bool, caplog: pytest.LogCaptureFix
 
     lines: list[str] = []
     run(main)
-    assert sum("does not answer" in line for line in lines) == 1
-    assert sum("control plane is back" in line for line in lines) == 1
     # A server that stops may end a connection before it refuses the next: another reason, and a line for it.
-    assert len([line for line in lines if "still does not answer" not in line]) == 3, lines
+    assert sum("does not answer" in line for line in lines) in (1, 2), lines
+    assert sum("control plane is back" in line for line in lines) == 1
+    assert len([line for line in lines if "still does not answer" not in line]) in (3, 4), lines
 
 
 @pytest.mark.parametrize("delta", [False, True])

@@ -127,7 +127,7 @@ def test_silent_server_is_queried_the_configured_number_of_times(tmp_path: Path)
     async def main() -> int:
         async with Upstream("127.0.0.1", 0, silent) as upstream:
             servers = (SocketAddress("127.0.0.1", upstream.port),)
-            settings = DnsResolver(servers=servers, query_timeout_s=0.1, tries=3)
+            settings = DnsResolver(servers=servers, query_timeout_s=0.4, tries=3)
             with pytest.raises(ResolveFailed):
                 await Resolver(tmp_path / "hosts", tmp_path / "resolv.conf", settings=settings).resolve(
                     "web.", "V4_ONLY"

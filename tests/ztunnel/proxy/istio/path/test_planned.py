@@ -345,7 +345,7 @@ def test_planned_connection_has_an_answer_timeout(tmp_path: Path) -> None:
         client, _ = await held(cluster, peer)
         began_s = cluster.node.clock.monotonic()
         assert await client.read_all() == b""
-        assert ANSWER_TIMEOUT_S <= cluster.node.clock.monotonic() - began_s < ANSWER_TIMEOUT_S * 1.1
+        assert ANSWER_TIMEOUT_S <= cluster.node.clock.monotonic() - began_s < ANSWER_TIMEOUT_S * 2
         await cluster.until(lambda: len(cluster.lines()) == 2)
         assert cluster.lines()[-1]["error"] == "http status: the peer did not answer in time"
 
