@@ -104,7 +104,7 @@ def test_a_peer_that_keeps_overdrawing_gets_goaway(loop: str) -> None:
             strict = settings(work_burst=500, work_rate=5000.0, stall_burst_s=0.1, stall_rate=0.0, slice_units=100)
             async with raw_client(poller, hold, strict) as peer:
                 await peer.settle(request_frame(1))
-                assert not await peer.settle(SMALL * 2000)
+                assert not await peer.settle(SMALL * 6000)
                 goaways = [payload for kind, _, _, payload in peer.received if kind == frames.GOAWAY]
                 assert [int.from_bytes(payload[4:8]) for payload in goaways] == [ErrorCode.ENHANCE_YOUR_CALM]
                 over.set()

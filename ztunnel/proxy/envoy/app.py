@@ -371,7 +371,7 @@ class Proxy:
         self._tasks.start(self._close_cluster(cluster), f"retiring {cluster.model.name}")
 
     async def _close_cluster(self, cluster: LiveCluster) -> None:
-        pool = self.connector.retire(cluster)
+        pool = self.connector.tunnels.retire(cluster)
         if pool is not None:
             pool.drain()
         await cluster.close()
@@ -571,5 +571,5 @@ class Proxy:
         await asyncio.sleep(0)
 
     async def _close_pools(self) -> None:
-        for pool in list(self.connector.pools.values()):
+        for pool in list(self.connector.tunnels.pools.values()):
             await pool.close()

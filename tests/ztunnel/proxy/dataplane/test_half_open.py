@@ -367,10 +367,11 @@ def test_offending_source_waits_longer_each_time() -> None:
                 for pending in pod.begun:
                     pending.offended()
                 pod.end()
-            assert waits[0] < 0.1
-            assert waits[1] == pytest.approx(0.5, abs=0.1)
-            assert waits[2] == pytest.approx(1.0, abs=0.1)
-            assert waits[4] == pytest.approx(4.0, abs=0.1)
+            # Real time passes, too, if something else has the processor.
+            assert waits[0] < 0.4
+            assert 0.4 < waits[1] < 0.9
+            assert 0.9 < waits[2] < 1.9
+            assert 3.9 < waits[4] < 7.9
             pod.comes("a", HELLO)
             pod.comes("b", HELLO)
             await asyncio.sleep(0.1)

@@ -73,7 +73,7 @@ def test_idle_tunnel_connection_ends_at_the_idle_timeout_of_its_cluster(
             if idle is not None:
                 await limited(harness, everything, idle_timeout=idle)
             assert await ask(harness.port("l"), b"there") == b"hi there"
-            (pool,) = harness.proxy.connector.pools.values()
+            (pool,) = harness.proxy.connector.tunnels.pools.values()
             assert pool.settings.idle_timeout_s == timeout_s
             prefix = "cluster.tunnel.upstream_cx_"
             if timeout_s < 1:

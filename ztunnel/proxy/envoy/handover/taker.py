@@ -38,11 +38,12 @@ from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveHop, LiveRequest
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
-from ztunnel.proxy.envoy.path.connect import Connector, TunnelKey, request_open
+from ztunnel.proxy.envoy.path.connect import Connector, request_open
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream, CountedConnection, count_end, count_open
 from ztunnel.proxy.envoy.path.internal import takes_internal
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, TunnelRules, tunnel_route
+from ztunnel.proxy.envoy.path.tunnel_pools import TunnelKey
 from ztunnel.proxy.envoy.path.tunnel_server import Served, TunnelServer
 from ztunnel.proxy.envoy.stream.outcome import NOT_SERVED, Refused
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
@@ -136,7 +137,7 @@ async def make(parts: Parts, offer: messages.Offer, socks: list[socket.socket]) 
     unit: Resumed
     if isinstance(carrier, DialledValue):
         cluster = _cluster(parts, carrier.cluster)
-        settings = parts.connector.settings_for(cluster)
+        settings = parts.connector.tunnels.settings_for(cluster)
         unit = resumed(offer.unit, socks, settings, parts.poller, None)
         try:
             assert unit.connection is not None
@@ -374,11 +375,11 @@ class Pending:
         elif isinstance(self._carrier, DialledValue) and self._key is not None:
             tunnels = [end for pair in self._unit.ends for end in pair if isinstance(end, Tunnel)]
             cluster, key = self._key
-            parts.connector.adopt(
+            parts.connector.tunnels.adopt(
                 connection, cluster, key, tunnels, idle_s=self._carrier.idle_s, age_s=self._carrier.age_s
             )
             if parts.clusters.get(cluster.model.name) is not cluster:  # replaced since the unit was made
-                pool = parts.connector.retire(cluster)
+                pool = parts.connector.tunnels.retire(cluster)
                 if pool is not None:
                     pool.drain()
 

@@ -66,12 +66,12 @@ class Unit:
             return None
         if self.accepted is not None:
             return AcceptedValue(hop=hop_value(self.accepted, now_s))
-        dialled = self.connector.dialled[self.connection]
+        dialled = self.connector.tunnels.dialled[self.connection]
         return DialledValue(
             cluster=dialled.cluster.model.name,
             address=dialled.key.address,
             options=dialled.key.options,
-            idle_s=self.connector.idle_s(self.connection) or 0.0,
+            idle_s=self.connector.tunnels.idle_s(self.connection) or 0.0,
             age_s=dialled.counted.age_s,
         )
 
@@ -86,7 +86,7 @@ class Unit:
         if self.accepted is not None:
             self.accepted.moved = True
         elif self.connection is not None:
-            self.connector.went(self.connection)
+            self.connector.tunnels.went(self.connection)
 
 
 def survey(connections: Connections, connector: Connector) -> tuple[list[Unit], Counter[str]]:
@@ -96,8 +96,8 @@ def survey(connections: Connections, connector: Connector) -> tuple[list[Unit], 
     for life in connections:
         if life.tunnels is not None and not life.reason:
             carriers[id(life.tunnels)] = Unit(connector=connector, connection=life.tunnels, accepted=life)
-    for connection in connector.dialled:
-        if connector.idle_s(connection) is not None:
+    for connection in connector.tunnels.dialled:
+        if connector.tunnels.idle_s(connection) is not None:
             carriers[id(connection)] = Unit(connector=connector, connection=connection)
     found = list(carriers.values())
     for relay, hops in _relays(connections, stays):

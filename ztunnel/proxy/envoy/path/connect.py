@@ -9,34 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
-from dataclasses import replace
-from functools import lru_cache, partial
-from typing import Any, Final, NamedTuple, assert_never
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, assert_never
 
 from hbone.aio.answers import OnAnswer
-from hbone.aio.connection import Connection
-from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
-from hbone.aio.pool import Pool
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, HboneError
-from hbone.events import Header
-from hbone.pool import PoolFull, PoolSettings
-from hbone.sender import fields
+from hbone.pool import PoolFull
 from tproxy.errors import TproxyError
 from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
 from xds.model.cluster import InternalUpstream, TransportSocket
 from xds.model.facts import ConnectionFacts
-from xds.model.listener import AppendAction
 from ztunnel.proxy.dataplane.attempts import Attempts, GiveUp
 from ztunnel.proxy.dataplane.attempts import Reason as GivenUp
 from ztunnel.proxy.dataplane.live_table import Abort, cancels_current_task
-from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
+from ztunnel.proxy.dataplane.pool_key import PoolKey
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
@@ -54,10 +45,11 @@ from ztunnel.proxy.envoy.path.dial import (
     with_header,
 )
 from ztunnel.proxy.envoy.path.internal import Entry, InternalListeners
-from ztunnel.proxy.envoy.secrets.contexts import LiveContext
+from ztunnel.proxy.envoy.path.opening import Choice, Opening
+from ztunnel.proxy.envoy.path.tunnel_pools import TunnelKey, TunnelPools
+from ztunnel.proxy.envoy.path.tunnel_request import header_block, request_for, tunnels
 from ztunnel.proxy.envoy.stream.outcome import Denied, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
-from ztunnel.proxy.envoy.stream.request_headers import traceparent
-from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo, UpstreamOptions
+from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
@@ -70,96 +62,17 @@ INVALID_ARGUMENT = "Invalid argument"
 NO_ADDRESS = "endpoint has no address yet"
 NO_HTTP2 = "tunnels need HTTP/2, which the cluster does not speak"
 CLUSTER_OVERRIDE = "envoy.tcp_proxy.cluster"
-DISABLE_TUNNELING = "envoy.tcp_proxy.disable_tunneling"
 RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-#: The key of a pooled tunnel connection in Envoy's dialect, with the source of its TLS context and its socket
-#: options.
-TunnelKey = PoolKey[LiveContext | None, UpstreamOptions]
 #: Labels that a host must have all of, see :mod:`ztunnel.proxy.addons.decide`.
 Labels = frozenset[tuple[str, str]]
 #: A further decision about a host before the connection is opened. It raises ``Denied``.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
 
 
-class Choice(NamedTuple):
-    """A host chosen for an attempt, and its transport socket."""
-
-    cluster: LiveCluster
-    host: Host
-    transport: LiveTransport
-
-
-class Dialled(NamedTuple):
-    """An open tunnel connection: its cluster, its key in the cluster's pool, and its statistics."""
-
-    cluster: LiveCluster
-    key: TunnelKey
-    counted: CountedConnection
-
-
 _NO_HOSTS: Final[frozenset[Host]] = frozenset()
-
-
-class Opening:
-    """A hop's attempt that was begun without a coroutine; see :meth:`Connector.begin`.
-
-    Attributes:
-        hop, proxy, cluster, host, transport, tunnelled: the hop, its filter, and the results of its first choices.
-        inner: the attempt of the hop behind an internal listener.
-        counted: the connection to the internal listener.
-        tunnel: the requested tunnel, of the last hop only.
-        error: why the attempt has failed. ``None``: a coroutine can make the attempt.
-        timed_out: the filter's own time limit has passed.
-    """
-
-    __slots__ = (
-        "client",
-        "cluster",
-        "counted",
-        "error",
-        "header",
-        "hop",
-        "host",
-        "inner",
-        "proxy",
-        "timed_out",
-        "transport",
-        "tunnel",
-        "tunnelled",
-    )
-
-    def __init__(self, hop: LiveHop, proxy: LiveTcpProxy, choice: Choice, tunnelled: bool) -> None:
-        self.hop = hop
-        self.proxy = proxy
-        self.cluster, self.host, self.transport = choice
-        self.tunnelled = tunnelled
-        self.inner: Opening | None = None
-        self.counted: CountedConnection | None = None
-        self.header = b""
-        self.tunnel: Tunnel | None = None
-        self.error: BaseException | None = None
-        self.timed_out = False
-
-    @property
-    def last(self) -> Opening:
-        """The attempt of the last hop."""
-        return self if self.inner is None else self.inner.last
-
-    def take_error(self) -> BaseException:
-        """Return and forget the error: its traceback will refer to frames that refer to this object."""
-        error, self.error = self.error, None
-        assert error is not None
-        return error
-
-    def aborts_by(self, abort: Abort) -> None:
-        """Have the hops behind internal listeners end by ``abort``."""
-        inner = self.inner
-        while inner is not None:
-            inner.hop.aborts_by(abort)
-            inner = inner.inner
 
 
 class Connector:
@@ -199,10 +112,8 @@ class Connector:
         self._rng = rng
         self._times = times
         self._keep_client_address = keep_client_address
-        self._early_data = early_data
         self._admit = admit
-        self._pools: dict[LiveCluster, Pool] = {}
-        self._dialled: dict[Connection, Dialled] = {}
+        self.tunnels = TunnelPools(dialler, poller, times, early_data=early_data)
 
     # The steps of a TCP proxy
 
@@ -362,11 +273,11 @@ class Connector:
         key = self._prepared(hop, cluster, opening.transport, address, asked)
         if not key.options.first_bytes and self._internal.leads_here(address):
             return
-        pool = self._pools.get(cluster)
+        pool = self.tunnels.of(cluster)
         place = pool.reserve(key) if pool is not None else None
         if pool is not None and place is not None:
             cluster.breaker.requests += 1
-            opening.tunnel = pool.open_on(place, _block(asked.fields), client, answered)
+            opening.tunnel = pool.open_on(place, header_block(asked.fields), client, answered)
 
     def stop(self, opening: Opening, error: BaseException | None) -> None:
         """Close a requested tunnel that was not opened. :meth:`open` continues afterwards.
@@ -526,7 +437,7 @@ class Connector:
         breaker = cluster.breaker
         breaker.requests += 1
         try:
-            pool = self._pools.get(cluster) or self._new_pool(cluster)
+            pool = self.tunnels.of(cluster) or self.tunnels.new(cluster)
             tunnel = await pool.open(key, asked.fields, client if type(client) is PlainSocket else None)
         except (HboneError, TproxyError, UpstreamFailed) as error:
             raise _failed(cluster, error) from error
@@ -593,102 +504,6 @@ class Connector:
         host.rq_success += 1
         return request_open(cluster, host)
 
-    def _new_pool(self, cluster: LiveCluster) -> Pool:
-        settings = self.settings_for(cluster)
-
-        async def dial(key: Hashable) -> Connection:
-            assert isinstance(key, PoolKey)
-            return await self._dial_tunnel(cluster, key, settings)
-
-        limits = PoolSettings(
-            idle_timeout_s=cluster.model.connection_idle_timeout_s or math.inf,  # 0: never, as in Envoy
-            max_tunnels_per_connection=cluster.model.max_requests_per_connection,
-            max_waiters=cluster.breaker.limits.max_pending_requests,
-        )
-        pool = self._pools[cluster] = Pool(dial, self._poller, limits)
-        return pool
-
-    async def _dial_tunnel(self, cluster: LiveCluster, key: TunnelKey, settings: ConnectionSettings) -> Connection:
-        """Dial one tunnel connection; called by the connection pool."""
-        context = key.credentials
-        counted = CountedConnection(cluster, self._poller)
-        try:
-            async with asyncio.timeout(cluster.model.connect_timeout_s):
-                connection = await dial_connection(
-                    lambda: context.current if context is not None else None,
-                    lambda: self._dialler.connect(cluster, key.address, key.options),
-                    settings,
-                    self._poller,
-                    partial(self._times.shook_hands, "client"),
-                )
-        except TimeoutError as error:
-            counted.failed(error)
-            raise UpstreamFailed("connection timeout", timed_out=True) from None
-        except BaseException as error:
-            counted.failed(error)
-            raise
-        counted.connected()
-        self._follow(cluster, key, connection, counted)
-        cluster.stats.cx_http2.value += 1
-        if connection.facts is not None:
-            cluster.stats.negotiated(connection.facts)
-        return connection
-
-    def _follow(
-        self, cluster: LiveCluster, key: TunnelKey, connection: Connection, counted: CountedConnection
-    ) -> None:
-        self._dialled[connection] = Dialled(cluster, key, counted)
-
-        def ended(_: object) -> None:
-            if self._dialled.pop(connection, None) is not None:
-                counted.ended(by_peer=connection.ended_by_peer, in_use=connection.engine.open_streams > 0)
-
-        connection.wait_closed().add_done_callback(ended)
-
-    # Connections of another process: see ztunnel.proxy.envoy.handover
-
-    @property
-    def dialled(self) -> Mapping[Connection, Dialled]:
-        """The open tunnel connections."""
-        return self._dialled
-
-    def idle_s(self, connection: Connection) -> float | None:
-        """Return how long a tunnel connection has been idle, in seconds. ``None`` if its cluster was replaced."""
-        pool = self._pools.get(self._dialled[connection].cluster)
-        return None if pool is None else pool.idle_s(connection)
-
-    def went(self, connection: Connection) -> None:
-        """Update the counts for a connection that moved to another process, which will count its end."""
-        self._dialled.pop(connection).counted.went()
-
-    def settings_for(self, cluster: LiveCluster) -> ConnectionSettings:
-        """Return the settings of tunnel connections to a cluster."""
-        return client_settings(cluster, early_data=self._early_data)
-
-    def adopt(
-        self,
-        connection: Connection,
-        cluster: LiveCluster,
-        key: TunnelKey,
-        tunnels: Iterable[Tunnel],
-        *,
-        idle_s: float,
-        age_s: float,
-    ) -> None:
-        """Share a connection that another process has dialled; see :meth:`hbone.aio.pool.Pool.adopt`."""
-        self._follow(cluster, key, connection, CountedConnection(cluster, self._poller, age_s))
-        pool = self._pools.get(cluster) or self._new_pool(cluster)
-        pool.adopt(key, connection, tunnels, idle_s=idle_s)
-
-    def retire(self, cluster: LiveCluster) -> Pool | None:
-        """Remove and return a cluster's pool. The caller drains it."""
-        return self._pools.pop(cluster, None)
-
-    @property
-    def pools(self) -> dict[LiveCluster, Pool]:
-        """Return the pools in use, for statistics and drain."""
-        return self._pools
-
 
 def request_open(cluster: LiveCluster, host: Host) -> Callable[[], None]:
     """Count an open request in the gauges. Return a function that reverts this."""
@@ -705,26 +520,6 @@ def request_open(cluster: LiveCluster, host: Host) -> Callable[[], None]:
     return closed
 
 
-def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSettings:
-    """Return the HTTP/2 settings for a cluster: our defaults with the configuration's changes."""
-    settings = default_client()
-    wanted = cluster.model.http2
-    http2 = replace(settings.http2, early_data=early_data)
-    if wanted is None:
-        return replace(settings, http2=http2)
-    if wanted.initial_stream_window is not None:
-        http2 = replace(http2, stream_window_bytes=wanted.initial_stream_window)
-    if wanted.initial_connection_window is not None:
-        http2 = replace(http2, connection_window_bytes=wanted.initial_connection_window)
-    return replace(
-        settings,
-        http2=http2,
-        handshake_timeout_s=cluster.model.connect_timeout_s,
-        ping_interval_s=wanted.keepalive_interval_s or settings.ping_interval_s,
-        ping_timeout_s=wanted.keepalive_timeout_s or settings.ping_timeout_s,
-    )
-
-
 def passed_on(
     outer: ConnectionFacts, cluster: LiveCluster, host: Host, transport: TransportSocket
 ) -> tuple[dict[str, Mapping[str, Any]], tuple[tuple[str, bool], ...]]:
@@ -735,54 +530,6 @@ def passed_on(
     metadata = {name: of_host[name] for name in transport.host if name in of_host}
     metadata |= {name: of_cluster[name] for name in transport.cluster if name in of_cluster}
     return metadata, outer.shared_state
-
-
-def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
-    """Return whether a TCP proxy filter opens a tunnel for a connection."""
-    return proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
-
-
-@lru_cache(maxsize=4096)
-def _block(request: tuple[Header, ...]) -> bytes:
-    """Return the header block of a request."""
-    return fields(request)
-
-
-def request_for(proxy: LiveTcpProxy, info: StreamInfo) -> TunnelRequest:
-    """Return the request for a connection's tunnel.
-
-    Raises:
-        UpstreamFailed: see :func:`tunnel_request`.
-    """
-    authority, headers = tunnel_request(proxy, info)
-    encoded = [(name.encode(), value.encode("utf-8", "replace")) for name, value in headers]
-    request = ((b":method", b"CONNECT"), (b":authority", authority.encode()), *encoded)
-    return TunnelRequest(authority, headers, request, traceparent(headers))
-
-
-def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tuple[str, str]]]:
-    """Return the ``:authority`` and the added headers of a tunnel request, in order.
-
-    Raises:
-        UpstreamFailed: the host name evaluates to the empty string.
-    """
-    assert proxy.hostname is not None
-    authority = proxy.hostname(info)
-    if not authority:
-        raise UpstreamFailed("tunnel hostname is empty")
-    # Like Envoy: "exists" means in the original request, which has no such headers. Headers that overwrite are set
-    # first, and then headers are added.
-    overwritten: dict[str, str] = {}
-    added: list[tuple[str, str]] = []
-    for header in proxy.headers:
-        value = header.render(info)
-        if not value and not header.keep_empty:
-            continue
-        if header.action == AppendAction.OVERWRITE_IF_EXISTS_OR_ADD:
-            overwritten[header.name] = value
-        elif header.action != AppendAction.OVERWRITE_IF_EXISTS:
-            added.append((header.name, value))
-    return authority, [*overwritten.items(), *added]
 
 
 def _chosen(

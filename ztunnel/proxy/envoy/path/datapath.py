@@ -39,7 +39,7 @@ from ztunnel.proxy.envoy.listeners.filters import (
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.plans import Key, Plan, Plans
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
-from ztunnel.proxy.envoy.path.connect import Opening
+from ztunnel.proxy.envoy.path.opening import Opening
 from ztunnel.proxy.envoy.path.planned import PlannedConnection
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.tunnel_server import TunnelServer

@@ -28,9 +28,10 @@ from ztunnel.policy.reasons import reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveRbac, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.filters import FilterClosed, ReadsBytes, annotate, due
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
-from ztunnel.proxy.envoy.path.connect import NO_ADDRESS, NO_HTTP2, passed_on, tunnel_request, tunnels
+from ztunnel.proxy.envoy.path.connect import NO_ADDRESS, NO_HTTP2, passed_on
 from ztunnel.proxy.envoy.path.internal import facts_behind, takes_internal
 from ztunnel.proxy.envoy.path.terminate import NO_IP_ADDRESS, RequestRefused, TunnelRules, tunnel_route
+from ztunnel.proxy.envoy.path.tunnel_request import tunnel_request, tunnels
 from ztunnel.proxy.envoy.path.verdict import verdict_of
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, refusal
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed

@@ -35,8 +35,8 @@ from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.plans import Plan
-from ztunnel.proxy.envoy.path.connect import Opening
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
+from ztunnel.proxy.envoy.path.opening import Opening
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.stream.outcome import Refused
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo

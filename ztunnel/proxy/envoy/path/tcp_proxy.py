@@ -20,9 +20,10 @@ from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection, LiveHop
 from ztunnel.proxy.envoy.listeners.handshakes import Handshakes
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
-from ztunnel.proxy.envoy.path.connect import Connector, Opening
+from ztunnel.proxy.envoy.path.connect import Connector
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
 from ztunnel.proxy.envoy.path.downstream_tls import accept_tls
+from ztunnel.proxy.envoy.path.opening import Opening
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 

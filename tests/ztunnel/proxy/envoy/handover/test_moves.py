@@ -37,7 +37,7 @@ async def through(made: Generations, moves: int) -> dict[str, float]:
         await each.close()
     for harness in (made.old, made.new):
         await harness.until(lambda harness=harness: not len(harness.proxy.connections.hops))
-        for pool in harness.proxy.connector.pools.values():
+        for pool in harness.proxy.connector.tunnels.pools.values():
             await pool.close()
         await harness.until(lambda harness=harness: not len(harness.proxy.connections))
     return made.counts()

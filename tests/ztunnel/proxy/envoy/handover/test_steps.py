@@ -95,7 +95,7 @@ def test_change_during_any_handover_step_applies_and_is_logged_once(
         for harness in (made.old, made.new):
             await harness.until(lambda harness=harness: not len(harness.proxy.connections.hops))
         for harness in (made.old, made.new):
-            for pool in list(harness.proxy.connector.pools.values()):
+            for pool in list(harness.proxy.connector.tunnels.pools.values()):
                 await pool.close()
         for harness in (made.old, made.new):
             await harness.until(lambda harness=harness: not len(harness.proxy.connections))

@@ -10,8 +10,8 @@ from xds.model.http import HeaderMatch, Http2Settings, HttpConnectionManager, Ro
 from xds.model.listener import AppendAction
 from xds.model.strings import StringMatch
 from ztunnel.proxy.envoy.listeners.chains import LiveHeader
-from ztunnel.proxy.envoy.path.connect import tunnel_request
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, tunnel_route
+from ztunnel.proxy.envoy.path.tunnel_request import tunnel_request
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
 MANAGER = HttpConnectionManager(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from xds.dialects.envoy import Surroundings
+from xds.dialects.envoy import cluster as cluster_dialect
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
@@ -138,6 +139,7 @@ def test_update_compiles_only_changed_clusters(monkeypatch: pytest.MonkeyPatch, 
         everything = [cluster(f"c{number}") for number in range(size)]
         await mesh.receive(*everything, complete=True)
         assert len(mesh.manager.active) == size
+        cluster_dialect._named.clear()
         compiled = Calls(monkeypatch, managers, "compile_cluster")
         changed = cluster("c1", "2s")
         before = mesh.manager.get("c0")

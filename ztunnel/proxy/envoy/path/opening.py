@@ -1,0 +1,81 @@
+"""A hop's attempt to reach a host, begun without a coroutine."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hbone.aio.tunnel import Tunnel
+from ztunnel.proxy.dataplane.live_table import Abort
+from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
+from ztunnel.proxy.envoy.listeners.connections import LiveHop
+from ztunnel.proxy.envoy.path.dial import CountedConnection
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
+from ztunnel.proxy.envoy.upstream.host import Host
+
+
+class Choice(NamedTuple):
+    """A host chosen for an attempt, and its transport socket."""
+
+    cluster: LiveCluster
+    host: Host
+    transport: LiveTransport
+
+
+class Opening:
+    """A hop's attempt that was begun without a coroutine; see
+    :meth:`ztunnel.proxy.envoy.path.connect.Connector.begin`.
+
+    Attributes:
+        hop, proxy, cluster, host, transport, tunnelled: the hop, its filter, and the results of its first choices.
+        inner: the attempt of the hop behind an internal listener.
+        counted: the connection to the internal listener.
+        tunnel: the requested tunnel, of the last hop only.
+        error: why the attempt has failed. ``None``: a coroutine can make the attempt.
+        timed_out: the filter's own time limit has passed.
+    """
+
+    __slots__ = (
+        "client",
+        "cluster",
+        "counted",
+        "error",
+        "header",
+        "hop",
+        "host",
+        "inner",
+        "proxy",
+        "timed_out",
+        "transport",
+        "tunnel",
+        "tunnelled",
+    )
+
+    def __init__(self, hop: LiveHop, proxy: LiveTcpProxy, choice: Choice, tunnelled: bool) -> None:
+        self.hop = hop
+        self.proxy = proxy
+        self.cluster, self.host, self.transport = choice
+        self.tunnelled = tunnelled
+        self.inner: Opening | None = None
+        self.counted: CountedConnection | None = None
+        self.header = b""
+        self.tunnel: Tunnel | None = None
+        self.error: BaseException | None = None
+        self.timed_out = False
+
+    @property
+    def last(self) -> Opening:
+        """The attempt of the last hop."""
+        return self if self.inner is None else self.inner.last
+
+    def take_error(self) -> BaseException:
+        """Return and forget the error: its traceback will refer to frames that refer to this object."""
+        error, self.error = self.error, None
+        assert error is not None
+        return error
+
+    def aborts_by(self, abort: Abort) -> None:
+        """Have the hops behind internal listeners end by ``abort``."""
+        inner = self.inner
+        while inner is not None:
+            inner.hop.aborts_by(abort)
+            inner = inner.inner
