@@ -147,8 +147,8 @@ class Link:
 def read_link(body: bytes) -> Link:
     """Parse the body of an RTM_NEWLINK message.
 
-    A link has some forty attributes, and pyroute2 decodes all of them, in ten times the time of these four. A node
-    has a link for each pod.
+    A link has about forty attributes, and a node has a link for each pod. pyroute2 decodes all attributes, in ten
+    times the time of these four.
 
     Raises:
         MalformedDump: it is cut.

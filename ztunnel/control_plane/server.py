@@ -249,7 +249,7 @@ class ControlPlane:
         return certificate
 
     def _publish(self) -> None:
-        """Publish the resources of the proxies of Envoy's dialect that have connected: most meshes have none."""
+        """Publish to the proxies that speak Envoy's dialect and have connected before. Most meshes have none."""
         for node, flavour in self._proxies:
             self._publish_to(node, flavour)
 
