@@ -82,7 +82,7 @@ def unknown_address(site: Site) -> str:
 def service_with_unknown_port(site: Site) -> str:
     reply = get(site.pod("productpage"), VIP, 4444, timeout_s=15.0)
     line = of_client(site.proxies["worker2"], reply.port)
-    return f"{reply.status} {line['flags']} {line['cluster']} {line['up']}"
+    return f"{gone(reply.status)} {line['flags']} {line['cluster']} {line['up']}"
 
 
 def capture_port_itself(site: Site) -> str:
@@ -267,7 +267,7 @@ CASES = (
         number="5",
         stimulus="pod to service, unknown port",
         run=service_with_unknown_port,
-        expected=same(f"reset UF,URX PassthroughCluster {VIP}:4444"),
+        expected=same(f"closed UF,URX PassthroughCluster {VIP}:4444"),
         early=True,
     ),
     Case(

@@ -247,8 +247,8 @@ class Refusal:
             line = proxy.line(since, src=f":{reply.port}")
         failure = line["failure"].partition("|")[0]
         status = reply.status
-        if status == "closed" and site.pairing.worker2 is Kind.ENVOY:
-            status = "reset"  # it may close before the request arrives, and then has nothing unread to reset for
+        if status == "closed":
+            status = "reset"  # without unread data there is nothing to reset for: the request arrived later
         return f"{status} {line['flags']} {failure.partition(':_')[0].removesuffix(':')}"
 
 
