@@ -18,7 +18,7 @@ from xds.proto.envoy.service.accesslog.v3.als_pb2 import StreamAccessLogsMessage
 from ztunnel.proxy.envoy.stream.request_headers import header_values, stream_id
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo, TlsFacts
 from ztunnel.proxy.envoy.telemetry.certificate_values import VALUES
-from ztunnel.proxy.envoy.telemetry.format import local_address, own_chain
+from ztunnel.proxy.envoy.telemetry.command_values import local_address, own_chain
 
 Identifier: TypeAlias = StreamAccessLogsMessage.Identifier
 Entry: TypeAlias = data.TCPAccessLogEntry | data.HTTPAccessLogEntry

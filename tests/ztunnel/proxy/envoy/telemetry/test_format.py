@@ -14,13 +14,13 @@ from hbone.tls import PeerFacts
 from tests.hbone.certificates import Authority
 from xds.errors import ConfigError
 from xds.model.access_log import AccessLog, JsonFormat
-from xds.model.address import SocketAddress
+from xds.model.address import InternalAddress, SocketAddress
 from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
 from xds.model.format_string import COMMANDS, Command, FormatString, parse_format
 from xds.model.secret import Certificate
 from ztunnel.proxy.envoy.stream.stream_info import LONG_NAMES, Flag, StreamInfo, TlsFacts
-from ztunnel.proxy.envoy.telemetry.format import log_renderer, renderer
+from ztunnel.proxy.envoy.telemetry.format import _EXPRESSIONS, log_renderer, renderer
 
 
 def info(**more: object) -> StreamInfo:
@@ -258,3 +258,46 @@ def test_cluster_is_shown_by_its_alternative_name_and_not_if_it_does_not_exist()
     assert render(text, cluster="a") == "- -"
     assert render(text, cluster="a", upstream_cluster="a") == "a a"
     assert render(text, cluster="a", upstream_cluster="other") == "other a"
+
+
+_TEXTS = st.text("ab :-\n", max_size=4)
+_ADDRESSES = st.sampled_from((SocketAddress("10.0.0.1", 1), SocketAddress("2001:db8::1", 2)))
+_INTERNAL = InternalAddress("listener", "endpoint")
+_HEADERS = st.lists(st.tuples(st.sampled_from(("x-a", "x-b", "x-forwarded-proto")), _TEXTS), max_size=3).map(tuple)
+_TEXT_FIELDS = (
+    *("remote_text", "termination_details", "protocol", "response_details", "route", "upstream_cluster"),
+    *("upstream_host", "upstream_local", "upstream_failure", "method", "authority", "path"),
+)
+_STREAM_INFOS = st.builds(
+    StreamInfo,
+    connection_id=st.just(1),
+    started=st.just(1.0),
+    started_at=st.just(2.0),
+    facts=st.builds(
+        ConnectionFacts, source=_ADDRESSES, direct_source=_ADDRESSES, destination=_ADDRESSES, server_name=_TEXTS
+    ),
+    restored=st.booleans(),
+    direct_local=st.none() | _ADDRESSES | st.just(_INTERNAL),
+    flags=st.sets(st.sampled_from(Flag), max_size=2),
+    duration_s=st.none() | st.floats(0, 1e4),
+    response_code=st.sampled_from((0, 200, 503)),
+    request_headers=_HEADERS,
+    response_headers=_HEADERS,
+    bytes_received=st.integers(0, 9),
+    bytes_sent=st.integers(0, 9),
+    **dict.fromkeys(_TEXT_FIELDS, _TEXTS),
+)
+_OF_HEADERS = ("x-a", "x-b?x-a", ":method", ":PATH", ":authority?x-a", "x-forwarded-proto", "x-request-id")
+
+
+_COMMANDS = (
+    *(f"%{name}%" for name in sorted(_EXPRESSIONS)),
+    *(f"%{name}({header})%" for name in ("REQ", "REQUEST_HEADER", "RESP") for header in _OF_HEADERS),
+)
+
+
+@given(_STREAM_INFOS, st.sampled_from(("-", "")))
+def test_a_value_in_a_line_is_the_value_of_the_command_alone(stream: StreamInfo, missing: str) -> None:
+    """A line reads frequent values without calls of their readers."""
+    alone = [renderer(parse_format(text), missing=missing)(stream) for text in _COMMANDS]
+    assert renderer(parse_format("|".join(_COMMANDS)), missing=missing)(stream) == "|".join(alone)
