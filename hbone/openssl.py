@@ -11,15 +11,17 @@ import OpenSSL
 from cryptography.hazmat.bindings.openssl.binding import Binding
 from OpenSSL import SSL, crypto
 
-#: Functions and constants called through the binding, in ``tls.py``, ``tls_context.py`` and ``verification.py``.
+#: Functions and constants called through the binding by this package's modules.
 LIBRARY_NAMES: Final = (
     "BIO_new_mem_buf",
     "BIO_read",
     "BIO_set_mem_eof_return",
     "ERR_clear_error",
+    "EVP_get_digestbyname",
     "SSL_CTX_set1_curves_list",
     "SSL_CTX_set_verify",
     "SSL_ERROR_WANT_READ",
+    "SSL_do_handshake",
     "SSL_get_error",
     "SSL_get_ex_data_X509_STORE_CTX_idx",
     "SSL_read",
@@ -36,6 +38,7 @@ LIBRARY_NAMES: Final = (
     "X509_STORE_CTX_get_ex_data",
     "X509_STORE_CTX_set_error",
     "X509_STORE_set_purpose",
+    "X509_digest",
     "X509_up_ref",
     "X509_verify_cert_error_string",
 )

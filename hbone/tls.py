@@ -233,7 +233,12 @@ class TlsSession(TlsStream):
         try:
             if self._half_rtt_data:
                 self._send_half_rtt_data()
-            self._connection.do_handshake()
+            result = _lib.SSL_do_handshake(self._ssl)
+            if result != 1:
+                # Not do_handshake(), which raises an error also for a handshake that goes on.
+                if _lib.SSL_get_error(self._ssl, result) == _lib.SSL_ERROR_WANT_READ:
+                    return False
+                self._connection._raise_ssl_error(self._ssl, result)
         except SSL.WantReadError:
             return False
         except NoCommonProtocol as error:

@@ -18,6 +18,7 @@ from OpenSSL import SSL, crypto
 
 from hbone import openssl
 from hbone.errors import TlsReason
+from hbone.parsed_certificates import parsed
 from hbone.settings import Role
 from hbone.tls_identities import Identity, by_server_name, completed, load, load_each
 
@@ -337,9 +338,7 @@ def _times(store: Any, error: int) -> str:
 
 
 def _current_certificate(store: Any) -> x509.Certificate:
-    raw = _lib.X509_STORE_CTX_get_current_cert(store)
-    _lib.X509_up_ref(raw)
-    return crypto.X509._from_raw_x509_ptr(raw).to_cryptography()
+    return parsed(_lib.X509_STORE_CTX_get_current_cert(store))
 
 
 def _error_text(error: int) -> str:

@@ -13,7 +13,6 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from functools import partial
 from typing import Final, Protocol
 
 from hbone.aio import waits
@@ -144,8 +143,18 @@ class Connection(ConnectionTunnels):
             Exception: raised by ``on_established``. No HTTP/2 frame was sent then, except for the SETTINGS of a
                 server that announces early data.
         """
-        begin = partial(self._handshake_step, None)
-        return waits.handshake(begin, self._established, self.settings.handshake_timeout_s, self._end)
+        return waits.handshake(self._begin, self._established, self.settings.handshake_timeout_s, self._end)
+
+    def _begin(self) -> None:
+        """Send the first bytes. With TLS these are the client's, and have often arrived at the server already."""
+        if self.error is not None:
+            return
+        if self.role is Role.CLIENT or self.link.tls is None:
+            self._handshake_step(None)
+        elif self._joins_line():
+            self.poller.requeue(self)
+        else:
+            self._take_turn()
 
     def _handshake_step(self, received: int | None) -> None:
         tls = self.link.tls

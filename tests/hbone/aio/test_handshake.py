@@ -54,6 +54,28 @@ def test_settings_come_with_the_end_of_the_handshake() -> None:
     run(main)
 
 
+def test_a_client_hello_that_has_arrived_is_read_without_an_event() -> None:
+    """The listener has seen the ClientHello, so waiting for the poller to report it again would waste an iteration
+    of the loop.
+    """
+
+    async def main() -> None:
+        near, far = tcp_pair()
+        client, room = TlsSession(contexts()[0]), memoryview(bytearray(65536))
+        client.handshake()
+        near.send(room[: client.seal(b"", room)])
+        with polling() as poller, near:
+            server = Connection(Role.SERVER, far, contexts()[1], ConnectionSettings(), poller)
+            establishing = server.establish()
+            establishing.send(None)  # up to its first wait, without an iteration of the loop
+            client.receive(memoryview(bytearray(near.recv(65536))))
+            assert client.handshake()
+            establishing.close()
+            server.abort("the test ends")
+
+    run(main)
+
+
 def test_slow_handshakes_end_in_time() -> None:
     async def main() -> None:
         slow = ConnectionSettings(handshake_timeout_s=0.05)

@@ -139,15 +139,24 @@ class Recurring:
 
     Attributes:
         fields: names and values.
-        plain, json: the rendered fields in each format.
+        plain, json: the fields as rendered in each format; empty until the first line in that format.
     """
 
     __slots__ = ("fields", "json", "plain")
 
     def __init__(self, fields: Iterable[Field]) -> None:
         self.fields = tuple(fields)
+        self.plain = self.json = ""
+
+    def render_plain(self) -> str:
+        """Set and return :attr:`plain`."""
         self.plain = " ".join([_plain_field(name, value) for name, value in self.fields])
+        return self.plain
+
+    def render_json(self) -> str:
+        """Set and return :attr:`json`."""
         self.json = ",".join([_json_field(name, value) for name, value in self.fields])
+        return self.json
 
 
 Fields = Iterable[Field | Recurring]
@@ -159,7 +168,12 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 def plain_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
     """Return a line ``TIME LEVEL TARGET MESSAGE k=v k=v``, separated by tabs, with texts quoted."""
-    shown = " ".join([part.plain if isinstance(part, Recurring) else _plain_field(*part) for part in fields])
+    shown = " ".join(
+        [
+            (part.plain or part.render_plain()) if isinstance(part, Recurring) else _plain_field(*part)
+            for part in fields
+        ]
+    )
     return f"{time}\t{level}\t{target.removeprefix('ztunnel::')}\t{message}\t{shown}\n"
 
 
@@ -170,7 +184,10 @@ def _plain_field(name: str, value: str | int) -> str:
 def json_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
     """Return a line as a JSON object; numbers stay numbers."""
     shown = "".join(
-        [f",{part.json}" if isinstance(part, Recurring) else f",{_json_field(*part)}" for part in fields]
+        [
+            f",{part.json or part.render_json()}" if isinstance(part, Recurring) else f",{_json_field(*part)}"
+            for part in fields
+        ]
     )
     head = f'"level":"{level}","time":"{time}","scope":{_encode(target)},"message":{_encode(message)}'
     return f"{{{head}{shown}}}\n"
@@ -325,13 +342,14 @@ class LogStream(logging.Handler):
         time = timestamp(time_s)
         if self._line is plain_line:
             line = (
-                f"{time}\tinfo\taccess\tconnection complete\tsrc.addr={source} {shown.plain} "
+                f"{time}\tinfo\taccess\tconnection complete\tsrc.addr={source} "
+                f"{shown.plain or shown.render_plain()} "
                 f'bytes_sent={sent} bytes_recv={received} duration="{duration_ms}ms"\n'
             )
         else:
             line = (
                 f'{{"level":"info","time":"{time}","scope":"access","message":"connection complete",'
-                f'"src.addr":"{source}",{shown.json},'
+                f'"src.addr":"{source}",{shown.json or shown.render_json()},'
                 f'"bytes_sent":{sent},"bytes_recv":{received},"duration":"{duration_ms}ms"}}\n'
             )
         self.pass_on(line.encode(errors="backslashreplace"))

@@ -1,0 +1,44 @@
+"""Certificates of peers in parsed form, kept for the next handshake with the same one.
+
+A peer presents the same chain each time, and its issuers are those of all peers. To encode a certificate and parse
+it again takes seven times as long as its digest. Few are kept, because each takes some 10 KiB.
+"""
+
+from typing import Any, Final
+
+from cryptography import x509
+from OpenSSL import crypto
+
+from hbone.openssl import ffi as _ffi
+from hbone.openssl import lib as _lib
+
+_MOST: Final = 32
+_DIGEST_BYTES: Final = 32
+_SHA256: Final = _lib.EVP_get_digestbyname(b"sha256")
+_parsed: Final[dict[bytes, x509.Certificate]] = {}
+
+
+def parsed(raw: Any) -> x509.Certificate:
+    """Return the certificate at an ``X509 *`` that OpenSSL owns.
+
+    Raises:
+        ValueError: it cannot be parsed.
+    """
+    # A buffer for each call: handshakes of other threads run meanwhile.
+    octets = _ffi.new("unsigned char[]", _DIGEST_BYTES)
+    if _lib.X509_digest(raw, _SHA256, octets, _ffi.NULL) != 1:
+        _lib.ERR_clear_error()
+        return _parse(raw)
+    digest: bytes = _ffi.buffer(octets)[:]
+    known = _parsed.get(digest)
+    if known is None:
+        known = _parse(raw)
+        if len(_parsed) >= _MOST:
+            _parsed.pop(next(iter(_parsed)), None)
+        _parsed[digest] = known
+    return known
+
+
+def _parse(raw: Any) -> x509.Certificate:
+    _lib.X509_up_ref(raw)
+    return crypto.X509._from_raw_x509_ptr(raw).to_cryptography()
