@@ -35,12 +35,11 @@ from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.handover.messages import AcceptedValue, DialledValue, HopValue, Kind, Offer
 from ztunnel.proxy.envoy.handover.values import info_of
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
-from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveHop, LiveRequest
+from ztunnel.proxy.envoy.listeners.connections import Connections, InnerHop, LiveConnection, LiveHop, LiveRequest
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
 from ztunnel.proxy.envoy.path.connect import Connector, request_open
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream, CountedConnection, count_end, count_open
-from ztunnel.proxy.envoy.path.internal import takes_internal
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, TunnelRules, tunnel_route
 from ztunnel.proxy.envoy.path.tunnel_pools import TunnelKey
@@ -198,7 +197,7 @@ def _hop(parts: Parts, value: HopValue, accepted: Hop | None) -> Hop:
         Declining: this process lacks the hop's listener, chain or cluster.
         ValueError: the value cannot be read.
     """
-    connection_id = accepted.info.connection_id if accepted is not None else parts.connections.next_id()
+    connection_id = accepted.info.connection_id if accepted is not None else next(parts.connections.ids)
     info = info_of(value.info, connection_id, parts.clock.monotonic())
     if accepted is not None:
         listener, chain = accepted.listener, accepted.chain
@@ -238,7 +237,7 @@ def _place(parts: Parts, kind: Kind, info: StreamInfo) -> tuple[LiveListener, Li
     if chain.name != info.chain or (chain.tls is None) is not (info.tls is None):
         raise Declining(_CHANGED)
     tunnels = kind is Kind.JOINED or info.protocol == "HTTP/2"
-    if (chain.manager is None) is tunnels or (inner and not takes_internal(chain)):
+    if (chain.manager is None) is tunnels or (inner and not chain.takes_internal):
         raise Declining(_CHANGED)
     return listener, chain
 
@@ -408,12 +407,9 @@ class Pending:
                 life = self._connection(hop, ends[0].close)
             case Kind.REQUEST:
                 assert self._served is not None
-                life = parts.tunnels.register(self._served, info, None)
+                life = parts.tunnels.register(self._served, info, None, came=True)
             case Kind.INNER:
-                life = LiveHop(parts.connections.hops, info, listener, parts.clock)
-                life.listener_sinks = listener.sinks
-                listener.opened(moved=True)
-                life.own(lambda: listener.closed(moved=life.moved))
+                life = InnerHop(parts.connections.hops, info, listener, parts.clock, None, came=True)
             case Kind.JOINED:
                 port_known = not parts.rules.judge_ports
                 life = LiveHop(parts.connections.hops, info, listener, parts.clock, port_known=port_known)

@@ -371,6 +371,7 @@ class LiveChain:
     Attributes:
         rbac, limits, filter_state: its filters by kind. Filters from ECDS come after the inline ones.
         sinks: the loggers of the terminal filter.
+        takes_internal: whether it can serve an internal listener: it has a TCP proxy and no TLS.
         is_complete: the configuration of each filter from ECDS has arrived, or has a default.
 
     Args:
@@ -423,6 +424,7 @@ class LiveChain:
                     on_secret(self)
 
             self.tls = LiveContext(Role.SERVER, model.tls, secrets, updated, owner=owner)
+        self.takes_internal = self.proxy is not None and self.tls is None
 
     def discover(self, place: int, found: ChainFilter | None) -> None:
         """Apply a filter's configuration from ECDS. ``None``: it was removed, and the default applies."""
@@ -444,6 +446,8 @@ class LiveChain:
         self.limits = tuple(limit for each in all_filters for limit in each.limits)
         self.filter_state = [state for each in all_filters for state in each.state]
         self.is_complete = all(each is not None for each in self._discovered)
+        #: Whether a filter judges a tunnel's application, see :meth:`judge_port`.
+        self.reads_port = any(rbac.reads_port for rbac in self.rbac)
         #: Whether :meth:`admit` may refuse.
         self.gated = bool(self.limits) or not self.is_complete
 

@@ -7,7 +7,7 @@ changes of policies or revocation lists are applied by reviews of the table.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hbone.aio.connection import Connection
@@ -63,16 +63,19 @@ class HopAddons(Protocol):
 
 
 class HopAccount(Protocol):
-    """Counts ended connections: :class:`ztunnel.proxy.envoy.path.account.Account`."""
+    """Counts ended connections: :class:`ztunnel.proxy.envoy.path.account.Account`.
+
+    Attributes:
+        moved_bytes: bytes moved by the relays that have ended.
+    """
+
+    moved_bytes: int
 
     def ended(self, hop: LiveHop) -> None:
         """Count the end of a connection."""
 
     def first_request(self, connection: Connection, trace: str) -> None:
         """Make the trace of a tunnel connection's first request the exemplar of its handshake."""
-
-    def moved(self, counts: ByteCounts) -> None:
-        """Count the bytes of a relay that has ended."""
 
 
 class LiveHop(Life):
@@ -181,9 +184,21 @@ class LiveHop(Life):
         tls = self.info.tls
         if tls is not None and chain.tls is not None and chain.tls.has_revoked(tls.peer_chain):
             raise Refused(REVOKED, Reason.REVOKED)
-        chain.judge(self.info, port_known=self.port_known, live=live)
-        if self.application is not None:
-            chain.judge_port(self.info, self.application, live=live)
+        if chain.rbac:
+            chain.judge(self.info, port_known=self.port_known, live=live)
+            if self.application is not None and chain.reads_port:
+                chain.judge_port(self.info, self.application, live=live)
+
+    def require_port(self, application: SocketAddress) -> None:
+        """Note the application named by a tunnel's request, and judge the hop by the filters that read its port.
+
+        Raises:
+            Refused: the hop is not allowed, or no chain serves it any more.
+        """
+        self.application = application
+        chain = self.current_chain()
+        if chain.reads_port:
+            chain.judge_port(self.info, application)
 
     def current_chain(self) -> LiveChain:
         """Return the filter chain that would be chosen now.
@@ -238,14 +253,94 @@ class LiveHop(Life):
                 write_all((*self.filter_sinks, *self.listener_sinks), info)
 
 
-class LiveRequest(LiveHop):
-    """A request of a tunnel connection. Filters that do not read the port have judged the connection already."""
+class InnerHop(LiveHop):
+    """A hop behind an internal listener, counted by this listener.
+
+    Args:
+        came: whether it was taken over from another process, which has counted it as new.
+    """
 
     __slots__ = ()
+
+    def __init__(
+        self,
+        group: Lives[Any],
+        info: StreamInfo,
+        owner: LiveListener,
+        clock: Clock,
+        abort: Abort | None,
+        *,
+        came: bool = False,
+    ) -> None:
+        super().__init__(group, info, owner, clock, abort)
+        self.listener_sinks = owner.sinks
+        owner.opened(moved=came)
+
+    def close(self) -> None:
+        if self.state is State.CLOSED:
+            return
+        try:
+            super().close()
+        finally:
+            self.owner.closed(moved=self.moved)
+
+
+class LiveRequest(LiveHop):
+    """A request of a tunnel connection, counted by the connection manager of its chain.
+
+    Filters that do not read the port have judged the connection already.
+
+    Args:
+        chain: the filter chain of its connection.
+        account: see :class:`LiveHop`.
+        carried: the open requests of its connection, which it belongs to until it closes.
+        came: whether it was taken over from another process, which has counted it as new.
+    """
+
+    __slots__ = ("_carried", "manager")
+
+    def __init__(
+        self,
+        group: Lives[Any],
+        info: StreamInfo,
+        owner: LiveListener,
+        clock: Clock,
+        abort: Abort | None,
+        chain: LiveChain,
+        account: HopAccount | None,
+        carried: dict[LiveRequest, None],
+        *,
+        came: bool = False,
+    ) -> None:
+        super().__init__(group, info, owner, clock, abort)
+        assert chain.manager is not None
+        self.manager = chain.manager
+        self.chain = chain
+        self.filter_sinks = chain.sinks
+        self.account = account
+        self._carried = carried
+        carried[self] = None
+        self.manager.rq_total.value += not came
+        self.manager.rq_active.stored += 1
 
     def require(self, *, live: bool = False) -> None:
         if self.application is not None:
             self.current_chain().judge_port(self.info, self.application, live=live)
+
+    def close(self) -> None:
+        if self.state is State.CLOSED:
+            return
+        info, manager = self.info, self.manager
+        self._carried.pop(self, None)
+        try:
+            super().close()
+        finally:
+            manager.rq_active.stored -= 1
+            if not self.moved:
+                code = info.response_code
+                if code:
+                    manager.rq_by_class[2 if code < 300 else 5 if code >= 500 else code // 100].value += 1
+                manager.rq_time.record((info.duration_s or 0.0) * 1000)
 
 
 class LiveConnection(LiveHop):
@@ -310,6 +405,21 @@ class LiveConnection(LiveHop):
             self.filter_sinks = chain.sinks
             self.addons = self._addons
 
+    def admit(self) -> None:
+        """Judge a connection whose chain ends in a TCP proxy filter, and count it there.
+
+        Raises:
+            Refused: it is not allowed.
+        """
+        self.require()
+        self.state = State.DIALING
+        chain = self.chain
+        assert chain is not None
+        assert chain.proxy is not None
+        if chain.filter_state:
+            chain.set_filter_state(self.info)
+        chain.proxy.cx_total.value += 1
+
     def move_to(self, listener: LiveListener) -> None:
         """Hand the connection to another listener, which counts and logs it from now on."""
         self.owner.closed()
@@ -339,16 +449,16 @@ class PodQuota:
     waiting in its accept queue, as in an Istio mesh. Its next connections are closed while others' are served.
 
     Args:
-        descriptors: the process's descriptors.
+        descriptors: the process's descriptors. While they are not ``crowded``, every pod is admitted.
     """
 
     def __init__(self, descriptors: Descriptors) -> None:
-        self._descriptors = descriptors
+        self.descriptors = descriptors
         self._used: dict[str, int] = {}
 
     def admits(self, pod: str) -> bool:
         """Return whether one more connection of a pod can be served. False while its share is used up."""
-        descriptors = self._descriptors
+        descriptors = self.descriptors
         return not descriptors.crowded or not descriptors.has_most(self._used.get(pod, 0), len(self._used))
 
     def enter(self, pod: str) -> None:
@@ -371,13 +481,14 @@ class Connections(Lives[LiveConnection]):
         quota: counts them by pod.
 
     Attributes:
+        ids: the ids of the next connections, unique in this process.
         table: all live connections of this process.
         hops: the other hops: requests, hops behind internal listeners, inbound halves of node-local tunnels.
         addons: this process's addons, if any.
         account: counts the ends of connections.
     """
 
-    __slots__ = ("_numbers", "account", "addons", "hops", "quota", "table")
+    __slots__ = ("account", "addons", "hops", "ids", "quota", "table")
 
     def __init__(self, quota: PodQuota) -> None:
         self.quota = quota
@@ -387,11 +498,7 @@ class Connections(Lives[LiveConnection]):
         # A review visits groups in this order: hops before tunnel connections, whose end also ends their streams.
         self.hops: Lives[LiveHop] = Lives(self.table)
         super().__init__(self.table)
-        self._numbers = itertools.count(1)
-
-    def next_id(self) -> int:
-        """Return a new connection id, unique in this process."""
-        return next(self._numbers)
+        self.ids: Iterator[int] = itertools.count(1)
 
     def review_all(
         self, event: Event, reason: str = "", *, concerned: Callable[[LiveHop], bool] | None = None

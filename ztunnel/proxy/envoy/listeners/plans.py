@@ -14,10 +14,12 @@ from typing import Any, Final, NamedTuple
 
 from hbone.events import Header
 from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.runtime.clock import Clock
 
 #: The largest number of plans of a process.
 _MOST: Final = 16384
@@ -26,11 +28,20 @@ Key = tuple[LiveListener, str, tuple[str, int], tuple[str, int]]
 
 
 class TunnelRequest(NamedTuple):
-    """A request for a tunnel: its authority, its further headers, all its fields, and its ``traceparent``."""
+    """A request for a tunnel.
+
+    Attributes:
+        authority: its authority.
+        headers: its further headers.
+        fields: all its fields.
+        block: the same, encoded.
+        trace: its ``traceparent``, or an empty text.
+    """
 
     authority: str
     headers: list[tuple[str, str]]
     fields: tuple[Header, ...]
+    block: bytes
     trace: str
 
 
@@ -76,6 +87,30 @@ class Plan:
         self.metadata: Mapping[str, Mapping[str, Any]] = dict(facts.metadata)
         self.request: TunnelRequest | None = None
         self.filters, self.own_filters = listener.filters, accepting.filters
+
+    def info(self, connection_id: int, accepting: LiveListener, port: int, clock: Clock) -> StreamInfo:
+        """Return the facts about a connection, as the listener filters leave them.
+
+        Args:
+            connection_id: unique in this process.
+            accepting: the accepting listener.
+            port: the client's port.
+            clock: the clock of its start.
+        """
+        source = SocketAddress(self.host, port)
+        return StreamInfo(
+            connection_id=connection_id,
+            facts=ConnectionFacts(
+                source=source, direct_source=source, destination=self.destination, metadata=dict(self.metadata)
+            ),
+            started=clock.monotonic(),
+            started_at=clock.wall(),
+            listener=accepting.name,
+            listener_metadata=accepting.model.metadata,
+            direct_local=self.local,
+            restored=self.restored,
+            options=self.options,
+        )
 
 
 class Plans:

@@ -13,15 +13,14 @@ from contextlib import suppress
 from typing import Any, Final
 
 from hbone.aio.connection import Connection
-from hbone.aio.relay import ByteCounts
 from xds.model.address import SocketAddress
 from ztunnel import __version__
 from ztunnel.addons import Workload
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveHop
-from ztunnel.proxy.envoy.stream.ends import hops_of, last_host, proven, service_of, why
+from ztunnel.proxy.envoy.stream.ends import ends_of, hops_of, why
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
-from ztunnel.proxy.envoy.stream.workloads import described, host_name, named, of_identity, source_baggage
+from ztunnel.proxy.envoy.stream.workloads import described, named, of_identity
 from ztunnel.proxy.flows.history import Totals
 from ztunnel.proxy.flows.hubble import BY_ITSELF, Ended, Side, response
 from ztunnel.proxy.flows.ring import Entry, FlowRing
@@ -50,6 +49,7 @@ class Account:
         ring: the flight recorder.
         times: the counts.
         node: the name of this node in flows.
+        moved_bytes: bytes moved by the relays that have ended.
     """
 
     def __init__(self, capacity: int, clock: Clock, node: str, cluster: str) -> None:
@@ -58,19 +58,17 @@ class Account:
         self._clock = clock
         self.node = f"{cluster}/{node}"
         self._cluster = cluster
-        self._moved = 0
+        self.moved_bytes = 0
 
     def ended(self, hop: LiveHop) -> None:
         """Count the end of a connection: the id of its first hop, or of a tunnel's request."""
         info = hop.info
-        hops = hops_of(info)
-        inbound = bool(info.method) or hop.owner.ends_tunnels or hop.owner.model.direction == "inbound"
-        tunnelled = bool(info.method) or hop.owner.ends_tunnels
-        trace = b""
-        for each in hops:
-            tunnelled = tunnelled or each.tunnelled
-            if each.trace and not trace:
-                trace = each.trace.encode()
+        hops = (info,) if info.behind is None else hops_of(info)
+        ends = ends_of(hops)
+        request = bool(info.method) or hop.owner.ends_tunnels
+        inbound = request or hop.owner.model.direction == "inbound"
+        tunnelled = request or ends.tunnelled
+        trace = ends.trace.encode() if ends.trace else b""
         reporter, path = "destination" if inbound else "source", "hbone" if tunnelled else "plain"
         duration_s, times, wall_s = info.duration_s or 0.0, self.times, self._clock.wall()
         times.lengths[reporter, path].observe(duration_s, trace, wall_s)
@@ -80,16 +78,43 @@ class Account:
             dialled = info.ready_s is not None
             stage = Stage.RELAY if info.connected else Stage.CONNECT if dialled else Stage.EARLY
             times.failed(reporter, stage, info.failure)
-        if self.ring.capacity:
-            self._record(hop, hops, wall_s, trace, inbound=inbound, tunnelled=tunnelled)
+        ring = self.ring
+        if not ring.capacity:
+            return
+        secured = bool(ends.client and ends.server and (inbound or info.connected))
+        # Use the application's port, which is in the authority, instead of the tunnel's port.
+        destination = info.facts.destination
+        if not ends.tunnel:
+            destination = (hop.application if inbound else None) or ends.host or destination
+        # Shared as one value, because hardly any of its texts differs between connections of two workloads.
+        refs = ring.text(
+            (
+                ends.client,
+                ends.server,
+                ends.baggage[:_MOST_TEXT],
+                ends.workload,
+                ends.service,
+                ends.authority,
+                ends.tunnel,
+                tunnelled,
+                BY_ITSELF if info.failure is None else _ended(info, hops, info.failure),
+                hop.asked.addon if hop.asked is not None and hop.asked.addon else "",
+            )
+        )
+        ring.add(
+            wall_s,
+            duration_s,
+            info.ready_s if info.connected and info.ready_s is not None else -1.0,
+            (info.bytes_received, info.bytes_sent),
+            (info.facts.source, destination),
+            trace,
+            (0 if inbound else 1) | (2 if secured else 0),
+            refs,
+        )
 
     def first_request(self, connection: Connection, trace: str) -> None:
         """Make the trace of a tunnel connection's first request the exemplar of its handshake."""
         self.times.first_request(connection, trace.encode(), self._clock.wall())
-
-    def moved(self, counts: ByteCounts) -> None:
-        """Count the bytes of a relay that has ended."""
-        self._moved += counts.sent_here + counts.received_here
 
     async def sample(self, connections: Connections) -> None:
         """Add the totals of ended and open connections to the history."""
@@ -97,7 +122,7 @@ class Account:
         if not history.is_due(now_s):
             return
         failures, denials = self.times.failures()
-        opened, moved = sum(each.count for each in self.times.lengths.values()), self._moved
+        opened, moved = sum(each.count for each in self.times.lengths.values()), self.moved_bytes
         for number, hop in enumerate([*connections, *connections.hops], 1):
             tunnel = isinstance(hop, LiveConnection) and hop.owner.ends_tunnels  # its requests are counted instead
             opened += hop.account is not None and not tunnel
@@ -109,55 +134,6 @@ class Account:
             if not number % _SLICE:
                 await asyncio.sleep(0)
         history.sample(now_s, Totals(opened, failures, denials, moved))
-
-    def _record(
-        self,
-        hop: LiveHop,
-        hops: Sequence[StreamInfo],
-        wall_s: float,
-        trace: bytes,
-        *,
-        inbound: bool,
-        tunnelled: bool,
-    ) -> None:
-        info = hop.info
-        client, server = proven(hops)
-        secured = bool(client and server and (inbound or info.connected))
-        authority = there = tunnel = ""
-        for each in hops:
-            if each.tunnel_authority:
-                authority, tunnel = each.tunnel_authority, each.upstream_host
-            if each.upstream_metadata:
-                there = host_name(each.upstream_metadata) or there
-        # Use the application's port, which is in the authority, instead of the tunnel's port.
-        destination = info.facts.destination
-        if not tunnel:
-            destination = (hop.application if inbound else None) or last_host(hops) or destination
-        # Shared as one value, because hardly any of its texts differs between connections of two workloads.
-        refs = self.ring.text(
-            (
-                client,
-                server,
-                source_baggage(info)[:_MOST_TEXT],
-                there,
-                service_of(hops),
-                authority,
-                tunnel,
-                tunnelled,
-                BY_ITSELF if info.failure is None else _ended(info, hops, info.failure),
-                hop.asked.addon if hop.asked is not None and hop.asked.addon else "",
-            )
-        )
-        self.ring.add(
-            wall_s,
-            info.duration_s or 0.0,
-            info.ready_s if info.connected and info.ready_s is not None else -1.0,
-            (info.bytes_received, info.bytes_sent),
-            (info.facts.source, destination),
-            trace,
-            (0 if inbound else 1) | (2 if secured else 0),
-            refs,
-        )
 
     def shape(self, entry: Entry) -> dict[str, Any]:
         """Return an entry of the ring as a GetFlowsResponse."""

@@ -33,7 +33,8 @@ from ztunnel.policy.calico.live import LivePolicies
 from ztunnel.proxy.dataplane.life_table import ALLOWED, Event, Verdict
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop
-from ztunnel.proxy.envoy.path.tunnel_request import tunnel_request, tunnels
+from ztunnel.proxy.envoy.path.connect import tunnels
+from ztunnel.proxy.envoy.path.tunnel_request import tunnel_request
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Denied
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.decisions import Decisions

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final, assert_never
+from typing import Any, assert_never
 
 from hbone.aio.answers import OnAnswer
 from hbone.aio.end import End
@@ -27,7 +27,6 @@ from xds.model.facts import ConnectionFacts
 from ztunnel.proxy.dataplane.attempts import Attempts, GiveUp
 from ztunnel.proxy.dataplane.attempts import Reason as GivenUp
 from ztunnel.proxy.dataplane.live_table import Abort, cancels_current_task
-from ztunnel.proxy.dataplane.pool_key import PoolKey
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
@@ -41,14 +40,13 @@ from ztunnel.proxy.envoy.path.dial import (
     count_failure,
     count_request,
     failure_of,
-    secrets_not_ready,
     with_header,
 )
 from ztunnel.proxy.envoy.path.internal import Entry, InternalListeners
 from ztunnel.proxy.envoy.path.opening import Choice, Opening
-from ztunnel.proxy.envoy.path.tunnel_pools import TunnelKey, TunnelPools
-from ztunnel.proxy.envoy.path.tunnel_request import header_block, request_for, tunnels
-from ztunnel.proxy.envoy.stream.outcome import Denied, NoCluster, NoHealthyHost, Overflow, Refused, UpstreamFailed
+from ztunnel.proxy.envoy.path.tunnel_pools import TunnelPools
+from ztunnel.proxy.envoy.path.tunnel_request import request_for
+from ztunnel.proxy.envoy.stream.outcome import Denied, NoCluster, Overflow, Refused, UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host
@@ -62,6 +60,7 @@ INVALID_ARGUMENT = "Invalid argument"
 NO_ADDRESS = "endpoint has no address yet"
 NO_HTTP2 = "tunnels need HTTP/2, which the cluster does not speak"
 CLUSTER_OVERRIDE = "envoy.tcp_proxy.cluster"
+DISABLE_TUNNELING = "envoy.tcp_proxy.disable_tunneling"
 RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
@@ -70,9 +69,6 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 Labels = frozenset[tuple[str, str]]
 #: A further decision about a host before the connection is opened. It raises ``Denied``.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
-
-
-_NO_HOSTS: Final[frozenset[Host]] = frozenset()
 
 
 class Connector:
@@ -143,7 +139,9 @@ class Connector:
                 avoid = attempts.avoid
                 if prefer:
                     avoid = _not_preferred(prefer, cluster, subset, avoid)
-                host = _chosen(cluster, proxy, info, subset, avoid)
+                host = cluster.choose(
+                    info, subset=subset, hash_source=model.hash_source_ip, avoid=avoid, drops=False
+                )
                 if hop.addons is not None:
                     if hop.asked is not None:
                         hop.addons.rehosted(hop, host, tunnelled=tunnelled)
@@ -153,7 +151,7 @@ class Connector:
                         if wanted is not None:
                             prefer = wanted
                             continue
-                choice = Choice(cluster, host, cluster.transport(host))
+                choice = Choice(cluster, host, cluster.only_transport or cluster.transport(host))
                 info.attempts += 1
             else:
                 choice = Choice(cluster, begun.host, begun.transport)
@@ -211,8 +209,8 @@ class Connector:
     ) -> Opening | None:
         """Begin the first attempt of :meth:`open`, as far as it need not wait.
 
-        If a tunnel was requested, ``last.tunnel`` of the result is set, and ``answered`` is called; then call
-        :meth:`opened`, or :meth:`stop` and :meth:`open`. Otherwise call :meth:`open` with the result.
+        If a tunnel was ``requested``, ``answered`` is called; then call :meth:`opened`, or :meth:`stop` and
+        :meth:`open`. Otherwise call :meth:`open` with the result.
 
         Args:
             hop, proxy, client: see :meth:`open`.
@@ -228,12 +226,13 @@ class Connector:
         """
         if self._admit is not None or hop.addons is not None:
             return None
-        info = hop.info
+        info, model = hop.info, proxy.model
         tunnelled = tunnels(proxy, info)
         cluster = self._cluster_of(hop, proxy, tunnelled=tunnelled)
-        subset = proxy.subsets.get(info.cluster, proxy.model.metadata_match)
-        host = _chosen(cluster, proxy, info, subset, _NO_HOSTS)
-        opening = Opening(hop, proxy, Choice(cluster, host, cluster.transport(host)), tunnelled)
+        subset = proxy.subsets.get(info.cluster, model.metadata_match)
+        host = cluster.choose(info, subset=subset, hash_source=model.hash_source_ip, drops=False)
+        transport = cluster.only_transport or cluster.transport(host)
+        opening = Opening(hop, proxy, Choice(cluster, host, transport), tunnelled)
         info.attempts += 1
         _note_host(info, host)
         address = host.endpoint.address
@@ -242,9 +241,11 @@ class Connector:
                 inner = self._entered(opening, address, abort)
                 early = None if opening.header else client
                 try:
-                    opening.inner = self.begin(inner.hop, inner.proxy, early, answered, abort)
+                    further = opening.inner = self.begin(inner.hop, inner.proxy, early, answered, abort)
                 except Refused as error:
                     opening.error = _end_inner(opening, inner.hop, error)
+                else:
+                    opening.requested = further is not None and further.requested
             elif tunnelled and type(address) is SocketAddress and cluster.model.http2 is not None:
                 self._request(opening, address, client, answered, plan)
         except Refused as error:
@@ -262,22 +263,19 @@ class Connector:
         """Request a tunnel on an open connection, if one has room and the far end is not in this process.
 
         Raises:
-            Refused: see :meth:`_tunnel`.
+            Refused: see :func:`_asked` and :meth:`TunnelPools.key_of`.
         """
-        hop, cluster = opening.hop, opening.cluster
-        asked = plan.request if plan is not None else None
-        if asked is None:
-            asked = request_for(opening.proxy, hop.info)
-            if plan is not None and opening.proxy.same_request:
-                plan.request = asked
-        key = self._prepared(hop, cluster, opening.transport, address, asked)
-        if not key.options.first_bytes and self._internal.leads_here(address):
+        info, cluster, transport = opening.hop.info, opening.cluster, opening.transport
+        stays = _can_stay(info, transport)
+        asked = _asked(info, cluster, opening.proxy, plan)
+        if stays and self._internal.leads_here(address):
             return
-        pool = self.tunnels.of(cluster)
-        place = pool.reserve(key) if pool is not None else None
-        if pool is not None and place is not None:
+        reserved = self.tunnels.reserve(info, cluster, transport, address)
+        if reserved is not None:
+            pool, place = reserved
             cluster.breaker.requests += 1
-            opening.tunnel = pool.open_on(place, header_block(asked.fields), client, answered)
+            opening.tunnel = pool.open_on(place, asked.block, client, answered)
+            opening.requested = True
 
     def stop(self, opening: Opening, error: BaseException | None) -> None:
         """Close a requested tunnel that was not opened. :meth:`open` continues afterwards.
@@ -426,10 +424,9 @@ class Connector:
         cluster, host, transport = choice
         if cluster.model.http2 is None:
             raise UpstreamFailed(NO_HTTP2)
-        asked = request_for(proxy, hop.info)
-        key = self._prepared(hop, cluster, transport, address, asked)
-        # A PROXY header is for a listener filter, and the node-local tunnel begins behind those.
-        if not key.options.first_bytes and self._internal.leads_here(address):
+        asked = _asked(hop.info, cluster, proxy)
+        key = self.tunnels.key_of(hop.info, cluster, transport, address)
+        if _can_stay(hop.info, transport) and self._internal.leads_here(address):
             local = await self._internal.shortcut(hop, transport.context, address, asked.authority, asked.headers)
             if local is not None:
                 local.on_close(self._account_request(cluster, host))
@@ -444,33 +441,6 @@ class Connector:
         finally:
             breaker.requests -= 1
         return self._tunnelled(hop, proxy, cluster, host, transport, tunnel)
-
-    def _prepared(
-        self,
-        hop: LiveHop,
-        cluster: LiveCluster,
-        transport: LiveTransport,
-        address: SocketAddress,
-        asked: TunnelRequest,
-    ) -> TunnelKey:
-        """Return the key of the connections that can carry a tunnel.
-
-        Raises:
-            Refused: the cluster has too many requests, or its certificate has not arrived.
-        """
-        info = hop.info
-        breaker = cluster.breaker
-        if breaker.requests >= breaker.limits.max_requests:
-            cluster.stats.rq_pending_overflow.value += 1
-            raise Overflow()
-        info.tunnel_authority, info.trace = asked.authority, asked.trace
-        context, version = transport.context, transport.proxy_version
-        if context is not None and context.current is None:
-            raise secrets_not_ready(cluster)
-        info.upstream_own_uri_sans = context.presented.uri_sans if context is not None else ()
-        options = info.options if version is None else with_header(info, version)
-        generation = context.generation if context is not None else 0
-        return PoolKey(address, context, generation, options)
 
     def _tunnelled(
         self,
@@ -532,24 +502,39 @@ def passed_on(
     return metadata, outer.shared_state
 
 
-def _chosen(
-    cluster: LiveCluster,
-    proxy: LiveTcpProxy,
-    info: StreamInfo,
-    subset: Mapping[str, object] | None,
-    avoid: frozenset[Host],
-) -> Host:
-    """Choose a host.
+def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
+    """Return whether a TCP proxy filter opens a tunnel for a connection."""
+    return proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
+
+
+def _asked(info: StreamInfo, cluster: LiveCluster, proxy: LiveTcpProxy, plan: Plan | None = None) -> TunnelRequest:
+    """Return the request for a hop's tunnel, and note it in ``info``.
+
+    Args:
+        plan: keeps the request, if all connections of the plan make the same one.
 
     Raises:
-        NoHealthyHost: there is none.
+        Overflow: the cluster has too many requests.
+        UpstreamFailed: see :func:`~ztunnel.proxy.envoy.path.tunnel_request.request_for`.
     """
-    hash_source = proxy.model.hash_source_ip
-    host = cluster.choose(info, subset=subset, hash_source=hash_source, avoid=avoid, drops=False)
-    if host is None:
-        cluster.stats.cx_none_healthy.value += 1
-        raise NoHealthyHost()
-    return host
+    asked = plan.request if plan is not None else None
+    if asked is None:
+        asked = request_for(proxy, info)
+        if plan is not None and proxy.same_request:
+            plan.request = asked
+    breaker = cluster.breaker
+    if breaker.requests >= breaker.limits.max_requests:
+        cluster.stats.rq_pending_overflow.value += 1
+        raise Overflow()
+    info.tunnel_authority, info.trace = asked.authority, asked.trace
+    return asked
+
+
+def _can_stay(info: StreamInfo, transport: LiveTransport) -> bool:
+    """Return whether a tunnel can stay in this process. A PROXY header is for a listener filter, and node-local
+    tunnels begin behind those.
+    """
+    return transport.proxy_version is None and not info.options.first_bytes
 
 
 def _note_host(info: StreamInfo, host: Host) -> None:

@@ -89,53 +89,41 @@ class Datapath:
         try:
             name = sock.getsockname()
             key: Key | None = None
+            plan: Plan | None = None
             if not (listener.ends_tunnels or listener.reads_bytes):
                 key = listener, peer[0], name, sockets.tracked_address(sock, 6 if ":" in name[0] else 4) or name
                 plan = self._plans.plan(key)
-                if plan is not None and not (plan.chain.gated or self._proxies.observes):
-                    self._accepted_planned(listener, sock, peer, plan)
-                    return
-            source, local = SocketAddress.of(peer), SocketAddress.of(name)
+                if plan is not None and (plan.chain.gated or self._proxies.taps):
+                    plan = None
+            if plan is not None:
+                pod = plan.host
+            else:
+                source, local = SocketAddress.of(peer), SocketAddress.of(name)
+                pod = local.host if listener.ends_tunnels else source.host
         except (OSError, ValueError):
             sock.close()  # the client has already disconnected
             return
-        pod = local.host if listener.ends_tunnels else source.host
-        if not self._connections.quota.admits(pod):
+        connections, clock = self._connections, self._clock
+        if connections.quota.descriptors.crowded and not connections.quota.admits(pod):
             listener.overload_reject.value += 1
             sock.close()
             return
-        facts = ConnectionFacts(source=source, direct_source=source, destination=local)
-        info = self._info(listener, facts, local)
-        self._tasks.run(self._poller, self._serve(listener, sock, info, pod, key), f"{info.connection_id}")
-
-    def _accepted_planned(
-        self, listener: LiveListener, sock: socket.SocketType, peer: tuple[str, int], plan: Plan
-    ) -> None:
-        if not self._connections.quota.admits(plan.host):
-            listener.overload_reject.value += 1
-            sock.close()
+        connection_id = next(connections.ids)
+        if plan is not None:
+            info = plan.info(connection_id, listener, peer[1], clock)
+            client = PlainSocket(sock, self._poller)
+            PlannedConnection.begin(self, self._proxies, connections, info, listener, plan, client, clock)
             return
-        source = SocketAddress(plan.host, peer[1])
-        facts = ConnectionFacts(
-            source=source, direct_source=source, destination=plan.destination, metadata=dict(plan.metadata)
-        )
-        info = self._info(listener, facts, plan.local)
-        info.restored, info.options = plan.restored, plan.options
-        client = PlainSocket(sock, self._poller)
-        PlannedConnection(
-            self, self._proxies, self._connections, info, listener, plan, client, self._clock
-        ).begin()
-
-    def _info(self, listener: LiveListener, facts: ConnectionFacts, local: SocketAddress) -> StreamInfo:
-        return StreamInfo(
-            connection_id=self._connections.next_id(),
-            facts=facts,
-            started=self._clock.monotonic(),
-            started_at=self._clock.wall(),
+        info = StreamInfo(
+            connection_id=connection_id,
+            facts=ConnectionFacts(source=source, direct_source=source, destination=local),
+            started=clock.monotonic(),
+            started_at=clock.wall(),
             listener=listener.name,
             listener_metadata=listener.model.metadata,
             direct_local=local,
         )
+        self._tasks.run(self._poller, self._serve(listener, sock, info, pod, key), f"{connection_id}")
 
     def go_on(self, connection: LiveConnection, client: PlainSocket, opening: Opening | None) -> None:
         """Continue with a planned connection, as :class:`~ztunnel.proxy.envoy.path.planned.Owner` describes."""

@@ -28,10 +28,10 @@ from ztunnel.policy.reasons import reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveRbac, LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.filters import FilterClosed, ReadsBytes, annotate, due
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
-from ztunnel.proxy.envoy.path.connect import NO_ADDRESS, NO_HTTP2, passed_on
-from ztunnel.proxy.envoy.path.internal import facts_behind, takes_internal
+from ztunnel.proxy.envoy.path.connect import NO_ADDRESS, NO_HTTP2, passed_on, tunnels
+from ztunnel.proxy.envoy.path.internal import facts_behind
 from ztunnel.proxy.envoy.path.terminate import NO_IP_ADDRESS, RequestRefused, TunnelRules, tunnel_route
-from ztunnel.proxy.envoy.path.tunnel_request import tunnel_request, tunnels
+from ztunnel.proxy.envoy.path.tunnel_request import tunnel_request
 from ztunnel.proxy.envoy.path.verdict import verdict_of
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, refusal
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
@@ -200,7 +200,7 @@ class _Explainer:
         answer["chain_because"] = list(chain_reasons(listener, info.facts, chain))
         if chain is None:
             return answer | {"verdict": "closed: no filter chain takes it"}
-        if listener.model.internal and not takes_internal(chain):
+        if listener.model.internal and not chain.takes_internal:
             return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
         missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
         if missing:

@@ -17,7 +17,7 @@ from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.live_table import Abort, cancels_current_task
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager, LiveTcpProxy
-from ztunnel.proxy.envoy.listeners.connections import Connections, LiveHop
+from ztunnel.proxy.envoy.listeners.connections import Connections, InnerHop, LiveHop
 from ztunnel.proxy.envoy.listeners.filters import FilterClosed, NotArrived, annotate, due
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
@@ -88,12 +88,12 @@ class InternalListeners:
             abort: ends the new hop until the upstream is open.
             keep_options: keep the client's address, which Envoy's internal connections lose.
         """
+        facts = facts_behind(outer.facts, metadata, shared)
         listener = self.listeners.internal(address.listener)
         if listener is None:
             return None
-        facts = facts_behind(outer.facts, metadata, shared)
         info = StreamInfo(
-            connection_id=self.connections.next_id(),
+            connection_id=next(self.connections.ids),
             facts=facts,
             started=self.clock.monotonic(),
             started_at=self.clock.wall(),
@@ -104,13 +104,11 @@ class InternalListeners:
             options=outer.options if keep_options else UpstreamOptions(),
         )
         outer.behind = info
-        hop = LiveHop(self.connections.hops, info, listener, self.clock)
-        hop.listener_sinks = listener.sinks
-        listener.opened()
-        hop.own(lambda: listener.closed(moved=hop.moved))
+        hop = InnerHop(self.connections.hops, info, listener, self.clock, abort)
         try:
-            for name, found in due(listener.filters, info):
-                annotate(found, info, name)
+            if listener.filters:
+                for name, found in due(listener.filters, info):
+                    annotate(found, info, name)
         except FilterClosed as error:
             listener.extension_config_missing.value += isinstance(error, NotArrived)
             info.termination_details = str(error)
@@ -118,7 +116,7 @@ class InternalListeners:
             hop.close()
             return None
         chain = listener.chain_for(facts)
-        if chain is None or chain.proxy is None or not takes_internal(chain):
+        if chain is None or chain.proxy is None or not chain.takes_internal:
             listener.no_filter_chain_match.value += chain is None
             info.failure = Reason.NO_ROUTE
             hop.close()
@@ -128,15 +126,16 @@ class InternalListeners:
         info.chain_metadata = chain.model.metadata
         hop.filter_sinks = chain.sinks
         try:
-            chain.admit(info)
+            if chain.gated:
+                chain.admit(info)
             hop.require()
         except Refused as error:
             hop.refused(error)
             hop.close()
             return None
         hop.state = State.DIALING
-        hop.aborts_by(abort)
-        chain.set_filter_state(info)
+        if chain.filter_state:
+            chain.set_filter_state(info)
         return Entry(hop, chain.proxy)
 
     def leads_here(self, address: SocketAddress) -> bool:
@@ -216,7 +215,7 @@ class InternalListeners:
         headers: list[tuple[str, str]],
     ) -> StreamInfo:
         return StreamInfo(
-            connection_id=self.connections.next_id(),
+            connection_id=next(self.connections.ids),
             facts=facts,
             started=self.clock.monotonic(),
             started_at=self.clock.wall(),
@@ -319,11 +318,6 @@ def facts_behind(
         filter_state={key: outer.filter_state[key] for key, _ in shared},
         shared_state=tuple([entry for entry in shared if entry[1]]),
     )
-
-
-def takes_internal(chain: LiveChain) -> bool:
-    """Return whether a filter chain can serve an internal listener: it must have a TCP proxy and no TLS."""
-    return chain.proxy is not None and chain.tls is None
 
 
 def _discard(upstream: ClusterUpstream) -> None:

@@ -30,6 +30,7 @@ class Opening:
         inner: the attempt of the hop behind an internal listener.
         counted: the connection to the internal listener.
         tunnel: the requested tunnel, of the last hop only.
+        requested: whether this hop or the last hop behind it has requested a tunnel.
         error: why the attempt has failed. ``None``: a coroutine can make the attempt.
         timed_out: the filter's own time limit has passed.
     """
@@ -44,6 +45,7 @@ class Opening:
         "host",
         "inner",
         "proxy",
+        "requested",
         "timed_out",
         "transport",
         "tunnel",
@@ -59,6 +61,7 @@ class Opening:
         self.counted: CountedConnection | None = None
         self.header = b""
         self.tunnel: Tunnel | None = None
+        self.requested = False
         self.error: BaseException | None = None
         self.timed_out = False
 

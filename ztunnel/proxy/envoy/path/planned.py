@@ -100,36 +100,53 @@ class PlannedConnection(LiveConnection):
         self._timer: IntervalTimer | None = None
         self._limit: asyncio.TimerHandle | None = None
 
-    def begin(self) -> None:
-        """Judge the connection, and request its tunnel."""
+    @classmethod
+    def begin(
+        cls,
+        owner: Owner,
+        proxies: TcpProxies,
+        group: Connections,
+        info: StreamInfo,
+        accepting: LiveListener,
+        plan: Plan,
+        client: PlainSocket,
+        clock: Clock,
+    ) -> None:
+        """Register a connection, judge it, and request its tunnel.
+
+        Args:
+            owner: see :class:`Owner`.
+            proxies: the steps that it shares with coroutines.
+            group: the group to register in.
+            info: the facts about it, see :meth:`~ztunnel.proxy.envoy.listeners.plans.Plan.info`.
+            accepting: the listener that has accepted it.
+            plan: its plan.
+            client: its client's socket.
+            clock: measures its duration.
+        """
+        self = cls(owner, proxies, group, info, accepting, plan, client, clock)
+        chain, proxy = plan.chain, self._proxy
         try:
-            self._begin()
+            if plan.listener is not accepting:
+                self.move_to(plan.listener)
+            self.choose(chain)
+            self.admit()
+            # Policies can write metadata, which the request for a tunnel can read.
+            known = None if chain.rbac else plan
+            opening = proxies.connector.begin(self, proxy, client, self._answered, self._abort_soon, known)
+            if opening is None or not opening.requested:
+                owner.go_on(self, client, opening)
+                return
+            self._opening = opening
+            if proxy.opening_limit_s != math.inf:
+                self._timer = self._poller.interval_timer(proxy.opening_limit_s)
+                self._timer.register(self, self._poller.now_s)
         except Refused as error:
             self.refused(error)
             self.close()
         except Exception as error:
             self.on_bug(error)
             raise
-
-    def _begin(self) -> None:
-        plan, chain = self._plan, self._plan.chain
-        if plan.listener is not self.owner:
-            self.move_to(plan.listener)
-        self.choose(chain)
-        self._proxies.admit(self, chain)
-        # Policies can write metadata, which the request for a tunnel can read.
-        known = None if chain.rbac else plan
-        opening = self._proxies.connector.begin(
-            self, self._proxy, self._client, self._answered, self._abort_soon, known
-        )
-        if opening is None or opening.last.tunnel is None:
-            self._owner.go_on(self, self._client, opening)
-            return
-        self._opening = opening
-        limit_s = self._proxy.opening_limit_s
-        if limit_s != math.inf:
-            self._timer = self._poller.interval_timer(limit_s)
-            self._timer.register(self, self._poller.now_s)
 
     # Events, possibly in the middle of a read
 

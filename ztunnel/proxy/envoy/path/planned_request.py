@@ -31,8 +31,8 @@ from xds.model.http import Route
 from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.live_table import Lives
 from ztunnel.proxy.dataplane.upstream import Upstream
-from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
-from ztunnel.proxy.envoy.listeners.connections import LiveHop, LiveRequest
+from ztunnel.proxy.envoy.listeners.chains import LiveChain
+from ztunnel.proxy.envoy.listeners.connections import HopAccount, LiveHop, LiveRequest
 from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
 from ztunnel.proxy.envoy.path.terminate import Answer, RequestPlan, RequestRefused
@@ -46,12 +46,9 @@ class PlannedRequest(LiveRequest):
 
     __slots__ = (
         "_aborted",
-        "_chain",
         "_dialling",
         "_ended",
-        "_manager",
         "_opened",
-        "_plan",
         "_poller",
         "_refusal",
         "_request",
@@ -69,15 +66,12 @@ class PlannedRequest(LiveRequest):
         owner: LiveListener,
         clock: Clock,
         chain: LiveChain,
-        plan: RequestPlan,
+        account: HopAccount | None,
+        carried: dict[LiveRequest, None],
         request: Request,
     ) -> None:
-        super().__init__(group, info, owner, clock, self._abort_soon)
-        assert chain.manager is not None
+        super().__init__(group, info, owner, clock, self._abort_soon, chain, account, carried)
         self._server = server
-        self._chain = chain
-        self._plan = plan
-        self._manager: LiveConnectionManager = chain.manager
         self._request = request
         self._poller: Poller = request.connection.poller
         self._route: Route | None = None
@@ -89,27 +83,50 @@ class PlannedRequest(LiveRequest):
         self._timers: list[asyncio.TimerHandle] = []
         self._aborted = False
 
-    def begin(self) -> None:
-        """Judge the request, and dial its application."""
+    @classmethod
+    def begin(
+        cls,
+        server: TunnelRequests,
+        group: Lives[LiveHop],
+        info: StreamInfo,
+        owner: LiveListener,
+        clock: Clock,
+        chain: LiveChain,
+        account: HopAccount | None,
+        carried: dict[LiveRequest, None],
+        plan: RequestPlan,
+        request: Request,
+    ) -> PlannedRequest:
+        """Register a request, judge it, and dial its application.
+
+        Args:
+            server: the steps that it shares with coroutines.
+            group: the group to register in.
+            info: the facts about it.
+            owner: the listener of its connection.
+            clock: measures its duration.
+            chain, account, carried: see :class:`LiveRequest`.
+            plan: the plan of its head.
+            request: to be answered.
+        """
+        self = cls(server, group, info, owner, clock, chain, account, carried, request)
+        terminator = server.terminator
         try:
-            self._begin()
+            chosen = terminator.choose(self, chain, plan)
+            self._route = chosen.route
+            dialled = terminator.dial_now(self, chosen)
+            if isinstance(dialled, Upstream):
+                self._opened = dialled
+                self.step()
+            else:
+                self._dialling = server.wait(self._report(dialled))
         except RequestRefused as refusal:
             self._refusal = refusal.answer
             self.step()
         except Exception as error:
             self.on_bug(error)
             raise
-
-    def _begin(self) -> None:
-        terminator = self._server.terminator
-        chosen = terminator.choose(self, self._chain, self._plan)
-        self._route = chosen.route
-        dialled = terminator.dial_now(self, chosen)
-        if isinstance(dialled, Upstream):
-            self._opened = dialled
-            self.step()
-        else:
-            self._dialling = self._server.wait(self._report(dialled))
+        return self
 
     async def _report(self, dialling: Coroutine[Any, Any, ClusterUpstream]) -> None:
         try:
@@ -149,56 +166,63 @@ class PlannedRequest(LiveRequest):
             return
         upstream, tunnel = self._opened, self._tunnel
         if upstream is not None and tunnel is not None:
-            if self._ended is not None or self._aborted:
-                self._relay_over(tunnel, upstream)
+            if self._ended is None and not self._aborted:
+                return
+            self._relay_over(tunnel, upstream)
         elif self._aborted:
-            self._server.gave_up(self._request, self, self._manager)
-            self._end()
+            self._server.gave_up(self._request, self, self.manager)
         elif self._refusal is not None:
-            self._server.refuse(self._request, self.info, self._manager, self._refusal)
-            self._end()
+            self._server.refuse(self._request, self.info, self.manager, self._refusal)
         elif upstream is not None:
-            self._accept(upstream)
+            try:
+                self._accept(upstream)
+                return
+            except TunnelBroken as error:
+                self._server.broken(self.info, error)
+        else:
+            return
+        # The request is over.
+        self._opened = None
+        try:
+            if upstream is not None:
+                upstream.close()
+        finally:
+            self.close()
+            self._request.over()
 
     def _accept(self, upstream: ClusterUpstream) -> None:
-        manager = self._manager
-        try:
-            tunnel = self._server.accepted(self._request, self, manager)
-        except TunnelBroken as error:
-            self._server.broken(self.info, error)
-            self._end()
-            return
-        self._tunnel = tunnel
-        idle_s = self._server.idle_timeout_s(manager, self._route)
-        counts = ByteCounts()
+        """Answer 200, and relay.
+
+        Raises:
+            TunnelBroken: the client has gone.
+        """
+        manager, server = self.manager, self._server
+        tunnel = self._tunnel = server.accepted(self._request, self, manager)
+        idle_s, counts = server.idle_timeout_s(manager, self._route), ByteCounts()
         running = relay(tunnel, upstream.end, counts, idle_timeout_s=idle_s, on_end=self._relay_ended)
-        self._timers = self._server.relays(self, manager, self._route, tunnel, upstream, running)
+        self._timers = server.relays(self, manager, self._route, tunnel, upstream, running)
 
     def _relay_over(self, tunnel: Tunnel, upstream: ClusterUpstream) -> None:
         cancelled = self._ended is None
         if cancelled and self.relay is not None:
             self.relay.abort("cancelled")
         ended = None if cancelled else self._ended
-        self._server.relayed(self, self._manager, tunnel, upstream, self._timers, ended)
+        self._server.relayed(self, self.manager, tunnel, upstream, self._timers, ended)
         if cancelled:
-            self._server.gave_up(self._request, self, self._manager)
-        self._end()
-
-    def _end(self) -> None:
-        upstream, self._opened = self._opened, None
-        try:
-            if upstream is not None:
-                upstream.close()
-        finally:
-            self._server.request_ended(self, self._manager)
-            self._request.over()
+            self._server.gave_up(self._request, self, self.manager)
 
     def on_bug(self, error: Exception) -> None:
         """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
         if self.state is State.CLOSED:
             return
+        upstream, self._opened = self._opened, None
         try:
-            if self._tunnel is not None and self._opened is not None:
-                self._server.relayed(self, self._manager, self._tunnel, self._opened, self._timers, None)
+            if self._tunnel is not None and upstream is not None:
+                self._server.relayed(self, self.manager, self._tunnel, upstream, self._timers, None)
         finally:
-            self._end()
+            try:
+                if upstream is not None:
+                    upstream.close()
+            finally:
+                self.close()
+                self._request.over()

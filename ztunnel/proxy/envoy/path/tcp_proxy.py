@@ -41,14 +41,14 @@ class TcpProxies:
         taps: taps by pod address. ``None`` if taps are not permitted.
 
     Attributes:
-        connector: see above.
+        connector, taps: see above.
     """
 
     def __init__(self, connector: Connector, handshakes: Handshakes, poller: Poller, taps: Taps | None) -> None:
         self.connector = connector
         self._handshakes = handshakes
         self._poller = poller
-        self._taps = taps
+        self.taps = taps
 
     async def carry(
         self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
@@ -61,27 +61,8 @@ class TcpProxies:
         downstream: End = end
         if chain.tls is not None:
             downstream = await accept_tls(self._handshakes, connection, listener, chain, end, self._poller)
-        self.admit(connection, chain)
+        connection.admit()
         await self.open_and_relay(connection, chain, downstream, None)
-
-    @staticmethod
-    def admit(connection: LiveConnection, chain: LiveChain) -> None:
-        """Judge a connection, and count it as one of its chain's TCP proxy.
-
-        Raises:
-            Refused: it is not allowed.
-        """
-        connection.require()
-        connection.state = State.DIALING
-        if chain.filter_state:
-            chain.set_filter_state(connection.info)
-        assert chain.proxy is not None
-        chain.proxy.cx_total.value += 1
-
-    @property
-    def observes(self) -> bool:
-        """Whether a tap captures connections now."""
-        return bool(self._taps)
 
     async def open_and_relay(
         self, connection: LiveConnection, chain: LiveChain, downstream: End, begun: Opening | None
@@ -99,7 +80,7 @@ class TcpProxies:
         """
         proxy, info = chain.proxy, connection.info
         assert proxy is not None
-        capture = self._taps.of(info.source.host) if self._taps is not None else None
+        capture = self.taps.of(info.source.host) if self.taps is not None else None
         # First bytes sent along with a CONNECT bypass the relay, so a tap would not see them.
         first = downstream if capture is None else None
         idle, longest = proxy.model.idle_timeout_s or math.inf, proxy.model.max_duration_s or math.inf
@@ -159,8 +140,8 @@ class TcpProxies:
         counts = ByteCounts()
         hops = (connection, *upstream.hops)
         application = upstream.end
-        if self._taps is not None:
-            application = application_of(self._taps, hops[-1].info, upstream)
+        if self.taps is not None:
+            application = application_of(self.taps, hops[-1].info, upstream)
         running = relay(downstream, application, counts, idle_timeout_s=proxy.model.idle_timeout_s or None)
         await self._follow(connection, proxy, downstream, upstream, running, 0.0)
 
@@ -226,7 +207,7 @@ class TcpProxies:
             each.info.bytes_received = received
             each.info.bytes_sent = sent
             if each.account is not None:
-                each.account.moved(counts)
+                each.account.moved_bytes += received_here + sent_here
             if each.cluster is not None:
                 each.cluster.stats.cx_tx_bytes.value += received_here
                 each.cluster.stats.cx_rx_bytes.value += sent_here

@@ -21,7 +21,7 @@ from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import LiveHop
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream, Dialler, count_failure
-from ztunnel.proxy.envoy.stream.outcome import Denied, NoHealthyHost, Refused, UpstreamFailed
+from ztunnel.proxy.envoy.stream.outcome import Denied, Refused, UpstreamFailed
 from ztunnel.proxy.envoy.stream.request_headers import header_values, traceparent
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
@@ -236,6 +236,30 @@ class Terminator:
         Raises:
             RequestRefused: see :meth:`open`.
         """
+        info = hop.info
+        route, cluster = self._cluster_of(hop, chain, plan)
+        try:
+            host = cluster.choose(info)
+            endpoint = host.endpoint
+            address = endpoint.address
+            info.upstream_host = str(address)
+            info.endpoint = endpoint
+            info.upstream_metadata = endpoint.metadata
+            info.attempts += 1
+            if not isinstance(address, SocketAddress):
+                raise UpstreamFailed(NO_IP_ADDRESS)
+            if self.rules.judge_ports:
+                hop.require_port(address)
+        except Refused as error:
+            raise _refusal(hop, error) from error
+        return Application(route, cluster, host, address)
+
+    def _cluster_of(self, hop: LiveHop, chain: LiveChain, plan: RequestPlan | None) -> tuple[Route, LiveCluster]:
+        """Choose a request's route and its cluster, and check the address that it names.
+
+        Raises:
+            RequestRefused: see :meth:`open`.
+        """
         info, manager = hop.info, chain.manager
         assert manager is not None
         if plan is not None and plan.route is not None and plan.routes is manager.routes:
@@ -259,41 +283,14 @@ class Terminator:
         if (
             plan is not None
             and plan.cluster is cluster.model
-            and plan.port
-            and plan.port not in self.rules.own_ports()
+            and not (plan.port and plan.port in self.rules.own_ports())
         ):
             info.request_headers = plan.checked
         else:
             port = self.rules.require_own_address(info, cluster.model)
             if plan is not None:
                 plan.cluster, plan.checked, plan.port = cluster.model, info.request_headers, port
-        host = cluster.choose(info)
-        try:
-            if host is None:
-                cluster.stats.cx_none_healthy.value += 1
-                raise NoHealthyHost()
-            return Application(route, cluster, host, self._judged(hop, host))
-        except Refused as error:
-            raise _refusal(hop, error) from error
-
-    def _judged(self, hop: LiveHop, host: Host) -> SocketAddress:
-        """Judge the chosen application, and return its address.
-
-        Raises:
-            Refused: policy denies it, or it has no IP address.
-        """
-        info, endpoint = hop.info, host.endpoint
-        address = endpoint.address
-        info.upstream_host = str(address)
-        info.endpoint = endpoint
-        info.upstream_metadata = endpoint.metadata
-        info.attempts += 1
-        if not isinstance(address, SocketAddress):
-            raise UpstreamFailed(NO_IP_ADDRESS)
-        if self.rules.judge_ports:
-            hop.application = address
-            hop.current_chain().judge_port(info, address)
-        return address
+        return route, cluster
 
     def dial_now(
         self, hop: LiveHop, chosen: Application
@@ -304,28 +301,30 @@ class Terminator:
             RequestRefused: see :meth:`open`.
         """
         _, cluster, host, address = chosen
+        info, transport = hop.info, cluster.only_transport or cluster.transport(host)
         hop.state = State.DIALING
         try:
-            dialled = self._dialler.dial_now(hop.info, cluster, host, address, cluster.transport(host))
+            dialled = self._dialler.dial_now(info, cluster, host, address, transport)
         except Refused as error:
             raise _unreachable(hop, chosen, error) from error
         if not isinstance(dialled, Upstream):
             return self._dialled(hop, chosen, dialled)
-        _connected(hop)
+        info.ready_s = hop.clock.monotonic() - info.started
+        info.connected, info.failure = True, None
         return dialled
 
     @staticmethod
     async def _dialled(
         hop: LiveHop, chosen: Application, dialling: Coroutine[Any, Any, ClusterUpstream]
     ) -> ClusterUpstream:
+        info = hop.info
         try:
             upstream = await dialling
         except Refused as error:
             raise _unreachable(hop, chosen, error) from error
-        except BaseException:
-            hop.info.ready_s = hop.clock.monotonic() - hop.info.started
-            raise
-        _connected(hop)
+        finally:
+            info.ready_s = hop.clock.monotonic() - info.started
+        info.connected, info.failure = True, None
         return upstream
 
     def _route(self, manager: LiveConnectionManager, info: StreamInfo) -> Route:
@@ -334,12 +333,6 @@ class Terminator:
         except RequestRefused as refusal:
             manager.no_route.value += refusal.answer is _NO_ROUTE
             raise
-
-
-def _connected(hop: LiveHop) -> None:
-    info = hop.info
-    info.ready_s = hop.clock.monotonic() - info.started
-    info.connected, info.failure = True, None
 
 
 def _unreachable(hop: LiveHop, chosen: Application, error: Refused) -> RequestRefused:

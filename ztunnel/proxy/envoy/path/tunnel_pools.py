@@ -14,13 +14,14 @@ from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool
 from hbone.aio.tunnel import Tunnel
-from hbone.pool import PoolSettings
+from hbone.pool import ConnectionId, PoolSettings
+from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
-from ztunnel.proxy.envoy.path.dial import CountedConnection, Dialler
+from ztunnel.proxy.envoy.path.dial import CountedConnection, Dialler, secrets_not_ready, with_header
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
-from ztunnel.proxy.envoy.stream.stream_info import UpstreamOptions
-from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
+from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.flows.times import ConnectionTimes
 
 #: The key of a pooled tunnel connection in Envoy's dialect, with the source of its TLS context and its socket
@@ -58,6 +59,37 @@ class TunnelPools:
     def of(self, cluster: LiveCluster) -> Pool | None:
         """Return a cluster's pool. ``None``: no tunnel was opened yet."""
         return self._pools.get(cluster)
+
+    def key_of(
+        self, info: StreamInfo, cluster: LiveCluster, transport: LiveTransport, address: SocketAddress
+    ) -> TunnelKey:
+        """Return the key of the connections that can carry a tunnel, and note the identities presented there.
+
+        Raises:
+            UpstreamFailed: the cluster's certificate has not arrived.
+        """
+        context, version = transport.context, transport.proxy_version
+        if context is not None and context.current is None:
+            raise secrets_not_ready(cluster)
+        info.upstream_own_uri_sans = context.presented.uri_sans if context is not None else ()
+        options = info.options if version is None else with_header(info, version)
+        return PoolKey(address, context, context.generation if context is not None else 0, options)
+
+    def reserve(
+        self, info: StreamInfo, cluster: LiveCluster, transport: LiveTransport, address: SocketAddress
+    ) -> tuple[Pool, ConnectionId] | None:
+        """Reserve a place for a tunnel on an open connection; see :meth:`hbone.aio.pool.Pool.reserve`.
+
+        Returns:
+            The pool and the place. ``None``: no open connection has room.
+
+        Raises:
+            UpstreamFailed: see :meth:`key_of`.
+        """
+        key = self.key_of(info, cluster, transport, address)
+        pool = self._pools.get(cluster)
+        place = pool.reserve(key) if pool is not None else None
+        return (pool, place) if pool is not None and place is not None else None
 
     def new(self, cluster: LiveCluster) -> Pool:
         """Add a cluster's pool."""

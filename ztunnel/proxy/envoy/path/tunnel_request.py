@@ -1,4 +1,4 @@
-"""The request for a connection's tunnel: whether a TCP proxy makes one, its authority, headers and encoding."""
+"""The request for a connection's tunnel: its authority, headers and encoding."""
 
 from __future__ import annotations
 
@@ -10,20 +10,11 @@ from xds.model.listener import AppendAction
 from ztunnel.proxy.envoy.listeners.chains import LiveTcpProxy
 from ztunnel.proxy.envoy.listeners.plans import TunnelRequest
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
-from ztunnel.proxy.envoy.stream.request_headers import traceparent
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
-
-DISABLE_TUNNELING = "envoy.tcp_proxy.disable_tunneling"
-
-
-def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
-    """Return whether a TCP proxy filter opens a tunnel for a connection."""
-    return proxy.hostname is not None and DISABLE_TUNNELING not in info.facts.filter_state
 
 
 @lru_cache(maxsize=4096)
-def header_block(request: tuple[Header, ...]) -> bytes:
-    """Return the header block of a request."""
+def _header_block(request: tuple[Header, ...]) -> bytes:
     return fields(request)
 
 
@@ -34,9 +25,14 @@ def request_for(proxy: LiveTcpProxy, info: StreamInfo) -> TunnelRequest:
         UpstreamFailed: see :func:`tunnel_request`.
     """
     authority, headers = tunnel_request(proxy, info)
-    encoded = [(name.encode(), value.encode("utf-8", "replace")) for name, value in headers]
-    request = ((b":method", b"CONNECT"), (b":authority", authority.encode()), *encoded)
-    return TunnelRequest(authority, headers, request, traceparent(headers))
+    request: list[Header] = [(b":method", b"CONNECT"), (b":authority", authority.encode())]
+    trace = ""
+    for name, value in headers:
+        request.append((name.encode(), value.encode("utf-8", "replace")))
+        if name == "traceparent" and not trace:
+            trace = value
+    encoded = tuple(request)
+    return TunnelRequest(authority, headers, encoded, _header_block(encoded), trace)
 
 
 def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tuple[str, str]]]:

@@ -93,19 +93,6 @@ class TunnelRequests:
             hop.info.flags.add(Flag.DOWNSTREAM_TERMINATED)
             hop.info.failure = Reason.CLIENT_GONE
 
-    @staticmethod
-    def request_ended(hop: LiveRequest, manager: LiveConnectionManager) -> None:
-        """Close a request's life and count its end."""
-        info = hop.info
-        hop.close()
-        manager.rq_active.stored -= 1
-        if hop.moved:
-            return
-        code = info.response_code
-        if code:
-            manager.rq_by_class[2 if code < 300 else 5 if code >= 500 else code // 100].value += 1
-        manager.rq_time.record((info.duration_s or 0.0) * 1000)
-
     def refuse(self, request: Request, info: StreamInfo, manager: LiveConnectionManager, answer: Answer) -> None:
         info.response_code, info.response_details = answer.status, answer.details
         info.failure = info.failure or answer.failure
@@ -181,7 +168,7 @@ class TunnelRequests:
         manager.cx_rx_bytes.value += received
         manager.cx_tx_bytes.value += sent
         if hop.account is not None:
-            hop.account.moved(counts)
+            hop.account.moved_bytes += received + sent
         if hop.cluster is not None:
             hop.cluster.stats.cx_tx_bytes.value += received
             hop.cluster.stats.cx_rx_bytes.value += sent

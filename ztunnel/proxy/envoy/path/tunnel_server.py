@@ -252,7 +252,6 @@ class TunnelServer(TunnelRequests):
         """
         upstream = hop.upstream
         assert upstream is not None
-        served.manager.rq_active.stored += 1
         try:
             try:
                 await self._follow(hop, served.manager, route, tunnel, upstream, running)
@@ -262,25 +261,26 @@ class TunnelServer(TunnelRequests):
             self.note_cancelled(hop)
             raise
         finally:
-            self.request_ended(hop, served.manager)
+            hop.close()
 
     # A request
 
-    def register(self, served: Served, info: StreamInfo, abort: Abort | None) -> LiveRequest:
-        """Create a request's connection-table entry, registered with its tunnel connection."""
-        assert served.connection is not None
-        hop = LiveRequest(self._connections.hops, info, served.connection.owner, self._clock, abort)
-        self._registered(served, hop)
-        return hop
+    def register(
+        self, served: Served, info: StreamInfo, abort: Abort | None, *, came: bool = False
+    ) -> LiveRequest:
+        """Create a request's connection-table entry, registered with its tunnel connection.
 
-    def _registered(self, served: Served, hop: LiveRequest) -> None:
-        hop.chain = served.chain
-        hop.filter_sinks, hop.account = served.manager.sinks, self._connections.account
-        served.carried[hop] = None
-        hop.own(partial(served.carried.pop, hop))
+        Args:
+            came: whether it was taken over from another process, which has counted it as new.
+        """
+        connection, hops, account = served.connection, self._connections.hops, self._connections.account
+        assert connection is not None
+        return LiveRequest(
+            hops, info, connection.owner, self._clock, abort, served.chain, account, served.carried, came=came
+        )
 
     def _info(self, served: Served, request: Request, plan: RequestPlan) -> StreamInfo:
-        """Return the facts about a request, and count it."""
+        """Return the facts about a request."""
         connection, manager = served.connection, served.chain.manager
         assert connection is not None
         assert manager is not None
@@ -309,8 +309,6 @@ class TunnelServer(TunnelRequests):
         account = self._connections.account
         if account is not None and request.connection.handshake_s:
             account.first_request(request.connection, info.trace)
-        manager.rq_total.value += 1
-        manager.rq_active.stored += 1
         return info
 
     def _take_now(self, served: Served, request: Request) -> PlannedRequest | None:
@@ -327,13 +325,14 @@ class TunnelServer(TunnelRequests):
             or self._taps
         ):
             return None
-        assert served.connection is not None
-        plan, owner = served.plan(head), served.connection.owner
+        connection, connections = served.connection, self._connections
+        assert connection is not None
+        plan = served.plan(head)
         info = self._info(served, request, plan)
-        hop = PlannedRequest(self, self._connections.hops, info, owner, self._clock, served.chain, plan, request)
-        self._registered(served, hop)
-        hop.begin()
-        return hop
+        return PlannedRequest.begin(
+            *(self, connections.hops, info, connection.owner, self._clock, served.chain),
+            *(connections.account, served.carried, plan, request),
+        )
 
     async def _request(self, served: Served, request: Request) -> None:
         """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
@@ -358,7 +357,7 @@ class TunnelServer(TunnelRequests):
             self.gave_up(request, hop, manager)
             raise
         finally:
-            self.request_ended(hop, manager)
+            hop.close()
 
     async def _carry_tunnel(
         self,

@@ -1,9 +1,53 @@
 """Finds the two ends of a connection through all its hops, for admin pages and the flight recorder. Pure."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from xds.model.address import SocketAddress
 from ztunnel.proxy.envoy.stream.stream_info import LONG_NAMES, Flag, StreamInfo
+from ztunnel.proxy.envoy.stream.workloads import host_name, source_baggage
+
+
+class Ends(NamedTuple):
+    """The two ends of a connection.
+
+    Attributes:
+        client, server: the authenticated identities, or empty texts.
+        baggage: the client's baggage, or an empty text.
+        workload: the server's workload by an endpoint's metadata, or an empty text.
+        service: name and namespace of the service, see :func:`service_of`.
+        host: the last chosen host's address, see :func:`last_host`.
+        tunnelled: whether a hop opens a tunnel.
+        authority, tunnel: the authority of the last hop's CONNECT, and the host that gets it; or empty texts.
+        trace: the ``traceparent`` of the first request, or an empty text.
+    """
+
+    client: str
+    server: str
+    baggage: str
+    workload: str
+    service: tuple[str, str] | None
+    host: SocketAddress | None
+    tunnelled: bool
+    authority: str
+    tunnel: str
+    trace: str
+
+
+def ends_of(hops: Sequence[StreamInfo]) -> Ends:
+    """Return the ends of a connection by its hops, the accepted one first."""
+    (client, server), service, host = proven(hops), service_of(hops), last_host(hops)
+    tunnelled = False
+    authority = tunnel = trace = workload = ""
+    for hop in hops:
+        tunnelled = tunnelled or hop.tunnelled
+        trace = trace or hop.trace
+        if hop.tunnel_authority:
+            authority, tunnel = hop.tunnel_authority, hop.upstream_host
+        if hop.upstream_metadata:
+            workload = host_name(hop.upstream_metadata) or workload
+    baggage = source_baggage(hops[0])
+    return Ends(client, server, baggage, workload, service, host, tunnelled, authority, tunnel, trace)
 
 
 def hops_of(info: StreamInfo) -> tuple[StreamInfo, ...]:

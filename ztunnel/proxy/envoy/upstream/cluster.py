@@ -41,6 +41,7 @@ from ztunnel.proxy.envoy.config.sources import Sources
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, hardened
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Counter, Stats
+from ztunnel.proxy.envoy.stream.outcome import NoHealthyHost
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.assignments import resolved, with_hosts
 from ztunnel.proxy.envoy.upstream.balancer import Balancer, in_subset, source_hash
@@ -99,6 +100,8 @@ class LiveCluster:
 
     Attributes:
         warm: set when it may serve: secrets and endpoints have arrived, or their time limit has passed.
+        only_transport: the transport socket of all hosts. ``None``: unknown, or it depends on the host; see
+            :meth:`transport`.
 
     Raises:
         ConfigError: a TLS context cannot be built. Names its place.
@@ -127,6 +130,7 @@ class LiveCluster:
         "empty_updates",
         "last_updated",
         "model",
+        "only_transport",
         "original",
         "outlier",
         "stats",
@@ -156,6 +160,7 @@ class LiveCluster:
         self._build_contexts(surround)
         self._matched: dict[str, Counter] = {}
         self._transports: dict[int, LiveTransport] = {}  # by id, too; only transports in use
+        self.only_transport: LiveTransport | None = None
         self.stats.declare()
         self.breaker = Breaker(model)
         self._hosts = HostSet()
@@ -524,8 +529,8 @@ class LiveCluster:
         hash_source: bool = False,
         avoid: frozenset[Host] = frozenset(),
         drops: bool = True,
-    ) -> Host | None:
-        """Return the host for a connection, or None if there is none.
+    ) -> Host:
+        """Choose the host for a connection.
 
         Args:
             info: the hop. ORIGINAL_DST reads its destination.
@@ -533,23 +538,36 @@ class LiveCluster:
             hash_source: hash the client's address, for RING_HASH and MAGLEV.
             avoid: hosts that already failed for this connection.
             drops: obey ``drop_overloads``, like Envoy for requests and not for connections of ``tcp_proxy``.
+
+        Raises:
+            NoHealthyHost: there is none, which is counted.
         """
         now = self._surround.clock.monotonic()
+        host: Host | None = None
         if self.model.discovery is Discovery.ORIGINAL_DST:
-            return self.original.choose(info, now)
-        for _category, share in self._dropping if drops else ():
+            host = self.original.choose(info, now)
+        elif not (drops and self._dropping and self._drops()):
+            if self._unmade is not None:
+                self._make_hosts()
+            balancer = self._balancer if self.model.subsets is None else self._balancer_for(subset)
+            if balancer is not None:
+                key = source_hash(info.facts.source.host) if hash_source else None
+                panics = balancer.panics
+                host = balancer.choose(now, hash_key=key, avoid=avoid)
+                if balancer.panics != panics:
+                    self.stats.lb_healthy_panic.value += 1
+        if host is None:
+            self.stats.cx_none_healthy.value += 1
+            raise NoHealthyHost()
+        return host
+
+    def _drops(self) -> bool:
+        """Return whether ``drop_overloads`` drops the next request, and count it."""
+        for _category, share in self._dropping:
             if self._surround.rng.random() < share:
                 self.stats.drop_overload.value += 1
-                return None
-        balancer = self._balancer_for(subset)
-        if balancer is None:
-            return None
-        key = source_hash(info.facts.source.host) if hash_source else None
-        panics = balancer.panics
-        host = balancer.choose(now, hash_key=key, avoid=avoid)
-        if balancer.panics != panics:
-            self.stats.lb_healthy_panic.value += 1
-        return host
+                return True
+        return False
 
     def candidates(self, subset: Mapping[str, object] | None) -> list[Host]:
         """Return every host that :meth:`choose` can give to a connection, of another cluster than ORIGINAL_DST."""
@@ -589,6 +607,9 @@ class LiveCluster:
 
     def transport(self, host: Host) -> LiveTransport:
         """Return the transport socket for a host, and count the match that chose it."""
+        if not self.model.socket_matches:
+            self.only_transport = self._live(self.model.transport_socket)
+            return self.only_transport
         name, model = self.model.transport_socket_for(host.endpoint.metadata)
         if name:
             counter = self._matched.get(name)

@@ -66,10 +66,10 @@ class Steps:
         for place, kind in enumerate((PlannedConnection, PlannedRequest)):
             monkeypatch.setattr(kind, "begin", self._counted(place, kind.begin))
 
-    def _counted(self, place: int, begin: Callable[[Any], None]) -> Callable[[Any], None]:
-        def counted(entry: Any) -> None:
+    def _counted(self, place: int, begin: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any) -> Any:
             self.begun[place] += 1
-            begin(entry)
+            return begin(*arguments)
 
         return counted
 

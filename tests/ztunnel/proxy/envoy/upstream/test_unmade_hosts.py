@@ -18,6 +18,7 @@ from xds.protocol.resource import Resource, Update, UpdateRejected
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.envoy.admin.clusters import hosts_of
 from ztunnel.proxy.envoy.admin.dump import assignment_message
+from ztunnel.proxy.envoy.stream.outcome import NoHealthyHost
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream import cluster as module
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
@@ -56,7 +57,10 @@ def _receive(cluster: LiveCluster, document: dict[str, Any]) -> str:
 def _choose(cluster: LiveCluster) -> str:
     source = SocketAddress("10.9.9.9", 4000)
     facts = ConnectionFacts(source=source, direct_source=source, destination=source)
-    return str(cluster.choose(StreamInfo(connection_id=1, facts=facts, started=0.0, started_at=0.0)))
+    try:
+        return str(cluster.choose(StreamInfo(connection_id=1, facts=facts, started=0.0, started_at=0.0)))
+    except NoHealthyHost:
+        return "None"
 
 
 def _seen(cluster: LiveCluster) -> tuple[object, ...]:
