@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeAlias
 
 from hbone.aio.end import End
@@ -190,11 +190,17 @@ class Dialler:
             raise failure_of(cluster, error) from error
 
     async def connect(
-        self, cluster: LiveCluster, address: SocketAddress | PipeAddress, options: UpstreamOptions
+        self,
+        cluster: LiveCluster,
+        address: SocketAddress | PipeAddress,
+        options: UpstreamOptions,
+        *,
+        meanwhile: Callable[[], object] | None = None,
     ) -> socket.socket:
         """Connect a socket, and send the first bytes of ``options``.
 
-        A TCP socket has the cluster's socket options, and the client's address if ``options`` contain it.
+        A TCP socket has the cluster's socket options, and the client's address if ``options`` contain it. For
+        ``meanwhile`` see :func:`tproxy.aio.sockets.connect`.
 
         Raises:
             TproxyError: refused, unreachable, not within the cluster's connect timeout, reset by the peer.
@@ -203,7 +209,7 @@ class Dialler:
         if isinstance(address, PipeAddress):
             sock = await self._connect_pipe(cluster, address.path)
         else:
-            sock = await self._connect_tcp(cluster, address, options)
+            sock = await self._connect_tcp(cluster, address, options, meanwhile)
         if options.first_bytes:
             await self.send_first(sock, options.first_bytes)
         return sock
@@ -239,7 +245,11 @@ class Dialler:
         return sock
 
     async def _connect_tcp(
-        self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
+        self,
+        cluster: LiveCluster,
+        address: SocketAddress,
+        options: UpstreamOptions,
+        meanwhile: Callable[[], object] | None,
     ) -> socket.socket:
         source, own = _source_of(cluster, address, options)
         return await sockets.connect(
@@ -249,6 +259,7 @@ class Dialler:
             mark=options.mark or None,
             timeout_s=cluster.model.connect_timeout_s,
             keepalive=_keepalive_of(cluster),
+            meanwhile=meanwhile,
         )
 
 
