@@ -9,6 +9,7 @@ Not compiled: see :mod:`hbone.aio.waits`.
 
 from __future__ import annotations
 
+import asyncio
 from asyncio import CancelledError
 from types import TracebackType
 from typing import Self
@@ -27,15 +28,19 @@ class Deadline:
     Args:
         poller: the fiber's poller.
         after_s: the limit. Use few different values, such as a configuration's, because each has a timer.
+        began_s: the time from which it counts, by the loop's clock, if that is before the block is entered. Such a
+            deadline has a timer of its own.
     """
 
-    __slots__ = ("_after_s", "_cancelling", "_poller", "_task", "_timer", "passed")
+    __slots__ = ("_after_s", "_began_s", "_cancelling", "_own", "_poller", "_task", "_timer", "passed")
 
     _timer: IntervalTimer
+    _own: asyncio.TimerHandle
 
-    def __init__(self, poller: Poller, after_s: float) -> None:
+    def __init__(self, poller: Poller, after_s: float, began_s: float | None = None) -> None:
         self._poller = poller
         self._after_s = after_s
+        self._began_s = began_s
         self.passed = False
         """Whether the time limit passed before the block was left."""
 
@@ -43,20 +48,27 @@ class Deadline:
         poller = self._poller
         task = self._task = current(poller)
         self._cancelling = task.cancelling()
-        self._timer = poller.interval_timer(self._after_s)
-        self._timer.register(self, poller.loop.time())
+        if self._began_s is None:
+            self._timer = poller.interval_timer(self._after_s)
+            self._timer.register(self, poller.loop.time())
+        else:
+            self._own = poller.loop.call_at(self._began_s + self._after_s, self.on_interval)
         return self
 
     def on_interval(self) -> None:
         """Cancel what the block awaits, because its time limit has passed."""
         self.passed = True
-        self._timer.unregister(self)
+        if self._began_s is None:
+            self._timer.unregister(self)
         self._task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if not self.passed:
-            self._timer.unregister(self)
+            if self._began_s is None:
+                self._timer.unregister(self)
+            else:
+                self._own.cancel()
         elif self._task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, CancelledError):
             raise TimeoutError from error

@@ -45,6 +45,25 @@ def play(request: pytest.FixtureRequest) -> Callable[[Callable[[Poller], Awaitab
 Play = Callable[[Callable[[Poller], Awaitable[None]]], None]
 
 
+@pytest.mark.parametrize("before_s", [LIMIT_S / 4, LIMIT_S, 2 * LIMIT_S])
+def test_a_deadline_that_began_earlier_passes_earlier(play: Play, before_s: float) -> None:
+    async def body(poller: Poller) -> None:
+        entered_s = poller.loop.time()
+        deadline = Deadline(poller, LIMIT_S, entered_s - before_s)
+        with pytest.raises(TimeoutError), deadline:
+            await OneShotFuture[None](poller)
+        assert deadline.passed
+        left_s = max(0.0, LIMIT_S - before_s)
+        assert left_s <= poller.loop.time() - entered_s <= left_s + LIMIT_S * 0.1
+        in_time = Deadline(poller, LIMIT_S, poller.loop.time() - LIMIT_S / 2)
+        with in_time:
+            await asyncio.sleep(LIMIT_S / 4)
+        assert not in_time.passed
+        await asyncio.sleep(2 * LIMIT_S)  # no timer is left that would cancel the following code
+
+    play(body)
+
+
 def test_a_block_that_is_late_ends_with_a_timeout_error(play: Play) -> None:
     async def body(poller: Poller) -> None:
         began_s = poller.loop.time()

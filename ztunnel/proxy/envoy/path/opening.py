@@ -32,10 +32,13 @@ class Opening:
         tunnel: the requested tunnel, of the last hop only.
         requested: whether this hop or the last hop behind it has requested a tunnel.
         error: why the attempt has failed. ``None``: a coroutine can make the attempt.
-        timed_out: the filter's own time limit has passed.
+        began_s: when the filter's own time limit began, by the loop's clock. ``None``: it has none, or it begins
+            with the coroutine that continues.
+        timed_out: this limit has passed.
     """
 
     __slots__ = (
+        "began_s",
         "client",
         "cluster",
         "counted",
@@ -63,6 +66,7 @@ class Opening:
         self.tunnel: Tunnel | None = None
         self.requested = False
         self.error: BaseException | None = None
+        self.began_s: float | None = None
         self.timed_out = False
 
     @property

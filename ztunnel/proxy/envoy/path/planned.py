@@ -140,7 +140,8 @@ class PlannedConnection(LiveConnection):
             self._opening = opening
             if proxy.opening_limit_s != math.inf:
                 self._timer = self._poller.interval_timer(proxy.opening_limit_s)
-                self._timer.register(self, self._poller.now_s)
+                began_s = opening.began_s = self._poller.now_s
+                self._timer.register(self, began_s)
         except Refused as error:
             self.refused(error)
             self.close()

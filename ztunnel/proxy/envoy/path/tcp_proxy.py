@@ -88,7 +88,8 @@ class TcpProxies:
         if limit == math.inf:
             upstream = await self.connector.open(connection, proxy, first, begun)
         else:
-            deadline = Deadline(self._poller, limit)
+            # The attempt that was begun has used a part of it.
+            deadline = Deadline(self._poller, limit, begun.began_s if begun is not None else None)
             try:
                 with deadline:
                     upstream = await self.connector.open(connection, proxy, first, begun)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     Harness,
@@ -110,21 +111,19 @@ def written(harness: Harness) -> list[Json]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def serve(
-    harness: Harness, folder: Path, port: int, *filters: Json, service: bool
-) -> list[tuple[str, Json]]:
-    """Publish a tunnel, for ``service`` behind an internal listener."""
+async def serve(harness: Harness, folder: Path, port: int, *filters: Json, service: bool, **more: Any) -> None:
+    """Publish a tunnel, for ``service`` behind an internal listener; ``more`` are fields of its TCP proxy."""
     log = access_log(folder)
-    everything = await tunnel(harness, port, Identities(), *filters, access_log=log)
+    everything = await tunnel(harness, port, Identities(), *filters, access_log=log, **more)
     if service:
         _, inner = listener(
-            chain(tcp("tunnel", tunneling_config={"hostname": "app:80"}, access_log=log)),
+            chain(tcp("tunnel", tunneling_config={"hostname": "app:80"}, access_log=log, **more)),
             name="inner",
             internal_listener={},
         )
         del inner["address"]
         rest = [entry for entry in everything if entry[1].get("name") != "l"]
-        outer = listener(chain(tcp("service", access_log=log)))
+        outer = listener(chain(tcp("service", access_log=log, **more)))
         everything = [*rest, outer, ("listener", inner), internal_cluster("service", "inner")]
         harness.publish(*everything)
         await harness.until(lambda: len(harness.proxy.listeners.active) == 3)
@@ -208,5 +207,49 @@ def test_steps_and_coroutines_end_alike_while_the_answer_is_awaited(
                 steps.planned = planned
                 ends.append(await one(harness, lambda: work(harness)))
             assert ends[0] == ends[1]
+
+    run(tmp_path, body, switches=Switches(early_data=False))
+
+
+@pytest.mark.parametrize("service", [False, True], ids=["tunnel", "service"])
+def test_the_opening_limit_of_a_planned_attempt_covers_later_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: bool
+) -> None:
+    """Envoy's timers run from the beginning of the connection, however many attempts there are."""
+    limit_s = 100 * WAIT_S
+    steps, dials = Steps(monkeypatch), asyncio.Semaphore(0)
+    connecting = dial._connect_now
+
+    def slow(cluster: Any, address: Any, options: Any) -> tuple[socket.SocketType, bool]:
+        return connecting(cluster, address, options)[0], False
+
+    async def never(sock: socket.SocketType, address: tuple[str, int], timeout_s: float) -> None:
+        dials.release()
+        await asyncio.Event().wait()
+
+    async def body(harness: Harness) -> None:
+        async with application(b"hi ") as port:
+            more = {"max_connect_attempts": 2, "idle_timeout": f"{limit_s}s"}
+            await serve(harness, tmp_path, port, service=service, **more)
+            assert await ask(harness.port("l"), b"there") == b"hi there"
+            await idle(harness)
+            monkeypatch.setattr(dial, "_connect_now", slow)
+            monkeypatch.setattr(sockets, "finish_connect", never)
+            opened = await Open.to(harness.port("l"))
+            async with asyncio.timeout(WAIT_S):
+                await dials.acquire()
+                (waiting,) = [each for each in harness.proxy.connections if each.tunnels is None]
+                assert isinstance(waiting, PlannedConnection)
+                assert waiting._opening is not None
+                assert waiting._opening.began_s is not None
+                waiting._opening.began_s -= limit_s  # so much time has passed
+                refused = Event.STOP, "over"
+                harness.proxy.connections.hops.review(*refused, concerned=lambda hop: hop.info.method != "")
+                assert await opened.ended()
+            await opened.close()
+            await idle(harness)
+            lines = [each for each in written(harness) if each["details"] == "tcp_session_idle_timeout"]
+            assert lines
+            assert steps.begun[0] == 1
 
     run(tmp_path, body, switches=Switches(early_data=False))
