@@ -2,17 +2,21 @@
 
 import ast
 import asyncio
+import contextlib
+import hashlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from tests.generated import at_night, every_example
+from tests.apiserver.programs import cache
+from tests.generated import at_night
 from tests.handover.__main__ import shown
 from tests.handover.generations import run
 
@@ -20,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 #: A fifth of the engine's tests with three quarters of their time: rates and sizes, which both builds share. Only
 #: ``make nightly`` runs them compiled.
 LONG = ("test_work.py", "test_windows.py", "test_spin.py", "test_frame_pairs.py")
+#: How many builds the cache keeps: of a branch and of the one beside it, as commits and as nightly runs make them.
+KEPT = 4
 
 
 def compiled_modules() -> tuple[str, ...]:
@@ -44,7 +50,7 @@ def test_no_compiled_coroutine_waits_inside_try(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def compiled_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the engine and its tests, compiled."""
+    """A copy of the engine and its tests, compiled. Builds are kept in the user's cache by their sources."""
     if shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("needs a C compiler and Python's headers")
     tree = tmp_path_factory.mktemp("compiled")
@@ -54,14 +60,55 @@ def compiled_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     support = ("tests/conftest.py", "tests/generated.py", "tests/lanes.py", "tests/selection.py")
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", *support):
         shutil.copy(ROOT / name, tree / name)
-    run_in(tree, "setup.py", "-q", "build_ext", "--inplace")
+    built = cache().parent / "compiled" / build_key()
+    if built.exists():
+        built.touch()
+        shutil.copytree(built, tree, dirs_exist_ok=True)
+    else:
+        run_in(tree, "setup.py", "-q", "build_ext", "--inplace")
+        keep(tree, built)
     return tree
 
 
+def build_key() -> str:
+    """Return a digest of all that a build is made from: sources, locked packages, Python and C compiler."""
+    digest = hashlib.sha256(optimisation().encode())
+    inputs = ("setup.py", "pyproject.toml", "requirements/dev.lock")
+    for path in (*sorted((ROOT / "hbone").rglob("*.py")), *(ROOT / name for name in inputs)):
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(ROOT)} {len(text)} ".encode() + text)
+    digest.update(subprocess.run(["cc", "-v"], capture_output=True, check=True).stderr)
+    flags = (*sysconfig.get_config_vars("CC", "CFLAGS", "LDSHARED"), *map(os.environ.get, ("CC", "CFLAGS")))
+    digest.update(f"{sys.version} {flags}".encode())
+    return digest.hexdigest()[:16]
+
+
+def keep(tree: Path, built: Path) -> None:
+    """Copy the shared libraries of a tree to a folder of the cache, and delete those used longest ago."""
+    built.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=built.parent) as work:
+        for library in (tree / "hbone").rglob("*.so"):
+            copy = Path(work, "new", library.relative_to(tree))
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(library, copy)
+        with contextlib.suppress(OSError):  # another run was first
+            Path(work, "new").rename(built)
+    for old in sorted(built.parent.glob("*"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def optimisation() -> str:
+    """Return the C compiler's level. mypyc's part is the same at any; an optimised build takes a minute longer."""
+    return at_night("3", "0")
+
+
 def run_in(tree: Path, *command: str) -> None:
-    # mypyc's part is the same at any level; the C compiler takes a minute longer for the optimised build.
-    level = "3" if every_example() else "0"
-    env = {**os.environ, "ZTUNNEL_COMPILE": "1", "ZTUNNEL_COMPILE_LEVEL": level, "PYTHONPATH": str(tree)}
+    env = {
+        **os.environ,
+        "ZTUNNEL_COMPILE": "1",
+        "ZTUNNEL_COMPILE_LEVEL": optimisation(),
+        "PYTHONPATH": str(tree),
+    }
     done = subprocess.run([sys.executable, *command], cwd=tree, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
