@@ -221,16 +221,21 @@ def bootstrap(rules: list[Json], ports: list[int], application_port: int, folder
     return {"node": {"id": "n", "cluster": "c"}, "static_resources": static}
 
 
-def lets_in(client: Client, name: str, folder: Path, port: int) -> bool:
+def context_of(client: Client, name: str, folder: Path) -> ssl.SSLContext:
+    """Return a context for all connections of a client."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    if client.certificate:
+        context.load_cert_chain(folder / f"{name}.pem")
+    return context
+
+
+def lets_in(client: Client, context: ssl.SSLContext | None, port: int) -> bool:
     """Connect as a client; return whether the application's greeting arrives."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         plain = sock = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
-        if client.tls:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-            if client.certificate:
-                context.load_cert_chain(folder / f"{name}.pem")
+        if context is not None:
             sock = stack.enter_context(context.wrap_socket(plain, server_hostname=client.server_name))
         sock.sendall(b"?" * 32)  # an inspector waits for a whole record header
         return sock.recv(2) == b"in"
@@ -249,10 +254,14 @@ def verdicts(kind: str, rules: list[Json]) -> Iterator[list[dict[str, bool]]]:
         certificates = Certificates(running.folder)
         ports = [free_port() for _ in rules]
         running.start(bootstrap(rules, ports, application(_greet, stack), certificates.folder), ports)
+        contexts = {
+            name: context_of(client, name, certificates.folder) if client.tls else None
+            for name, client in CLIENTS.items()
+        }
         with ThreadPoolExecutor(8) as clients:
             results = [
                 {
-                    name: clients.submit(partial(lets_in, client, name, certificates.folder, port))
+                    name: clients.submit(partial(lets_in, client, contexts[name], port))
                     for name, client in CLIENTS.items()
                 }
                 for port in ports

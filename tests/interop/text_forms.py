@@ -78,6 +78,15 @@ def accepted_by_envoy(texts: Iterable[str]) -> list[bool]:
         return list(two.map(validate, enumerate(texts)))
 
 
+def accepted_together(forms: list[str]) -> bool:
+    """Return whether Envoy takes one bootstrap with all these clusters, so each of them."""
+    return accepted_by_envoy(["static_resources:\n  clusters:\n" + _items(forms)])[0]
+
+
+def _items(forms: list[str]) -> str:
+    return "".join(f"  - {cluster_of(form, f'app{number}')}\n" for number, form in enumerate(forms))
+
+
 def read_here(text: str) -> Bootstrap | None:
     """Return what our reader makes of a text in a file of YAML, ``None`` if it refuses it."""
     try:
@@ -90,13 +99,10 @@ def read_here(text: str) -> Bootstrap | None:
 def understood_by_envoy(forms: list[str]) -> list[Json]:
     """Return the clusters of accepted forms as a running Envoy shows them."""
     port = free_port()
-    clusters = [cluster_of(form, f"app{number}") for number, form in enumerate(forms)]
     admin = f"{{address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}}}"
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "bootstrap.yaml"
-        path.write_text(
-            f"admin: {admin}\nstatic_resources:\n  clusters:\n" + "".join(f"  - {each}\n" for each in clusters)
-        )
+        path.write_text(f"admin: {admin}\nstatic_resources:\n  clusters:\n" + _items(forms))
 
         def dump() -> list[Json]:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/config_dump") as answer:
