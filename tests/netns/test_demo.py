@@ -202,11 +202,11 @@ def _run(command: str, wanted: str, folder: Path, prefix: tuple[str, ...]) -> st
     ("mode", "moment", "number"),
     [
         ("node", "Setting the stage", signal.SIGINT),
-        ("inpod", "productpage looks up", signal.SIGTERM),
+        ("node", "Setting the stage", signal.SIGTERM),
         ("inpod", "the proxy of worker2 is replaced", signal.SIGINT),
         *at_night(
             [
-                ("node", "Setting the stage", signal.SIGTERM),
+                ("inpod", "productpage looks up", signal.SIGTERM),
                 ("node", "productpage calls the service", signal.SIGINT),
                 ("node", "productpage calls the service", signal.SIGTERM),
                 ("inpod", "productpage looks up", signal.SIGINT),
