@@ -183,6 +183,24 @@ def test_calico_policy_judges_a_tunnel_by_certificate_and_port(tmp_path: Path, l
     run(tmp_path, body, loop)
 
 
+def test_requests_of_a_client_in_the_mesh_are_judged_by_calico_policies(tmp_path: Path) -> None:
+    """Without Calico's policies such requests have a plan, and no coroutine that would judge them."""
+
+    async def body(made: CalicoCluster) -> None:
+        made.mesh.apply([workload("client", CLIENT, node=ELSEWHERE)])
+        connection = await tunnel_to_server(made)
+        try:
+            made.handed.apply(inbound(c.Rule(c.Action.DENY)))
+            for _ in range(2):
+                assert await refused(connection) == 401
+        finally:
+            connection.close()
+        assert made.wire.dialled == []
+        assert made.closed("destination") == {"DENY": 2}
+
+    run(tmp_path, body)
+
+
 def test_http_rule_allows_no_connection_and_is_logged(tmp_path: Path) -> None:
     async def body(made: CalicoCluster) -> None:
         made.handed.apply(inbound(c.Rule(c.Action.ALLOW, http=c.HttpMatch(methods=("GET",)))))
