@@ -1,7 +1,7 @@
 """The amount of work that tests do in each run, and with ``EXAMPLES=all``, which ``make nightly`` sets.
 
-Property tests generate a tenth of their examples, tests of large numbers use smaller ones, and some variants of
-expensive tests are left out.
+Property tests generate a tenth of their examples, tests of large numbers use smaller ones, some variants of
+expensive tests are left out, and forked commands end without clearing their modules (``tests/commands.py``).
 """
 
 import os

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -372,18 +373,22 @@ class AmbientMesh:
             **{key: value.replace("{node}", name) for key, value in self.env.items()},
             **env,
         }
-        replaced = prefix or program or self.resolv_conf is not None or "PYTHONOPTIMIZE" in environment
+        replaced = prefix or program or "PYTHONOPTIMIZE" in environment
+        forks = self.forks and not replaced
         command = [*prefix, *(program or (sys.executable, "-m", "ztunnel")), "proxy", "ztunnel"]
+        file = None
         if self.resolv_conf is not None:
             file = self.folder / "resolv.conf"
             file.write_text(self.resolv_conf(self))
+        if file is not None and not forks:
             mounted = 'mount --bind "$0" /etc/resolv.conf && exec "$@"'
             command = ["unshare", "--mount", "sh", "-c", mounted, str(file), *command]
         output = (self.folder / f"{place.name}.log").open("ab")
         with output:
             outputs = {"stdout": stdout or output, "stderr": output}
-            if self.forks and not replaced:
-                return place.popen(["proxy", "ztunnel"], start=Ztunnel, env=environment, **outputs)
+            if forks:
+                forked = partial(Ztunnel, resolv_conf=file)
+                return place.popen(["proxy", "ztunnel"], start=forked, env=environment, **outputs)
             return place.popen(command, env=environment, stdin=subprocess.DEVNULL, **outputs)
 
     def described(self, pod: Place) -> PodDescription:
