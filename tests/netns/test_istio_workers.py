@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.lab import Place, Worker
 from tests.generated import at_night
 from tests.netns.istio import HELLO, AmbientMesh, NodeProxy, ask, eventually, mesh_of, refused
 from tests.netns.test_istio_crl import publish, serial_of
@@ -57,14 +59,25 @@ def shares(mesh: AmbientMesh, proxy: NodeProxy, pod: str, port: int) -> list[int
     return sorted(place.run(lambda: [established(pid, port) for pid in workers_of(proxy)]))
 
 
+class WorkersOnOneNode(AmbientMesh):
+    """A mesh whose second node has a proxy without workers, for tests that only use it as the other end."""
+
+    def start_proxy(self, worker: Worker, place: Place | None = None, **more: Any) -> "subprocess.Popen[bytes]":
+        threads = {} if worker.place.name == "w1" else {"ZTUNNEL_WORKER_THREADS": "1"}
+        return super().start_proxy(worker, place, **{**threads, **more})
+
+
 @contextlib.asynccontextmanager
-async def running(tmp_path: Path, **env: str) -> AsyncIterator[AmbientMesh]:
+async def running(
+    tmp_path: Path, kind: type[AmbientMesh] = WorkersOnOneNode, **env: str
+) -> AsyncIterator[AmbientMesh]:
     async with (
-        mesh_of(NODES, tmp_path, env={**TWO, **env}) as mesh,
+        mesh_of(NODES, tmp_path, env={**TWO, **env}, kind=kind) as mesh,
         app(mesh.lab.pod("near")),
         app(mesh.lab.pod("far")),
     ):
-        for proxy in mesh.proxies.values():
+        for node in NODES if kind is AmbientMesh else ("w1",):
+            proxy = mesh.proxies[node]
             await eventually(lambda proxy=proxy: proxy.metric("ztunnel_workers") == 2, "both workers")
         yield mesh
 
@@ -75,7 +88,7 @@ async def many(stack: contextlib.AsyncExitStack, mesh: AmbientMesh, count: int, 
 
 def test_connections_are_spread_and_shown_once(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running(tmp_path) as mesh, contextlib.AsyncExitStack() as stack:
+        async with running(tmp_path, AmbientMesh) as mesh, contextlib.AsyncExitStack() as stack:
             proxy, far = mesh.proxies["w1"], mesh.proxies["w2"]
             assert len(workers_of(proxy)) == len(workers_of(far)) == 2
             assert proxy.metric("ztunnel_workers") == 2
@@ -115,7 +128,7 @@ def test_connections_are_spread_and_shown_once(tmp_path: Path) -> None:
 
 def test_a_policy_reaches_every_worker(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running(tmp_path) as mesh, contextlib.AsyncExitStack() as stack:
+        async with running(tmp_path, AmbientMesh) as mesh, contextlib.AsyncExitStack() as stack:
             proxy = mesh.proxies["w1"]
             near = await many(stack, mesh, 6, "client", "near")
             far = await many(stack, mesh, 2, "client", "far")
@@ -142,7 +155,7 @@ def test_renewed_certificates_reach_every_worker(tmp_path: Path) -> None:
     async def main() -> None:
         # The embedded authority issues certificates with the requested lifetime. They are renewed after half of
         # it.
-        async with running(tmp_path, SECRET_TTL="6s") as mesh, contextlib.AsyncExitStack() as stack:
+        async with running(tmp_path, AmbientMesh, SECRET_TTL="6s") as mesh, contextlib.AsyncExitStack() as stack:
             first = await serial_of(mesh, "client")
             before = await many(stack, mesh, 4, "client", "far")
 
@@ -165,7 +178,7 @@ def test_renewed_certificates_reach_every_worker(tmp_path: Path) -> None:
 
 def test_revocation_reaches_every_worker(tmp_path: Path) -> None:
     async def main() -> None:
-        async with running(tmp_path, CRL_PATH=str(tmp_path / "crl.pem")) as mesh:
+        async with running(tmp_path, AmbientMesh, CRL_PATH=str(tmp_path / "crl.pem")) as mesh:
             async with contextlib.AsyncExitStack() as stack:
                 near = await many(stack, mesh, 4, "client", "near")
                 far = await many(stack, mesh, 4, "client", "far")
