@@ -181,14 +181,7 @@ class PlannedRequest(LiveRequest):
                 self._server.broken(self.info, error)
         else:
             return
-        # The request is over.
-        self._opened = None
-        try:
-            if upstream is not None:
-                upstream.close()
-        finally:
-            self.close()
-            self._request.over()
+        self._end()
 
     def _accept(self, upstream: ClusterUpstream) -> None:
         """Answer 200, and relay.
@@ -211,18 +204,21 @@ class PlannedRequest(LiveRequest):
         if cancelled:
             self._server.gave_up(self._request, self, self.manager)
 
+    def _end(self) -> None:
+        upstream, self._opened = self._opened, None
+        try:
+            if upstream is not None:
+                upstream.close()
+        finally:
+            self.close()
+            self._request.over()
+
     def on_bug(self, error: Exception) -> None:
         """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
         if self.state is State.CLOSED:
             return
-        upstream, self._opened = self._opened, None
         try:
-            if self._tunnel is not None and upstream is not None:
-                self._server.relayed(self, self.manager, self._tunnel, upstream, self._timers, None)
+            if self._tunnel is not None and self._opened is not None:
+                self._server.relayed(self, self.manager, self._tunnel, self._opened, self._timers, None)
         finally:
-            try:
-                if upstream is not None:
-                    upstream.close()
-            finally:
-                self.close()
-                self._request.over()
+            self._end()

@@ -330,8 +330,16 @@ class TunnelServer(TunnelRequests):
         plan = served.plan(head)
         info = self._info(served, request, plan)
         return PlannedRequest.begin(
-            *(self, connections.hops, info, connection.owner, self._clock, served.chain),
-            *(connections.account, served.carried, plan, request),
+            self,
+            connections.hops,
+            info,
+            connection.owner,
+            self._clock,
+            served.chain,
+            connections.account,
+            served.carried,
+            plan,
+            request,
         )
 
     async def _request(self, served: Served, request: Request) -> None:

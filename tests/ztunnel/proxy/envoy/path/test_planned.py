@@ -163,12 +163,8 @@ def test_steps_leave_the_lines_and_counters_of_coroutines(
     run(tmp_path, body, switches=Switches(early_data=False))
 
 
-@pytest.mark.parametrize("service", [False, True], ids=["tunnel", "service"])
-@pytest.mark.parametrize("end", ["policy", "stop", "refused"])
-def test_steps_and_coroutines_end_alike_while_the_answer_is_awaited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, service: bool
-) -> None:
-    steps, dials = Steps(monkeypatch), asyncio.Semaphore(0)
+def never_connects(monkeypatch: pytest.MonkeyPatch, dials: asyncio.Semaphore) -> None:
+    """Have every dial of an application wait from now on, and count in ``dials``."""
     connecting = dial._connect_now
 
     def slow(cluster: Any, address: Any, options: Any) -> tuple[socket.SocketType, bool]:
@@ -178,9 +174,20 @@ def test_steps_and_coroutines_end_alike_while_the_answer_is_awaited(
         dials.release()
         await asyncio.Event().wait()
 
+    monkeypatch.setattr(dial, "_connect_now", slow)
+    monkeypatch.setattr(sockets, "finish_connect", never)
+
+
+@pytest.mark.parametrize("service", [False, True], ids=["tunnel", "service"])
+@pytest.mark.parametrize("end", ["policy", "stop", "refused"])
+def test_steps_and_coroutines_end_alike_while_the_answer_is_awaited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, service: bool
+) -> None:
+    steps, dials = Steps(monkeypatch), asyncio.Semaphore(0)
+
     async def work(harness: Harness) -> tuple[bool, str]:
         opened = await Open.to(harness.port("l"))
-        await asyncio.wait_for(dials.acquire(), 10)
+        await asyncio.wait_for(dials.acquire(), WAIT_S)
         (waiting,) = [each for each in harness.proxy.connections if each.tunnels is None]
         assert isinstance(waiting, PlannedConnection) == steps.planned
         if end == "refused":
@@ -200,8 +207,7 @@ def test_steps_and_coroutines_end_alike_while_the_answer_is_awaited(
             await serve(harness, tmp_path, port, service=service)
             assert await ask(harness.port("l"), b"there") == b"hi there"
             await idle(harness)
-            monkeypatch.setattr(dial, "_connect_now", slow)
-            monkeypatch.setattr(sockets, "finish_connect", never)
+            never_connects(monkeypatch, dials)
             ends = []
             for planned in (True, False):
                 steps.planned = planned
@@ -218,14 +224,6 @@ def test_the_opening_limit_of_a_planned_attempt_covers_later_attempts(
     """Envoy's timers run from the beginning of the connection, however many attempts there are."""
     limit_s = 100 * WAIT_S
     steps, dials = Steps(monkeypatch), asyncio.Semaphore(0)
-    connecting = dial._connect_now
-
-    def slow(cluster: Any, address: Any, options: Any) -> tuple[socket.SocketType, bool]:
-        return connecting(cluster, address, options)[0], False
-
-    async def never(sock: socket.SocketType, address: tuple[str, int], timeout_s: float) -> None:
-        dials.release()
-        await asyncio.Event().wait()
 
     async def body(harness: Harness) -> None:
         async with application(b"hi ") as port:
@@ -233,8 +231,7 @@ def test_the_opening_limit_of_a_planned_attempt_covers_later_attempts(
             await serve(harness, tmp_path, port, service=service, **more)
             assert await ask(harness.port("l"), b"there") == b"hi there"
             await idle(harness)
-            monkeypatch.setattr(dial, "_connect_now", slow)
-            monkeypatch.setattr(sockets, "finish_connect", never)
+            never_connects(monkeypatch, dials)
             opened = await Open.to(harness.port("l"))
             async with asyncio.timeout(WAIT_S):
                 await dials.acquire()
