@@ -235,7 +235,7 @@ class TlsSession(TlsStream):
                 self._send_half_rtt_data()
             result = _lib.SSL_do_handshake(self._ssl)
             if result != 1:
-                # Not do_handshake(), which raises an error also for a handshake that goes on.
+                # do_handshake() would raise an error for an unfinished handshake, too.
                 if _lib.SSL_get_error(self._ssl, result) == _lib.SSL_ERROR_WANT_READ:
                     return False
                 self._connection._raise_ssl_error(self._ssl, result)

@@ -21,7 +21,7 @@ from ztunnel.proxy.envoy.listeners.table import ListenerTable
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
 from ztunnel.runtime.clock import Clock
 
-#: The largest number of plans of a process.
+#: The largest number of plans in a process.
 _MOST: Final = 16384
 #: The accepting listener, the client's host, the socket's own name, and the address that the client dialled.
 Key = tuple[LiveListener, str, tuple[str, int], tuple[str, int]]

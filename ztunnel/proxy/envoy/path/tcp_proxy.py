@@ -88,7 +88,7 @@ class TcpProxies:
         if limit == math.inf:
             upstream = await self.connector.open(connection, proxy, first, begun)
         else:
-            # The attempt that was begun has used a part of it.
+            # An attempt that began before this coroutine has used part of the limit.
             deadline = Deadline(self._poller, limit, begun.began_s if begun is not None else None)
             try:
                 with deadline:
