@@ -102,14 +102,11 @@ class Connection(ConnectionTunnels):
         requests: RequestSink | None = None,
         on_established: Callable[[Connection], None] | None = None,
         moved: MovedConnection | None = None,
-        begun: TlsSession | None = None,
     ) -> None:
         engine = Engine(role, settings.http2, poller) if moved is None else moved.engine
         tls: TlsStream | None = None
         if moved is not None:
             tls = moved.tls
-        elif begun is not None:
-            tls = begun
         elif tls_context is not None:
             # The announcement of early data must reach the client before its first CONNECT. So our SETTINGS leave
             # with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They reveal no other information to an
@@ -652,25 +649,13 @@ class Connection(ConnectionTunnels):
 
 
 async def connect(
-    sock: socket.SocketType,
-    tls_context: TlsContext | None,
-    settings: ConnectionSettings,
-    poller: Poller,
-    *,
-    begun: TlsSession | None = None,
+    sock: socket.SocketType, tls_context: TlsContext | None, settings: ConnectionSettings, poller: Poller
 ) -> Connection:
     """Client: TLS and HTTP/2 over a connected, non-blocking socket, which belongs to the result from now on.
-
-    Args:
-        sock: the socket.
-        tls_context: None: cleartext HTTP/2 with prior knowledge.
-        settings: times and windows.
-        poller: this loop's poller.
-        begun: a session of ``tls_context`` whose ClientHello is made and not yet sent.
 
     Raises:
         TlsError, PeerSilent, ConnectionBroken: see :meth:`Connection.establish`; the socket is closed then.
     """
-    connection = Connection(Role.CLIENT, sock, tls_context, settings, poller, begun=begun)
+    connection = Connection(Role.CLIENT, sock, tls_context, settings, poller)
     await connection.establish()
     return connection

@@ -10,7 +10,7 @@ import errno
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -268,7 +268,6 @@ async def connect(
     keepalive: Keepalive | None = None,
     nodelay: bool = True,
     socket_options: Iterable[SocketOption] = (),
-    meanwhile: Callable[[], object] | None = None,
 ) -> socket.socket:
     """Connect by TCP and return the non-blocking socket; the caller closes it.
 
@@ -283,7 +282,6 @@ async def connect(
         keepalive: TCP keepalive, off if None.
         nodelay: TCP_NODELAY.
         socket_options: further (level, name, value), set before bind.
-        meanwhile: called when the SYN has left and its answer has not arrived at once.
 
     Raises:
         ConnectTimedOut: no answer within ``timeout_s``.
@@ -302,8 +300,6 @@ async def connect(
                 port = _foreign_port() if tries else 0
                 _appear_as(sock, family, source, port, shown, foreign=not own_source)
             if not _connects_at_once(sock, shown):
-                if meanwhile is not None:
-                    meanwhile()
                 await _connected(sock, shown, timeout_s)
         except BaseException as error:
             sock.close()

@@ -9,7 +9,6 @@ from typing import Generic, NamedTuple, TypeVar
 from hbone.aio.connection import Connection, connect
 from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.poller import Poller
-from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
 from xds.model.address import SocketAddress
 
@@ -38,7 +37,7 @@ class PoolKey(NamedTuple, Generic[CredentialsT, OptionsT]):
 
 async def dial_connection(
     context_for: Callable[[], TlsContext | None],
-    open_socket: Callable[[Callable[[], None]], Awaitable[socket.SocketType]],
+    open_socket: Callable[[], Awaitable[socket.SocketType]],
     settings: ConnectionSettings,
     poller: Poller,
     finished: Callable[[float, bool], object],
@@ -47,8 +46,7 @@ async def dial_connection(
 
     Args:
         context_for: makes the TLS context, or ``None`` for cleartext.
-        open_socket: connects by TCP. This call becomes the socket's owner. While the peer's answer is still to
-            come, ``open_socket`` calls its argument, which makes the ClientHello.
+        open_socket: connects by TCP. This call becomes the socket's owner.
         settings: the connection's settings.
         poller: this loop's poller.
         finished: called with the seconds of the TLS handshake, and whether it succeeded.
@@ -60,19 +58,11 @@ async def dial_connection(
     # The context is created first, because this can fail (OpenSSL refuses a key), and there is no socket to leak
     # yet.
     context = context_for()
-    session: TlsSession | None = None
-
-    def begin() -> None:
-        nonlocal session
-        if context is not None and session is None:
-            session = TlsSession(context)
-            session.handshake()
-
-    sock = await open_socket(begin)
+    sock = await open_socket()
     began_s = poller.loop.time()
     connection: Connection | None = None
     try:
-        connection = await connect(sock, context, settings, poller, begun=session)
+        connection = await connect(sock, context, settings, poller)
     finally:
         if context is not None:
             seconds = poller.loop.time() - began_s

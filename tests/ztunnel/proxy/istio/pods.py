@@ -247,15 +247,8 @@ class WiredSockets(PodSockets):
         self.accepted = dict(accepted)
 
     async def connect(
-        self,
-        address: SocketAddress,
-        *,
-        source: str | None = None,
-        keepalive: bool = True,
-        meanwhile: Callable[[], object] | None = None,
+        self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True
     ) -> socket.socket:
-        if meanwhile is not None and address in self._wire.gates:
-            meanwhile()
         return await self._wire.connect(address, self.host, source)
 
     def dial_now(self, address: SocketAddress, *, source: str | None = None) -> Coroutine[Any, Any, PlainSocket]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeAlias
 
 from hbone.aio.end import End
@@ -190,17 +190,11 @@ class Dialler:
             raise failure_of(cluster, error) from error
 
     async def connect(
-        self,
-        cluster: LiveCluster,
-        address: SocketAddress | PipeAddress,
-        options: UpstreamOptions,
-        *,
-        meanwhile: Callable[[], object] | None = None,
+        self, cluster: LiveCluster, address: SocketAddress | PipeAddress, options: UpstreamOptions
     ) -> socket.socket:
         """Connect a socket, and send the first bytes of ``options``.
 
-        A TCP socket has the cluster's socket options, and the client's address if ``options`` contain it. For
-        ``meanwhile`` see :func:`tproxy.aio.sockets.connect`.
+        A TCP socket has the cluster's socket options, and the client's address if ``options`` contain it.
 
         Raises:
             TproxyError: refused, unreachable, not within the cluster's connect timeout, reset by the peer.
@@ -209,7 +203,7 @@ class Dialler:
         if isinstance(address, PipeAddress):
             sock = await self._connect_pipe(cluster, address.path)
         else:
-            sock = await self._connect_tcp(cluster, address, options, meanwhile)
+            sock = await self._connect_tcp(cluster, address, options)
         if options.first_bytes:
             await self.send_first(sock, options.first_bytes)
         return sock
@@ -245,11 +239,7 @@ class Dialler:
         return sock
 
     async def _connect_tcp(
-        self,
-        cluster: LiveCluster,
-        address: SocketAddress,
-        options: UpstreamOptions,
-        meanwhile: Callable[[], object] | None,
+        self, cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
     ) -> socket.socket:
         source, own = _source_of(cluster, address, options)
         return await sockets.connect(
@@ -259,7 +249,6 @@ class Dialler:
             mark=options.mark or None,
             timeout_s=cluster.model.connect_timeout_s,
             keepalive=_keepalive_of(cluster),
-            meanwhile=meanwhile,
         )
 
 

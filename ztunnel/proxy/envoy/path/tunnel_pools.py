@@ -115,7 +115,7 @@ class TunnelPools:
             async with asyncio.timeout(cluster.model.connect_timeout_s):
                 connection = await dial_connection(
                     lambda: context.current if context is not None else None,
-                    lambda begin: self._dialler.connect(cluster, key.address, key.options, meanwhile=begin),
+                    lambda: self._dialler.connect(cluster, key.address, key.options),
                     settings,
                     self._poller,
                     partial(self._times.shook_hands, "client"),

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import logging
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -298,12 +298,7 @@ class PodSockets:
             sockets.set_keepalive(sock, self._keepalive)
 
     async def connect(
-        self,
-        address: SocketAddress,
-        *,
-        source: str | None = None,
-        keepalive: bool = True,
-        meanwhile: Callable[[], object] | None = None,
+        self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True
     ) -> socket.SocketType:
         """Connect by TCP from the pod. The caller closes the socket.
 
@@ -311,7 +306,6 @@ class PodSockets:
             address: the address to connect to.
             source: the source address to connect from, if it is not the pod's own.
             keepalive: set the node's keepalive.
-            meanwhile: see :func:`tproxy.aio.sockets.connect`.
 
         Raises:
             TproxyError: the address refused, is unreachable, or did not answer within the time limit.
@@ -327,5 +321,4 @@ class PodSockets:
             netns=self._netns,
             keepalive=self._keepalive if keepalive else None,
             socket_options=self._options,
-            meanwhile=meanwhile,
         )

@@ -122,7 +122,7 @@ async def _dial_key(
     try:
         connection = await dial_connection(
             lambda: key.credentials.client_context(key.options),
-            lambda begin: sockets.connect(key.address, meanwhile=begin),
+            lambda: sockets.connect(key.address),
             settings,
             node.poller,
             partial(node.metrics.shook_hands, "client"),
