@@ -143,7 +143,7 @@ bench-pushes: $(STAMP) ## 5,000 pushes a second, SotW and delta: no stream lost;
 	$(PY) -m bench.pushes
 	$(PY) -m bench.changes
 
-compiled: $(STAMP) ## compile the tunnel engine in place with mypyc; needs a C compiler and Python's headers
+compiled: $(STAMP) ## compile the tunnel engine and the steps of a connection in place with mypyc; needs a C compiler and Python's headers
 	ZTUNNEL_COMPILE=1 $(PY) setup.py -q build_ext --inplace
 	@$(PY) -c 'import hbone; print(hbone.build())'
 

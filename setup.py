@@ -1,10 +1,11 @@
-"""Pure Python, unless ``ZTUNNEL_COMPILE=1`` has mypyc compile the tunnel engine from the same source.
+"""Pure Python, unless ``ZTUNNEL_COMPILE=1`` has mypyc compile the tunnel engine, and the steps of a connection in
+an Istio mesh, from the same source.
 
 ``ZTUNNEL_COMPILE=1 pip wheel --no-build-isolation .`` makes a wheel, ``make compiled`` builds in place. The C
 compiler optimises at level 3, unless ``ZTUNNEL_COMPILE_LEVEL`` has another: 0, without symbols and the warnings of
 ``-Wall``, is built fastest.
 The modules that run per chunk and per tunnel are compiled. They must not wait inside ``try``
-(``hbone/aio/waits.py`` has the reason), and contain no classes that other modules subclass by name.
+(``hbone/aio/waits.py`` has the reason). A class that other modules subclass is declared so (``hbone/native.py``).
 """
 
 import os
@@ -48,6 +49,25 @@ COMPILED = (
     "hbone/aio/splice.py",
     "hbone/aio/tls_socket.py",
     "hbone/aio/tunnel.py",
+    "hbone/aio/pool_connections.py",
+    "hbone/aio/requests.py",
+    "tproxy/aio/socket_calls.py",
+    "ztunnel/proxy/dataplane/live_table.py",
+    "ztunnel/proxy/flows/ring.py",
+    "ztunnel/proxy/istio/accounting/access_record.py",
+    "ztunnel/proxy/istio/accounting/log_fields.py",
+    "ztunnel/proxy/istio/accounting/traffic_series.py",
+    "ztunnel/proxy/istio/path/planned.py",
+    "ztunnel/proxy/istio/path/planned_request.py",
+    "ztunnel/proxy/istio/path/plans.py",
+    "ztunnel/proxy/istio/path/pod_connection.py",
+    "ztunnel/proxy/istio/path/pod_dials.py",
+    "ztunnel/proxy/istio/path/request_plans.py",
+    "ztunnel/proxy/istio/path/socket_stock.py",
+    "ztunnel/runtime/accepting.py",
+    "ztunnel/runtime/descriptors.py",
+    "ztunnel/runtime/durations.py",
+    "ztunnel/runtime/line_queue.py",
 )
 
 

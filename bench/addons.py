@@ -23,7 +23,7 @@ from ztunnel.proxy.istio.accounting.access_record import Direction
 from ztunnel.proxy.istio.accounting.access_record import Record as Account
 from ztunnel.proxy.istio.accounting.workload_labels import labels_of
 from ztunnel.proxy.istio.path.addons import PodAddons
-from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 
 
 def _workload(name: str, host: str) -> Workload:

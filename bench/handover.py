@@ -26,7 +26,8 @@ from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.handover import Frozen, UnitState, resumed
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, relay
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.requests import Request
+from hbone.aio.server import serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.settings import Role
 from hbone.tls_context import TlsContext

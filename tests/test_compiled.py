@@ -1,4 +1,8 @@
-"""The compiled build: same source, same tests; and the rule that keeps mypyc's mistake with coroutines away."""
+"""The compiled build: same source, same tests; and the rule that keeps mypyc's mistake with coroutines away.
+
+Compiled code does not look up names of its own modules, and the attributes of its classes cannot be replaced. So
+tests that replace them run against the pure build only.
+"""
 
 import ast
 import asyncio
@@ -26,6 +30,30 @@ ROOT = Path(__file__).parents[1]
 LONG = ("test_work.py", "test_windows.py", "test_spin.py", "test_frame_pairs.py")
 #: How many builds the cache keeps: of a branch and of the one beside it, as commits and as nightly runs make them.
 KEPT = 4
+PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist")
+#: The packages with compiled modules, and those that they import.
+PACKAGES = ("hbone", "tproxy", "xds", "ztunnel")
+#: Tests of the steps that carry a connection in an Istio mesh, and of what they are made of, without those that
+#: replace parts of compiled modules.
+STEPS = (
+    "tests/life/test_istio_walk.py",
+    "tests/ztunnel/proxy/dataplane/test_live_table.py",
+    "tests/ztunnel/proxy/flows/test_ring.py",
+    "tests/ztunnel/proxy/istio/accounting/test_access_record.py",
+    "tests/ztunnel/proxy/istio/accounting/test_flows.py",
+    "tests/ztunnel/proxy/istio/path/test_inbound.py",
+    "tests/ztunnel/proxy/istio/path/test_outbound.py",
+    "tests/ztunnel/proxy/istio/path/test_planned.py",
+    "--deselect=tests/ztunnel/proxy/istio/path/test_planned.py::test_error_in_a_step_ends_only_its_connection",
+    "--deselect=tests/ztunnel/proxy/istio/path/test_planned.py::test_error_at_the_start_leaves_no_connection",
+    "tests/ztunnel/proxy/istio/path/test_plans.py",
+    "--deselect=tests/ztunnel/proxy/istio/path/test_plans.py::test_the_number_of_plans_is_bounded",
+    "tests/ztunnel/proxy/istio/path/test_pod_sockets.py",
+    "tests/ztunnel/proxy/istio/path/test_request_plans.py",
+    "tests/ztunnel/runtime/test_accepting.py",
+    "tests/ztunnel/runtime/test_descriptors.py",
+    "tests/ztunnel/runtime/test_durations.py",
+)
 
 
 def compiled_modules() -> tuple[str, ...]:
@@ -50,15 +78,14 @@ def test_no_compiled_coroutine_waits_inside_try(path: str) -> None:
 
 @pytest.fixture(scope="module")
 def compiled_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the engine and its tests, compiled. Builds are kept in the user's cache by their sources."""
+    """A copy of the packages and their tests, compiled. Builds are kept in the user's cache by their sources."""
     if shutil.which("cc") is None or not Path(sysconfig.get_path("include"), "Python.h").exists():
         pytest.skip("needs a C compiler and Python's headers")
     tree = tmp_path_factory.mktemp("compiled")
-    for name in ("hbone", "tests/hbone", "docs"):
+    for name in (*PACKAGES, "tests", "docs"):
         ignore = shutil.ignore_patterns("__pycache__", "*.so")
         shutil.copytree(ROOT / name, tree / name, ignore=ignore)
-    support = ("tests/conftest.py", "tests/generated.py", "tests/lanes.py", "tests/selection.py")
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", *support):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
     built = cache().parent / "compiled" / build_key()
     if built.exists():
@@ -74,7 +101,8 @@ def build_key() -> str:
     """Return a digest of all that a build is made from: sources, locked packages, Python and C compiler."""
     digest = hashlib.sha256(optimisation().encode())
     inputs = ("setup.py", "pyproject.toml", "requirements/dev.lock")
-    for path in (*sorted((ROOT / "hbone").rglob("*.py")), *(ROOT / name for name in inputs)):
+    sources = (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")))
+    for path in (*sources, *(ROOT / name for name in inputs)):
         text = path.read_bytes()
         digest.update(f"{path.relative_to(ROOT)} {len(text)} ".encode() + text)
     digest.update(subprocess.run(["cc", "-v"], capture_output=True, check=True).stderr)
@@ -87,7 +115,7 @@ def keep(tree: Path, built: Path) -> None:
     """Copy the shared libraries of a tree to a folder of the cache, and delete those used longest ago."""
     built.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=built.parent) as work:
-        for library in (tree / "hbone").rglob("*.so"):
+        for library in (each for package in PACKAGES for each in (tree / package).rglob("*.so")):
             copy = Path(work, "new", library.relative_to(tree))
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(library, copy)
@@ -118,10 +146,17 @@ def run_in(tree: Path, *command: str) -> None:
 def test_the_engines_own_tests_pass_compiled(compiled_tree: Path) -> None:
     run_in(compiled_tree, "-c", "import hbone; assert hbone.build() == 'compiled'")
     left_out = [f"--ignore-glob=*/{name}" for name in at_night((), LONG)]
-    plain = ("-p", "no:cacheprovider", "-p", "no:xdist")
-    run_in(compiled_tree, "-m", "pytest", "-q", *plain, *left_out, "tests/hbone")
+    run_in(compiled_tree, "-m", "pytest", "-q", *PLAIN, *left_out, "tests/hbone")
     # Files beside the packages are not part of an editable install.
     assert list(compiled_tree.glob("*.so")) == []
+
+
+@pytest.mark.compiled
+@pytest.mark.timeout(1200)
+def test_the_tests_of_the_steps_pass_compiled(compiled_tree: Path) -> None:
+    module = "ztunnel.proxy.istio.path.planned"
+    run_in(compiled_tree, "-c", f"import {module} as module; assert module.__file__.endswith('.so')")
+    run_in(compiled_tree, "-m", "pytest", "-q", *PLAIN, *STEPS)
 
 
 @pytest.mark.compiled

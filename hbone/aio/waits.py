@@ -8,7 +8,7 @@ with the exception of another coroutine. So waits inside ``try`` are in this mod
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol, TypeVar
 
 from hbone.errors import PeerSilent, TunnelClosed
@@ -71,3 +71,20 @@ async def relay_end(relay: Abortable, done: asyncio.Future[T]) -> T:
     except asyncio.CancelledError:
         relay.abort("cancelled")
         raise
+
+
+async def handled(
+    handler: Callable[[], Awaitable[None]], failed: Callable[[Exception], None], over: Callable[[], None]
+) -> None:
+    """Run ``handler`` to its end, pass its error to ``failed``, and call ``over`` in any case.
+
+    A cancellation ends here: only the owner of the request cancels it, and does not wait for the CancelledError.
+    """
+    try:
+        await handler()
+    except asyncio.CancelledError:
+        pass
+    except Exception as error:  # noqa: BLE001  the owner logs it
+        failed(error)
+    finally:
+        over()

@@ -26,7 +26,8 @@ from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.requests import Request
+from hbone.aio.server import serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError
 from hbone.limits import Limits

@@ -18,7 +18,7 @@ import pytest
 
 from hbone.aio.connection import Connection, connect
 from hbone.aio.connection_settings import default_client
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.errors import HboneError
 from tests.life.copying import both_ways
 from tests.life.outcome import Outcome, expected

@@ -42,7 +42,7 @@ from ztunnel.policy.engine import holds
 from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.path.authorizer import POLICY_GRACE_S
-from ztunnel.proxy.istio.path.connections import Carrier, PodConnection
+from ztunnel.proxy.istio.path.pod_connection import Carrier, PodConnection
 
 FAR = workload("far", OTHER, node=ELSEWHERE)
 ONE, TWO = certificate(identity("one")), certificate(identity("two"))

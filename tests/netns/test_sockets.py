@@ -210,7 +210,7 @@ def test_a_port_that_is_taken_is_passed_over(lab: Lab, monkeypatch: pytest.Monke
     async def main() -> None:
         place, source = lab.pod("client"), "127.0.0.9"
         offered: list[int] = []
-        monkeypatch.setattr(sockets, "_foreign_port", lambda: offered.pop(0))
+        monkeypatch.setattr(sockets, "foreign_port", lambda: offered.pop(0))
 
         async def port(to: int, *ports: int) -> int:
             offered[:] = ports

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from hbone.aio.poller import READABLE, Poller
-from tproxy.aio import sockets
+from tproxy.aio import socket_calls, sockets
 from xds.model.address import SocketAddress
 
 log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class ListeningSocket:
                 self._pause()
                 return False
             try:
-                client, peer = sockets.accept(self.sock, self._family)
+                client, peer = socket_calls.accept(self.sock, self._family)
             except BlockingIOError:
                 return False
             except OSError as error:

@@ -16,7 +16,8 @@ from hbone.aio.connection import Connection, connect
 from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.requests import Request
+from hbone.aio.server import serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
 from hbone.aio.tunnel import Tunnel

@@ -18,7 +18,8 @@ from hbone.aio.connection import connect
 from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.fiber import Fiber
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.requests import Request
+from hbone.aio.server import serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, ErrorCode, LocalProtocolError, TunnelBroken

@@ -13,7 +13,8 @@ from hbone.aio.connection import Connection, connect
 from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.requests import Request
+from hbone.aio.server import serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.errors import ConnectionBroken, ErrorCode, PeerSilent, TunnelBroken, TunnelClosed
 from hbone.settings import client_settings

@@ -16,7 +16,7 @@ from hbone.aio.connection_settings import default_client
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, ErrorCode, TunnelBroken

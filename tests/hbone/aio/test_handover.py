@@ -17,7 +17,7 @@ from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.handover import Frozen, Resumed, UnitState, Unmovable, resumed
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, relay
-from hbone.aio.server import Requests
+from hbone.aio.requests import Requests
 from hbone.aio.socket import PlainSocket
 from hbone.errors import TlsError
 from tests.hbone.aio.harness import CONNECT, LOOPS, App, Pair, connected, polling, run, tcp_pair, until

@@ -19,7 +19,7 @@ from hbone import frames
 from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.end import End
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.aio.socket import PlainSocket
 from hbone.errors import ErrorCode, TunnelBroken
 from hbone.settings import Http2Settings

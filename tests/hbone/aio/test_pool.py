@@ -17,7 +17,8 @@ from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.requests import Request
+from hbone.aio.server import serve_connection
 from hbone.errors import ConnectionBroken, ConnectRefused, PoolClosed, TlsError, TunnelBroken
 from hbone.pool import PoolSettings
 from hbone.settings import Http2Settings, Role

@@ -9,7 +9,7 @@ import pytest
 from hbone import frames
 from hbone.aio.end import End
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.aio.socket import PlainSocket
 from hbone.errors import ErrorCode
 from tests.hbone.aio.harness import LOOPS, App, ends, polling, raw_client, request_frame, run, tcp_pair

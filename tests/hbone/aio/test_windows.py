@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.aio.socket import PlainSocket
 from tests.generated import at_night
 from tests.hbone.aio.harness import CONNECT, LOOPS, App, connected, polling, run, tcp_pair, until

@@ -22,6 +22,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
+from hbone.native import mypyc_attr
 from ztunnel.proxy.dataplane.life_table import ALLOWED, TABLE, Action, Event, State, Verdict
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,15 @@ LifeT = TypeVar("LifeT", bound="Life")
 SLICE: Final = 128
 #: The reason for ending a connection if judging it raised an unexpected error: fail closed.
 UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
+#: Compiled code reads these constants without a look-up.
+_ACCEPTED: Final = State.ACCEPTED
+_CLOSED: Final = State.CLOSED
+_DRAINING: Final = State.DRAINING
+_JOINED: Final = State.JOINED
+_OPEN: Final = State.OPEN
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Life:
     """One connection's entry in a :class:`LiveTable`, registered from construction until :meth:`close`.
 
@@ -54,7 +62,7 @@ class Life:
     __slots__ = ("_abort", "_finish", "_group", "_leave", "_owned", "leaving", "reason", "state")
 
     def __init__(self, group: Lives[Any], abort: Abort | None = None) -> None:
-        self.state = State.ACCEPTED
+        self.state = _ACCEPTED
         self.reason = ""
         self.leaving = False
         self._abort = abort
@@ -91,7 +99,7 @@ class Life:
         self,
         abort: Abort,
         *,
-        state: State = State.OPEN,
+        state: State = _OPEN,
         leave: Callable[[], object] | None = None,
         finish: Abort | None = None,
     ) -> None:
@@ -105,7 +113,7 @@ class Life:
             leave: asks the peer to end gracefully. ``None`` if the protocol cannot.
             finish: ends it gracefully. ``None``: same as ``abort``.
         """
-        self.state = State.DRAINING if self.leaving else state
+        self.state = _DRAINING if self.leaving else state
         self._finish, self._leave = finish, leave
         if self.leaving and leave is not None:
             leave()
@@ -118,14 +126,14 @@ class Life:
         if self.leaving:
             return
         self.leaving = True
-        if self.state is State.OPEN or self.state is State.JOINED:
-            self.state = State.DRAINING
+        if self.state is _OPEN or self.state is _JOINED:
+            self.state = _DRAINING
         if self._leave is not None:
             self._leave()
 
     def end(self, reason: str) -> None:
         """End the connection at once. The first reason is kept, and later calls have no effect."""
-        if self.reason or self.state is State.CLOSED:
+        if self.reason or self.state is _CLOSED:
             return
         self.reason = reason
         if self._abort is not None:
@@ -139,9 +147,9 @@ class Life:
 
     def close(self) -> None:
         """Release all owned resources and unregister this life. Idempotent."""
-        if self.state is State.CLOSED:
+        if self.state is _CLOSED:
             return
-        self.state = State.CLOSED
+        self.state = _CLOSED
         self._abort = self._finish = self._leave = None
         owned, self._owned = self._owned, None
         group, self._group = self._group, None
@@ -158,6 +166,7 @@ def cancels_current_task(poller: Poller) -> Abort:
     return current(poller).cancel
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Lives(Generic[LifeT]):
     """A group of lives, in the order of registration.
 

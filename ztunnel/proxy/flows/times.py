@@ -17,6 +17,20 @@ REPORTERS: Final = ("source", "destination")
 RESULTS: Final = ("ok", "failed")
 
 
+class PathTimes(NamedTuple):
+    """The duration histograms of a label set's connections.
+
+    Attributes:
+        length: from accept to end.
+        connected: from accept to the far side's answer. None for destinations.
+        failed: from accept to the failure. None for destinations.
+    """
+
+    length: Durations
+    connected: Durations | None
+    failed: Durations | None
+
+
 class Family(NamedTuple):
     """A family of histograms: the attribute of :class:`ConnectionTimes`, name, help and labels."""
 

@@ -14,7 +14,8 @@ from hbone.aio.connection import Connection
 from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request, serve_connection
+from hbone.aio.requests import Request
+from hbone.aio.server import serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.settings import Http2Settings
 from tests.hbone.aio.harness import tcp_pair

@@ -1,6 +1,6 @@
 """What tests of connections from a pod share: addresses, and the workloads behind them."""
 
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from tests.ztunnel.proxy.istio.pods import CLIENT, ELSEWHERE, SERVER, Cluster, Peer, pass_on, workload
 from xds.model.address import SocketAddress
 from xds.model.workload import GatewayAddress, NetworkAddress, ServiceKey, Workload

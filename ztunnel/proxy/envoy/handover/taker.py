@@ -21,7 +21,7 @@ from hbone.aio.end import End
 from hbone.aio.handover import Resumed, resumed
 from hbone.aio.poller import Poller
 from hbone.aio.relay import Relay
-from hbone.aio.server import Requests
+from hbone.aio.requests import Requests
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectionBroken
 from xds.model.address import InternalAddress

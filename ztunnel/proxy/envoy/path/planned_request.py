@@ -24,7 +24,7 @@ from typing import Any
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, RelayEnd, relay
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import TunnelBroken
 from xds.model.http import Route
@@ -143,7 +143,7 @@ class PlannedRequest(LiveRequest):
 
     def cancel(self, msg: str | None = None) -> None:
         """End the request, because the client reset it or its connection ended; see
-        :class:`hbone.aio.server.Cancellable`.
+        :class:`hbone.aio.requests.Cancellable`.
         """
         self._abort_soon("")
 

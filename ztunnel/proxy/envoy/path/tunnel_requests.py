@@ -12,7 +12,7 @@ from hbone.aio.end import End
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
 from hbone.aio.relay import Relay, RelayEnd
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.aio.tunnel import Tunnel
 from hbone.end_state import SourceState
 from hbone.errors import TunnelBroken, TunnelClosed

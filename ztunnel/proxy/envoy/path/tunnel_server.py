@@ -17,7 +17,8 @@ from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.fiber import current
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, relay
-from hbone.aio.server import Request, Requests, serve_connection, serve_to_end
+from hbone.aio.requests import Request, Requests
+from hbone.aio.server import serve_connection, serve_to_end
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken

@@ -16,12 +16,16 @@ from xds.model.workload import Workload
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.live_table import Life
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
+from ztunnel.proxy.flows.hubble import BY_ITSELF, Ended
+from ztunnel.proxy.flows.ring import FlowRing
 from ztunnel.proxy.flows.times import RESULTS
 from ztunnel.proxy.istio.accounting import flows
 from ztunnel.proxy.istio.accounting.denials import Pair
-from ztunnel.proxy.istio.accounting.logs import Bare, Field, LogStream, Recurring
-from ztunnel.proxy.istio.accounting.metrics import UNKNOWN, Metrics, PeerLabels, TrafficSeries, traffic_labels
+from ztunnel.proxy.istio.accounting.log_fields import Field, Recurring, completion
+from ztunnel.proxy.istio.accounting.logs import Bare, LogStream
+from ztunnel.proxy.istio.accounting.metrics import UNKNOWN, Metrics, PeerLabels, traffic_labels
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags
+from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.runtime.clock import Clock
 
 _UNKNOWN: Final = PeerLabels()
@@ -282,7 +286,7 @@ class Record:
         self.opened_s = now_s
         if described is not None and described.series is not None and described.forgotten == metrics.forgotten:
             self._series = described.series
-            metrics.opened_in(described.series, self.counts, now_s)
+            described.series.opened_now(self.counts, now_s)
             return
         workloads, foreign = self._workloads(), self._has_foreign_labels()
         self._series = metrics.opened(self._labels(), workloads, self.counts, now_s, foreign=foreign)
@@ -325,7 +329,7 @@ class Record:
             node.metrics.ports.count(self._port_labels(failed=failure is not None))
         if flags is Flags.DENY and failure is not None:
             node.metrics.ledger.denials.note(self._pair(str(failure)), str(self.source), wall_s)
-        flows.note(node.metrics.flows, self, wall_s, now_s, failure)
+        self._note(node.metrics.flows, wall_s, now_s, failure)
         if self.addons is not None:
             self.addons.ended(self, str(failure) if failure is not None else "", now_s - self.started_s)
         if not logged:
@@ -339,7 +343,10 @@ class Record:
         addon = self.asked.addon if self.asked is not None else ""
         is_usual = failure is None and not (self.dry_run or self.http_left or addon)
         if described is not None and is_usual and logs.export is None:
-            logs.write_completion(wall_s, self.source, described.shown, sent, received, duration_ms)
+            line = completion(
+                wall_s, self.source, described.shown, sent, received, duration_ms, plain=logs.is_plain
+            )
+            logs.queue.pass_on(line)
             return
         fields = [*self.fields(), ("bytes_sent", sent), ("bytes_recv", received)]
         if self.dry_run:
@@ -402,7 +409,7 @@ class Record:
         node.metrics.ledger.early.note(str(self.direction), Use.REFUSED_EARLY, node.clock.wall())
         node.metrics.failed(self.direction.reporter, Stage.EARLY, denial.reason)
         clock = node.clock
-        flows.note(node.metrics.flows, self, clock.wall(), clock.monotonic(), denial)
+        self._note(node.metrics.flows, clock.wall(), clock.monotonic(), denial)
         if self.addons is not None:
             self.addons.ended(self, reason, node.clock.monotonic() - self.started_s)
         if node.logs.access_level <= _WARN:
@@ -413,6 +420,36 @@ class Record:
                 ("error", reason),
             ]
             node.logs.write_access(node.clock.wall(), "warn", "connection failed", fields, self.trace)
+
+    def _note(self, ring: FlowRing, ended_s: float, now_s: float, failure: Failed | EarlyDeny | None) -> None:
+        """Record the end of this connection in the flight recorder.
+
+        Args:
+            ring: the process's flight recorder.
+            ended_s: wall time.
+            now_s: monotonic seconds.
+            failure: the failure, or None for a normal end.
+        """
+        if not ring.capacity:
+            return
+        counts, described, asked = self.counts, self.described, self.asked
+        ended = BY_ITSELF
+        if failure is not None:
+            ended = ring.text(Ended(failure.reason, str(failure), failure.policy, failure.flags))
+        ring.add(
+            ended_s,
+            now_s - self.started_s,
+            self.opened_s - self.started_s if self.opened_s else -1.0,
+            (counts.sent, counts.received),
+            (self.source, self.destination),
+            self.trace,
+            (1 if self.direction is Direction.OUTBOUND else 0) | (2 if self.secured else 0),
+            (
+                *(flows.references(self, ring.text) if described is None else described.references),
+                ended,
+                ring.text(asked.addon) if asked is not None and asked.addon else "",
+            ),
+        )
 
     def _pair(self, reason: str) -> Pair:
         """Return the key that counts this connection if policy denies it."""

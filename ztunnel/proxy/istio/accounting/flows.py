@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
-from hbone.aio.relay import ByteCounts
-from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel import __version__
-from ztunnel.proxy.flows.hubble import BY_ITSELF, Ended, Side, response
+from ztunnel.proxy.flows.hubble import Side, response
 from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.proxy.flows.settings import Peer
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
-from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed
 
-#: References of an entry, in the order of :func:`note`.
+#: References of an entry: those of :func:`references`, and two that describe its end.
 WIDTH: Final = 10
 
 
@@ -46,28 +43,9 @@ class NamedProxy(Protocol):
         """The namespace of the proxy's pod."""
 
 
-class Asked(Protocol):
-    """The verdicts of addons about a connection."""
-
-    @property
-    def addon(self) -> str:
-        """The addons that returned a verdict, joined by commas."""
-
-
-class Described(Protocol):
-    """The values shared by many connections: :class:`ztunnel.proxy.istio.accounting.access_record.Described`."""
-
-    @property
-    def references(self) -> tuple[Any, ...]:
-        """The result of :func:`references`."""
-
-
 class Recorded(Protocol):
     """The recorded attributes of a :class:`ztunnel.proxy.istio.accounting.access_record.Record`."""
 
-    direction: Any
-    source: SocketAddress
-    destination: SocketAddress
     hbone_authority: str
     source_workload: Workload | None
     destination_workload: Workload | None
@@ -76,52 +54,6 @@ class Recorded(Protocol):
     source_identity: SpiffeId | None
     destination_identity: SpiffeId | None
     service: Service | None
-    secured: bool
-    trace: bytes
-    counts: ByteCounts
-    started_s: float
-    opened_s: float
-
-    @property
-    def asked(self) -> Asked | None:
-        """The verdicts of addons, or None."""
-
-    @property
-    def described(self) -> Described | None:
-        """The values shared by many connections, or None."""
-
-
-def note(
-    ring: FlowRing, record: Recorded, ended_s: float, now_s: float, failure: Failed | EarlyDeny | None
-) -> None:
-    """Record a connection that has ended.
-
-    Args:
-        ring: the process's flight recorder.
-        record: the connection.
-        ended_s: wall time.
-        now_s: monotonic seconds.
-        failure: the failure, or None for a normal end.
-    """
-    if not ring.capacity:
-        return
-    counts, described, asked = record.counts, record.described, record.asked
-    ring.add(
-        ended_s,
-        now_s - record.started_s,
-        record.opened_s - record.started_s if record.opened_s else -1.0,
-        (counts.sent, counts.received),
-        (record.source, record.destination),
-        record.trace,
-        (1 if record.direction == "outbound" else 0) | (2 if record.secured else 0),
-        (
-            *(references(record, ring.text) if described is None else described.references),
-            ring.text(Ended(failure.reason, str(failure), failure.policy, failure.flags))
-            if failure
-            else BY_ITSELF,
-            ring.text(asked.addon) if asked is not None and asked.addon else "",
-        ),
-    )
 
 
 def references(record: Recorded, text: Callable[[Any], Any]) -> tuple[Any, ...]:

@@ -5,15 +5,21 @@ lines, after checking here that their level is enabled. The thread of :mod:`ztun
 both, off the data path.
 """
 
-import asyncio
-import json
 import logging
 import re
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import lru_cache
 
-from ztunnel.runtime.clock import utc
+from ztunnel.proxy.istio.accounting.log_fields import (
+    Field,
+    Fields,
+    Recurring,
+    encode,
+    json_field,
+    plain_field,
+    timestamp,
+)
+from ztunnel.runtime.line_queue import LineQueue
 from ztunnel.runtime.log_writer import LogFile, LogWriter
 
 #: The first clause of every filter of Rust ztunnel.
@@ -27,9 +33,6 @@ _LEVELS = {
     "debug": logging.DEBUG,
     "trace": TRACE,
 }
-#: How long a line is delayed, so that one write can carry several lines.
-_FLUSH_S = 0.05
-
 #: Maps this project's logger names to the log targets used in filters. The first matching prefix wins.
 _TARGETS = (
     ("ztunnel.proxy.istio.path.outbound", "ztunnel::proxy::outbound"),
@@ -125,76 +128,33 @@ def target_of(logger: str) -> str:
     return logger.replace(".", "::")
 
 
-Field = tuple[str, str | int]
-
-
 class Bare(str):
     """The value of a field that plain lines print without quotes; used for addresses."""
 
     __slots__ = ()
 
 
-class Recurring:
-    """Fields shared by many lines, rendered once.
-
-    Attributes:
-        fields: names and values.
-        plain, json: the fields as rendered in each format; empty until the first line in that format.
-    """
-
-    __slots__ = ("fields", "json", "plain")
-
-    def __init__(self, fields: Iterable[Field]) -> None:
-        self.fields = tuple(fields)
-        self.plain = self.json = ""
-
-    def render_plain(self) -> str:
-        """Set and return :attr:`plain`."""
-        self.plain = " ".join([_plain_field(name, value) for name, value in self.fields])
-        return self.plain
-
-    def render_json(self) -> str:
-        """Set and return :attr:`json`."""
-        self.json = ",".join([_json_field(name, value) for name, value in self.fields])
-        return self.json
-
-
-Fields = Iterable[Field | Recurring]
-
-
-# Shared, because json.dumps with other than default arguments makes an encoder per call.
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
-
-
 def plain_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
     """Return a line ``TIME LEVEL TARGET MESSAGE k=v k=v``, separated by tabs, with texts quoted."""
     shown = " ".join(
         [
-            (part.plain or part.render_plain()) if isinstance(part, Recurring) else _plain_field(*part)
+            (part.plain or part.render_plain()) if isinstance(part, Recurring) else plain_field(*part)
             for part in fields
         ]
     )
     return f"{time}\t{level}\t{target.removeprefix('ztunnel::')}\t{message}\t{shown}\n"
 
 
-def _plain_field(name: str, value: str | int) -> str:
-    return f"{name}={_encode(value)}" if type(value) is str else f"{name}={value}"
-
-
 def json_line(time: str, level: str, target: str, message: str, fields: Fields) -> str:
     """Return a line as a JSON object; numbers stay numbers."""
     shown = "".join(
         [
-            f",{part.json or part.render_json()}" if isinstance(part, Recurring) else f",{_json_field(*part)}"
+            f",{part.json or part.render_json()}" if isinstance(part, Recurring) else f",{json_field(*part)}"
             for part in fields
         ]
     )
-    head = f'"level":"{level}","time":"{time}","scope":{_encode(target)},"message":{_encode(message)}'
+    head = f'"level":"{level}","time":"{time}","scope":{encode(target)},"message":{encode(message)}'
     return f"{{{head}{shown}}}\n"
-
-
-def _json_field(name: str, value: str | int) -> str:
-    return f"{_encode(name)}:{_encode(value)}"
 
 
 def message_and_fields(record: logging.LogRecord) -> tuple[str, list[Field]]:
@@ -219,17 +179,6 @@ def _parts(text: str) -> tuple[str, tuple[str, ...]]:
     return text[: found.start()], tuple(_NAME.findall(found[0]))
 
 
-def timestamp(seconds: float) -> str:
-    """Return a time in RFC 3339 format, in UTC with microseconds."""
-    micros = round(seconds * 1_000_000)
-    return f"{_second(micros // 1_000_000)}.{micros % 1_000_000:06d}Z"
-
-
-@lru_cache(maxsize=1)
-def _second(second: int) -> str:
-    return utc("%Y-%m-%dT%H:%M:%S", second)
-
-
 def _level_name(number: int) -> str:
     if number >= logging.ERROR:
         return "error"
@@ -251,17 +200,16 @@ class LogStream(logging.Handler):
 
     Attributes:
         export: called with every access line (wall clock, level, message, fields, ``traceparent``), if not None.
+        queue: takes complete lines, in every thread.
+        is_plain: whether lines are plain, not JSON.
     """
 
     def __init__(self, writer: LogWriter, file: LogFile, filter_text: str, *, json_lines: bool) -> None:
         super().__init__()
-        self._writer = writer
-        self._file = file
+        self.queue = LineQueue(writer, file)
         self._start_filter = filter_text
         self._line = json_line if json_lines else plain_line
-        self._timer: asyncio.TimerHandle | None = None
-        # Other threads log, too. A plain lock, because the handler's own lock takes two Python calls.
-        self._queueing = threading.RLock()
+        self.is_plain = not json_lines
         self.export: Callable[[float, str, str, Fields, bytes], None] | None = None
         self.levels = LogFilter(filter_text)
         self._targets: dict[str, tuple[str, int]] = {}
@@ -317,7 +265,7 @@ class LogStream(logging.Handler):
 
     def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
         """Format and pass on one line. The caller has checked the level."""
-        self.pass_on(
+        self.queue.pass_on(
             self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
         )
 
@@ -327,46 +275,6 @@ class LogStream(logging.Handler):
         if self.export is not None:
             self.export(time_s, level, message, fields, trace)
 
-    def write_completion(
-        self, time_s: float, source: object, shown: Recurring, sent: int, received: int, duration_ms: int
-    ) -> None:
-        """Write the line of a normally ended connection. :meth:`write_access` prints the same, slower.
-
-        Args:
-            time_s: the wall clock.
-            source: the client's address.
-            shown: the connection's other fields, never empty.
-            sent, received: bytes.
-            duration_ms: the connection's duration.
-        """
-        time = timestamp(time_s)
-        if self._line is plain_line:
-            line = (
-                f"{time}\tinfo\taccess\tconnection complete\tsrc.addr={source} "
-                f"{shown.plain or shown.render_plain()} "
-                f'bytes_sent={sent} bytes_recv={received} duration="{duration_ms}ms"\n'
-            )
-        else:
-            line = (
-                f'{{"level":"info","time":"{time}","scope":"access","message":"connection complete",'
-                f'"src.addr":"{source}",{shown.json or shown.render_json()},'
-                f'"bytes_sent":{sent},"bytes_recv":{received},"duration":"{duration_ms}ms"}}\n'
-            )
-        self.pass_on(line.encode(errors="backslashreplace"))
-
-    def pass_on(self, lines: bytes) -> None:
-        """Queue complete lines for the writer; safe in every thread."""
-        with self._queueing:
-            if self._file.append(lines):
-                self._writer.hand_over(self._file)
-            elif self._timer is None:
-                try:
-                    self._timer = asyncio.get_running_loop().call_later(_FLUSH_S, self.flush)
-                except RuntimeError:  # there is no running loop, or this is another thread
-                    self._writer.hand_over(self._file)
-
     def flush(self) -> None:
         """Pass queued lines to the writer now; idempotent."""
-        with self._queueing:
-            self._timer = None
-            self._writer.hand_over(self._file)
+        self.queue.flush()

@@ -28,8 +28,9 @@ from ztunnel.proxy.dataplane.gauges import Gauge
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
 from ztunnel.proxy.flows.history import Steps
 from ztunnel.proxy.flows.ring import FlowRing
-from ztunnel.proxy.flows.times import PATHS, ConnectionTimes, TimeCounts
+from ztunnel.proxy.flows.times import PATHS, ConnectionTimes, PathTimes, TimeCounts
 from ztunnel.proxy.istio.accounting.denials import Pair
+from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.proxy.istio.certificates.manager import Moments
 from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.durations import Durations
@@ -163,99 +164,6 @@ def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]
     return tuple(
         UNKNOWN if name in removed else value for name, value in zip(TRAFFIC_LABELS, labels, strict=False)
     )
-
-
-class PathTimes(NamedTuple):
-    """The duration histograms of a label set's connections.
-
-    Attributes:
-        length: from accept to end.
-        connected: from accept to the far side's answer. None for destinations.
-        failed: from accept to the failure. None for destinations.
-    """
-
-    length: Durations
-    connected: Durations | None
-    failed: Durations | None
-
-
-class TrafficSeries:
-    """Counters of one label set.
-
-    Attributes:
-        times: the histograms of its reporter and path.
-        opened: the number of opened connections.
-        moved: the number of open connections taken over from another process, minus those handed over to one.
-        closed: numbers of closed connections, by response flags.
-        received: bytes from client to server of finished relays, for either reporter.
-        sent: bytes from server to client of finished relays.
-        refused: connections that the peer's policy has refused.
-        running: byte counts of running relays.
-        workloads: uids of workloads whose connections are counted here.
-    """
-
-    __slots__ = (
-        "closed",
-        "labels",
-        "moved",
-        "opened",
-        "received",
-        "refused",
-        "running",
-        "sent",
-        "times",
-        "used_s",
-        "workloads",
-    )
-
-    def __init__(self, labels: tuple[str, ...], times: PathTimes) -> None:
-        self.labels = labels
-        self.times = times
-        self.opened = 0
-        self.moved = 0
-        self.closed: dict[str, int] = {}
-        self.received = 0
-        self.sent = 0
-        self.refused = 0
-        self.running: set[ByteCounts] = set()
-        self.used_s = 0.0
-        self.workloads: set[str] = set()
-
-    @property
-    def idle(self) -> bool:
-        """Whether no connection of this series is open."""
-        return not self.open
-
-    @property
-    def open(self) -> int:
-        """Number of open connections."""
-        return self.opened + self.moved - sum(self.closed.values())
-
-    @property
-    def received_now(self) -> int:
-        """Bytes from client to server, of running relays too."""
-        return self.received + sum([counts.sent_here for counts in self.running])
-
-    @property
-    def sent_now(self) -> int:
-        """Bytes from server to client, of running relays too."""
-        return self.sent + sum([counts.received_here for counts in self.running])
-
-    def went(self, counts: ByteCounts) -> None:
-        """Add the bytes carried so far by a relay that continues in another process."""
-        self.moved -= 1
-        self._add_bytes(counts)
-
-    def _add_bytes(self, counts: ByteCounts) -> None:
-        self.running.discard(counts)
-        self.received += counts.sent_here
-        self.sent += counts.received_here
-
-    def finished(self, flags: str, counts: ByteCounts | None) -> None:
-        """Count the end of a connection, and add its relay's bytes."""
-        self.closed[flags] = self.closed.get(flags, 0) + 1
-        if counts is not None:
-            self._add_bytes(counts)
 
 
 class TrafficCounts(NamedTuple):
@@ -431,11 +339,9 @@ class Metrics(ConnectionTimes):
         if series is None:
             series = self._new(labels)
         if moved:
-            series.moved += 1
+            series.moved_here(counts, now_s)
         else:
-            series.opened += 1
-        series.used_s = now_s
-        series.running.add(counts)
+            series.opened_now(counts, now_s)
         for uid in workloads:
             if uid not in series.workloads:
                 series.workloads.add(uid)
@@ -450,15 +356,6 @@ class Metrics(ConnectionTimes):
         if labels[:1] != ("source",):
             return PathTimes(self.lengths["destination", path], None, None)
         return PathTimes(self.lengths["source", path], self.connects[path, "ok"], self.connects[path, "failed"])
-
-    def opened_in(self, series: TrafficSeries, counts: ByteCounts, now_s: float) -> None:
-        """Count an opened connection in the series that :meth:`opened` has returned for the same labels.
-
-        Valid until :attr:`forgotten` changes.
-        """
-        series.opened += 1
-        series.used_s = now_s
-        series.running.add(counts)
 
     def _new(self, labels: tuple[str, ...]) -> TrafficSeries:
         if len(self._traffic) >= self._budget:

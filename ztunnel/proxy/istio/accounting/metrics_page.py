@@ -14,14 +14,8 @@ from ztunnel.policy.ledger import Use
 from ztunnel.proxy.addons.families import addon_families
 from ztunnel.proxy.dataplane.handover.families import handover_families
 from ztunnel.proxy.flows.families import histograms, time_families
-from ztunnel.proxy.istio.accounting.metrics import (
-    DECISIONS,
-    PORT_LABELS,
-    SIDE_LABELS,
-    TRAFFIC_LABELS,
-    Metrics,
-    TrafficSeries,
-)
+from ztunnel.proxy.istio.accounting.metrics import DECISIONS, PORT_LABELS, SIDE_LABELS, TRAFFIC_LABELS, Metrics
+from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.runtime.http.exposition import Family, LabelledValue, family, process_families
 
 #: The labels ``action`` and ``result`` of dry runs, by use.

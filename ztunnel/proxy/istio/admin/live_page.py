@@ -15,12 +15,14 @@ from xds.model.authorization import AuthorizationPolicy
 from ztunnel import __version__
 from ztunnel.policy.effect import without_effect
 from ztunnel.policy.ledger import PolicyUse, Tally
-from ztunnel.proxy.istio.accounting.metrics import NONE_MATCHED, TRAFFIC_LABELS, UNKNOWN, Metrics, TrafficSeries
+from ztunnel.proxy.istio.accounting.metrics import NONE_MATCHED, TRAFFIC_LABELS, UNKNOWN, Metrics
 from ztunnel.proxy.istio.accounting.outcome import Flags
+from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
-from ztunnel.proxy.istio.path.connections import PodConnection, Shown
+from ztunnel.proxy.istio.path.connections import Shown
 from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.settings.config import ProxyMode
 from ztunnel.proxy.istio.xds import mesh_dump
 from ztunnel.proxy.istio.zds.pods import RunningPod

@@ -14,10 +14,10 @@ from ztunnel.proxy.identity.csr import IssuedCertificate
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.certificates.manager import TlsPolicy, WorkloadCertificate
 from ztunnel.proxy.istio.handover.messages import EntryValue, FactsValue, PeerValue, PodKey, RecordValue
-from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.inbound_target import inbound_facts
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 
 
 def entry_value(pod: PodKey, entry: PodConnection, now_s: float) -> EntryValue:

@@ -54,7 +54,7 @@ class RecordValue(Struct, frozen=True, kw_only=True):
 
 
 class EntryValue(Struct, frozen=True, kw_only=True):
-    """A connection of a pod (:class:`ztunnel.proxy.istio.path.connections.PodConnection`)."""
+    """A connection of a pod (:class:`ztunnel.proxy.istio.path.pod_connection.PodConnection`)."""
 
     pod: PodKey
     record: RecordValue

@@ -11,7 +11,7 @@ from functools import partial
 from hbone.aio.end import End
 from hbone.aio.handover import Resumed, resumed
 from hbone.aio.relay import Relay
-from hbone.aio.server import Requests
+from hbone.aio.requests import Requests
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectionBroken
 from ztunnel.proxy.dataplane.handover import messages as handover
@@ -24,8 +24,8 @@ from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, of_reason,
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 from ztunnel.proxy.istio.handover.entries import prepared
 from ztunnel.proxy.istio.handover.messages import CarrierValue, Offer, PodKey
-from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.path.request_plans import Peer
 
 log = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from xds.model.address import SocketAddress
 from ztunnel.proxy.istio.accounting.access_record import Direction
 from ztunnel.proxy.istio.handover.entries import entry_value
 from ztunnel.proxy.istio.handover.messages import CarrierValue, Offer, PodKey
-from ztunnel.proxy.istio.path.connections import Carrier, PodConnection
 from ztunnel.proxy.istio.path.node import pod_key
 from ztunnel.proxy.istio.path.pod import PodProxy
+from ztunnel.proxy.istio.path.pod_connection import Carrier, PodConnection
 
 Half = tuple[PodProxy, PodConnection]
 

@@ -38,7 +38,7 @@ from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import Failed
 from ztunnel.proxy.istio.path.addon_labels import addon_labels
-from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 
 _PATHS: Final = {"TCP": Path.DIRECT, "HBONE": Path.TUNNEL, "DOUBLEHBONE": Path.DOUBLE_TUNNEL}
 _NO_SIDE: Final = Side()

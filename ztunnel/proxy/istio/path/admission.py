@@ -19,7 +19,6 @@ from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 from ztunnel.proxy.istio.accounting.outcome import REJECTED, REVOKED, EarlyDeny, Failed, of_reason, unreachable
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
-from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.inbound_target import (
     InboundTarget,
     RequestRefused,
@@ -28,6 +27,7 @@ from ztunnel.proxy.istio.path.inbound_target import (
     inbound_target,
 )
 from ztunnel.proxy.istio.path.node_local import TunnelRequest
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.request_plans import Peer, enter_client, workload_of
 from ztunnel.proxy.istio.path.route import source_host

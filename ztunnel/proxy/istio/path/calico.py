@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from typing import assert_never
 
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from xds.model import calico as c
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
@@ -31,13 +31,13 @@ from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, REJECTED, Failed
 from ztunnel.proxy.istio.path import socks5
 from ztunnel.proxy.istio.path.authorizer import POLICY_GRACE_S, Authorizer, Denied
-from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.denial_log import DenialLog
 from ztunnel.proxy.istio.path.inbound import Inbound
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.outbound import Outbound, OutboundUpstream, PodCall
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.path.plans import Plan
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
 from ztunnel.proxy.istio.path.request_plans import Peer
@@ -92,7 +92,7 @@ class CalicoInbound(Inbound):
         self._calico = policies
         policies.watch(self._policies_changed)
 
-    def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
+    def take(self, peer: Peer, request: Request) -> PlannedRequest | None:
         return None  # Calico's policies may have to be waited for, and evaluate more than a plan has
 
     def _policies_changed(self) -> None:
@@ -116,7 +116,7 @@ class CalicoOutbound(Outbound):
         self._lines = DenialLog(pod.node)
         policies.watch(self._policies_changed)
 
-    def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
+    def plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
         return None  # Calico's policies may have to be waited for, and evaluate more than a plan has
 
     async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:

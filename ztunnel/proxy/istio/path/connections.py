@@ -1,6 +1,6 @@
 """The open connections of one pod by direction, and the tunnel connections that carry them.
 
-Each is an entry (:class:`~ztunnel.proxy.dataplane.live_table.Life`) of the process's connection table
+Each is an entry (:mod:`ztunnel.proxy.istio.path.pod_connection`) of the process's connection table
 (:mod:`ztunnel.proxy.dataplane.live_table`), added before policies judge the connection. Drain and stop wait for
 these groups, and the config dump lists them.
 """
@@ -9,143 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hbone.aio.connection import Connection
-from hbone.aio.relay import Relay
-from hbone.aio.tunnel import TunnelCarrier
-from xds.model.address import SocketAddress
-from xds.model.facts import ConnectionFacts
-from ztunnel.proxy.dataplane.life_table import ALLOWED, Event, State, Verdict
-from ztunnel.proxy.dataplane.live_table import Abort, Life, Lives, LiveTable, all_emptied
-from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.dataplane.life_table import Event
+from ztunnel.proxy.dataplane.live_table import Life, Lives, LiveTable, all_emptied
 from ztunnel.proxy.istio.accounting.access_record import Record
-from ztunnel.proxy.istio.accounting.outcome import REVOKED
-from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
-
-if TYPE_CHECKING:
-    from xds.model import calico as c  # only in proxies that enforce Calico's policies
+from ztunnel.proxy.istio.path.pod_connection import Carrier, PodConnection
 
 #: How long idle tunnel connections are kept after GOAWAY: some round trips, and the second during which a server
 #: still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
 _GOODBYE_S = 2.0
-
-
-class PodConnection(Life):
-    """One connection of a pod: a captured connection, or a request inside a tunnel connection.
-
-    Args:
-        judged_by: returns the policies' verdict, called once :attr:`state` is past *identified*.
-
-    Attributes:
-        record: its record for logs and metrics.
-        original: the dialled address (outbound), or the service requested by the client (inbound), for the dump.
-        actual: the application's address (inbound).
-        protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
-        facts: the input of the mesh's policies (inbound).
-        flow: what Calico's policies evaluate (outbound).
-        connection: the tunnel connection that carries it.
-        inner: a double tunnel's inner connection.
-        peer: the other end's certificate in a node-local tunnel, which has no TLS to verify it.
-        relay: the relay that carries its bytes, once it is open.
-    """
-
-    __slots__ = (
-        "_judged_by",
-        "actual",
-        "connection",
-        "facts",
-        "flow",
-        "inner",
-        "original",
-        "peer",
-        "protocol",
-        "record",
-        "relay",
-    )
-
-    def __init__(
-        self,
-        group: Lives[PodConnection],
-        record: Record,
-        abort: Abort,
-        judged_by: Callable[[PodConnection], Verdict],
-    ) -> None:
-        super().__init__(group, abort)
-        self._judged_by = judged_by
-        self.record = record
-        self.original: str | None = None
-        self.actual: SocketAddress | None = None
-        self.protocol = "TCP"
-        self.facts: ConnectionFacts | None = None
-        self.flow: c.Flow | None = None
-        self.connection: TunnelCarrier | None = None
-        self.inner: Connection | None = None
-        self.peer: WorkloadCertificate | None = None
-        self.relay: Relay | None = None
-
-    def carried_by(self, relay: Relay, *, state: State = State.OPEN) -> None:
-        """Set the state to ``state``: from now on a relay carries the bytes, and ends the connection."""
-        self.relay = relay
-        self.opened(relay.abort, state=state, finish=relay.finish)
-        if self.record.addons is not None:
-            self.tell_addons()
-
-    def tell_addons(self) -> None:
-        """Inform addons that the connection is open and relays bytes."""
-        asked = self.record.asked or self.record.taken_over()
-        if asked is not None:
-            asked.opened(self, self.record.counts)
-
-    def judge(self) -> Verdict:
-        return self._judged_by(self)
-
-    def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
-        """Return whether the certificate of a peer that has no table entry of its own is revoked.
-
-        Such peers are the far ends of a double tunnel's inner connection, and of a node-local tunnel.
-        """
-        if lists is None:
-            return False
-        if self.inner is not None and is_listed(lists, self.inner):
-            return True
-        return self.peer is not None and self.peer.is_revoked_by(lists)
-
-
-class Carrier(Life):
-    """One tunnel connection of a pod, accepted or dialled.
-
-    Args:
-        lists: returns the revocation lists.
-        rejected: called to count a peer whose certificate is found revoked.
-
-    Attributes:
-        connection: the HTTP/2 connection, or ``None`` before its handshake is complete.
-        dialled: for a dialled connection, its address and the accepted identities.
-    """
-
-    __slots__ = ("_lists", "_rejected", "connection", "dialled")
-
-    def __init__(
-        self,
-        group: Lives[Carrier],
-        lists: Callable[[], RevocationLists | None],
-        rejected: Callable[[], None],
-    ) -> None:
-        super().__init__(group)
-        self._lists = lists
-        self._rejected = rejected
-        self.connection: Connection | None = None
-        self.dialled: tuple[SocketAddress, tuple[str, ...]] | None = None
-
-    def judge(self) -> Verdict:
-        lists = self._lists()
-        if lists is None or self.connection is None or not is_listed(lists, self.connection):
-            return ALLOWED
-        self._rejected()
-        return Verdict(REVOKED)
 
 
 class Phase(Enum):
@@ -337,10 +212,3 @@ def _reached(record: Record) -> str | None:
 
 def _proven(record: Record) -> str | None:
     return str(record.source_identity) if record.secured and record.source_identity is not None else None
-
-
-def is_listed(lists: RevocationLists, connection: Connection) -> bool:
-    """Return whether a revocation list contains a certificate of the chain that the peer sent in its handshake."""
-    return (
-        connection.facts is not None and bool(connection.facts.chain) and lists.is_revoked(connection.facts.chain)
-    )

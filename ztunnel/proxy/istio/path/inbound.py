@@ -19,7 +19,8 @@ from hbone.aio.connection import Connection
 from hbone.aio.end import End
 from hbone.aio.fiber import Fiber, current
 from hbone.aio.relay import LINGER_S, relay
-from hbone.aio.server import Request, Requests, serve_connection
+from hbone.aio.requests import Request, Requests
+from hbone.aio.server import serve_connection
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, HboneError, PeerSilent, TlsError, TlsReason, TunnelBroken
@@ -52,11 +53,12 @@ from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
 from ztunnel.proxy.istio.path.admission import Admission, Refusal
 from ztunnel.proxy.istio.path.authorizer import Authorizer
-from ztunnel.proxy.istio.path.connections import Carrier, Phase, PodConnection, is_listed
+from ztunnel.proxy.istio.path.connections import Phase
 from ztunnel.proxy.istio.path.early_denials import EarlyDenials, account_rejected, handshake_error
 from ztunnel.proxy.istio.path.inbound_target import inbound_facts, inbound_service, plain_target
 from ztunnel.proxy.istio.path.node_local import InboundHalf, NodeLocalRequest, TunnelRequest
-from ztunnel.proxy.istio.path.planned_request import PlannedRequest
+from ztunnel.proxy.istio.path.planned_request import PlannedInbound
+from ztunnel.proxy.istio.path.pod_connection import Carrier, PodConnection, is_listed
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlans, enter_pod, enter_trace
 from ztunnel.proxy.istio.path.route import source_host
@@ -83,17 +85,17 @@ def _seen(
     return observed(capture, entry, application, tunnel, entry.actual, headers)
 
 
-class Inbound:
+class Inbound(PlannedInbound):
     """Inbound connections of one pod. Also the ``NodeLocalTarget`` for node-local tunnels to the pod."""
 
     def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
+        authorizer = authorizer or Authorizer(pod.node)
+        self._illegal_ports = pod.node.config.illegal_ports
+        super().__init__(pod, authorizer, RequestPlans(pod, authorizer, self._illegal_ports))
         self._pod = pod
         self._node = pod.node
-        self._illegal_ports = pod.node.config.illegal_ports
-        self.authorizer = authorizer or Authorizer(pod.node)
         self._admission = Admission(pod, self.authorizer)
         self._denials = EarlyDenials(pod.node)
-        self._plans = RequestPlans(pod, self.authorizer, self._illegal_ports)
         # Not a method of this object: the handshake limiter outlives the pod's last connection, and would keep
         # this object in a reference cycle.
         rejected = partial(account_rejected, self._denials)
@@ -156,7 +158,7 @@ class Inbound:
                     pod.server_settings,
                     node.poller,
                     lambda request: self._request(here, request),
-                    take_now=lambda request: self._take_now(here, request),
+                    take_now=partial(self.take, here),
                     on_established=established,
                 )
             finally:
@@ -224,27 +226,11 @@ class Inbound:
                     connection.error,
                 )
 
-    def _take_now(self, peer: Peer, request: Request) -> PlannedRequest | None:
-        """Start carrying a request without a coroutine, as a :class:`PlannedRequest`. ``None``: it needs a
-        coroutine.
-        """
-        node, pod = self._node, self._pod
-        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and pod.is_tapped):
-            return None
-        plan = self._plans.plan(peer, request.head)
-        if plan is None or request.gone:
-            return None
-        taken = PlannedRequest(self, pod, plan, peer, request)
-        taken.begin()
-        return taken
-
     # Tunnel connections of another process: see ztunnel.proxy.istio.handover
 
     def requests_of(self, peer: Peer) -> Requests:
         """Return the function that handles requests on a peer's tunnel connection."""
-        return Requests(
-            lambda request: self._request(peer, request), lambda request: self._take_now(peer, request)
-        )
+        return Requests(lambda request: self._request(peer, request), partial(self.take, peer))
 
     async def serve_moved(self, peer: Peer, requests: Requests, connection: Connection) -> None:
         """Serve a connection that another process has accepted, until it ends.

@@ -14,7 +14,7 @@ from xds.model.address import SocketAddress
 from ztunnel.proxy.istio.accounting.outcome import Failed, of_reason
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
-from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 
 
 class TunnelRequest(NamedTuple):

@@ -50,11 +50,11 @@ from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError
 from ztunnel.proxy.istio.path import socks5
 from ztunnel.proxy.istio.path.balance import Labels
-from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.node_local import InboundHalf, NodeLocalRequest, TunnelRequest
-from ztunnel.proxy.istio.path.planned import PlannedConnection
+from ztunnel.proxy.istio.path.planned import PlannedOutbound
 from ztunnel.proxy.istio.path.plans import Plan, Plans, enter_route
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
 from ztunnel.proxy.istio.path.route import Client, Direct, DoubleTunnel, Missing, Named, Route, Tunnel, route_for
@@ -127,7 +127,7 @@ class PodCall(NamedTuple):
     application: PlainSocket
 
 
-class Outbound:
+class Outbound(PlannedOutbound):
     """Connections that one pod opens.
 
     Args:
@@ -137,12 +137,11 @@ class Outbound:
     """
 
     def __init__(self, pod: PodContext, tunnels: PodTunnels, resolve: socks5.Resolve) -> None:
-        self._pod = pod
+        self._illegal_ports = pod.node.config.illegal_ports
+        super().__init__(pod, Plans(pod, self._illegal_ports), tunnels.pool)
         self._node = pod.node
         self.tunnels = tunnels
         self._resolve = resolve
-        self._illegal_ports = pod.node.config.illegal_ports
-        self._plans = Plans(pod, self._illegal_ports)
         self._ahead: OpenAhead | None = None
         if pod.node.config.open_ahead:
             from ztunnel.proxy.istio.path.open_ahead import OpenAhead  # an option that is off by default
@@ -151,43 +150,14 @@ class Outbound:
 
     # Accepting
 
-    def accepted(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
-        """Start serving a captured connection; returns at once. Called by the listener on port 15001."""
-        client = PlainSocket(sock, self._node.poller)
-        source = SocketAddress(canonical(peer[0]), peer[1])
-        try:
-            destination = self._pod.sockets.original_destination(sock, source)
-        except OSError as error:
-            log.debug("a client was gone before its connection was served: %s", error)
-            client.close()
-            return
-        plan = self._plan(source, destination)
-        if plan is None or not self._begin(plan, client, source, destination):
-            self._run(self._captured(client, source, destination, plan))
+    def serve_soon(
+        self, client: PlainSocket, source: SocketAddress, destination: SocketAddress, plan: Plan | None
+    ) -> None:
+        """See :class:`~ztunnel.proxy.istio.path.planned.PlannedOutbound`."""
+        self._run(self._captured(client, source, destination, plan))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._pod.tasks.run(self._node.poller, work, "outbound")
-
-    def _plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
-        """Return the plan for a connection, or ``None`` if it needs a coroutine."""
-        node = self._node
-        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self._pod.is_tapped):
-            return None
-        plan = self._plans.plan(source.host, destination)
-        if plan is None or (plan.here is not None and plan.here in node.pods):
-            return None
-        return plan
-
-    def _begin(self, plan: Plan, client: PlainSocket, source: SocketAddress, destination: SocketAddress) -> bool:
-        """Start carrying a planned connection without a coroutine. Return False if it has to wait for more than
-        the peer's answer, and so needs a coroutine.
-        """
-        certificate = self._node.certificates.current(plan.labels.identity)
-        place = self.tunnels.pool.reserve(plan.key(certificate)) if certificate is not None else None
-        if place is None:
-            return False
-        PlannedConnection(self, self._pod, plan, client, source, destination).begin(place)
-        return True
 
     def accepted_socks(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
         """Start serving a SOCKS5 client; returns at once. Called by the listener on port 15080."""
@@ -247,7 +217,7 @@ class Outbound:
         plan: Plan,
         error: Exception | None,
     ) -> None:
-        """Continue after a planned attempt, as :class:`~ztunnel.proxy.istio.path.planned.Owner` describes."""
+        """Continue after a planned attempt; see :class:`~ztunnel.proxy.istio.path.planned.PlannedOutbound`."""
         # A request that the peer has not processed is sent again, perhaps on another connection, as the pool does.
         repeats = isinstance(error, TunnelBroken) and error.unprocessed
         begun = Beginning(plan.route, None if repeats else error, opened=True)

@@ -8,7 +8,7 @@ begin        it was accepted, a tunnel connection     record, entry, addons, CON
              of its plan has room                     something or waits, a coroutine continues
 answer       the 200 came                             counts it, starts the relay
 refusal      another answer came, or none in time,    a coroutine continues with the remaining
-             or the tunnel broke                      attempts (:class:`Owner`)
+             or the tunnel broke                      attempts (:class:`PlannedOutbound`)
 end          the relay is over                        closes, writes the line
 abort        a policy, a list, a drain or a stop has  the same, with the reason
              ended it before its answer
@@ -19,32 +19,69 @@ The poller runs each step after a loop iteration's reads, like a fiber, so no sc
 
 from __future__ import annotations
 
-from typing import Protocol
+import logging
+import socket
+from typing import Final, final
 
+from hbone.aio.interval_timer import IntervalTimer
+from hbone.aio.poller import Poller
+from hbone.aio.pool_connections import PoolConnections
 from hbone.aio.relay import RelayEnd, relay
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
+from hbone.native import mypyc_attr
 from hbone.pool import ConnectionId
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S
 from ztunnel.proxy.dataplane.life_table import State, Verdict
+from ztunnel.proxy.dataplane.live_table import Lives
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import Failed, internal, of_reason, of_relay
-from ztunnel.proxy.istio.path.connections import PodConnection
-from ztunnel.proxy.istio.path.plans import Plan
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.plans import Plan, Plans
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
-from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
+from ztunnel.proxy.istio.path.pod_dials import PodDials
+
+log = logging.getLogger("ztunnel.proxy.istio.path.outbound")
+#: Compiled code reads these constants without a look-up.
+_CLOSED: Final = State.CLOSED
+_DIALING: Final = State.DIALING
 
 
-class Owner(Protocol):
-    """The part of :class:`~ztunnel.proxy.istio.path.outbound.Outbound` that a planned connection uses."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PlannedOutbound:
+    """Accepts the captured connections of one pod, and starts those without a coroutine that only wait for a peer.
 
-    @property
-    def tunnels(self) -> PodTunnels:
-        """Opens tunnels."""
+    The base of :class:`~ztunnel.proxy.istio.path.outbound.Outbound`, which carries the others.
+
+    Args:
+        pod: the shared state of the pod.
+        plans: the plans of its connections.
+        pool: the connection pool of its tunnels.
+
+    Attributes:
+        node, poller: the pod's.
+        pool: as given.
+        group: the entries of the connections.
+        answers: limits the wait for each answer.
+    """
+
+    def __init__(self, pod: PodContext, plans: Plans, pool: PoolConnections) -> None:
+        self.node: Node = pod.node
+        self.poller: Poller = pod.node.poller
+        self.pool = pool
+        self.group: Lives[PodConnection] = pod.connections.outbound
+        self.answers: IntervalTimer = self.poller.interval_timer(ANSWER_TIMEOUT_S)
+        self._pod = pod
+        self._plans = plans
+        self._sockets: PodDials = pod.sockets
+
+    # What the subclass supplies
 
     def verdict(self, entry: PodConnection) -> Verdict:
         """Judge a live connection again."""
+        raise NotImplementedError
 
     def go_on(
         self,
@@ -58,29 +95,71 @@ class Owner(Protocol):
 
         Without an error, the first attempt has not been made yet: an addon must decide before.
         """
+        raise NotImplementedError
+
+    def serve_soon(
+        self, client: PlainSocket, source: SocketAddress, destination: SocketAddress, plan: Plan | None
+    ) -> None:
+        """Serve a connection in a coroutine, which owns ``client`` from now on."""
+        raise NotImplementedError
+
+    # Accepting
+
+    def accepted(self, sock: socket.SocketType, peer: tuple[str, int]) -> None:
+        """Start serving a captured connection; returns at once. Called by the listener on port 15001."""
+        client = PlainSocket(sock, self.poller)
+        source = SocketAddress.of(peer)
+        try:
+            destination = self._sockets.original_destination(sock, source)
+        except OSError as error:
+            log.debug("a client was gone before its connection was served: %s", error)
+            client.close()
+            return
+        plan = self.plan(source, destination)
+        place: ConnectionId | None = None
+        if plan is not None:
+            certificate = self.node.certificates.current(plan.labels.identity)
+            if certificate is not None:
+                place = self.pool.reserve(plan.key(certificate))
+        if plan is None or place is None:
+            self.serve_soon(client, source, destination, plan)
+        else:
+            PlannedConnection(self, plan, client, source, destination).begin(place)
+
+    def plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
+        """Return the plan for a connection, or ``None`` if it needs a coroutine.
+
+        A subclass that decides about connections by more than a plan has overrides this.
+        """
+        node = self.node
+        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self._pod.is_tapped):
+            return None
+        plan = self._plans.plan(source.host, destination)
+        if plan is None or (plan.here is not None and plan.here in node.pods):
+            return None
+        return plan
 
 
+@final
 class PlannedConnection(PodConnection):
     """One planned connection; see the module's table of steps. It owns and closes the client's socket."""
 
-    __slots__ = ("_aborted", "_client", "_destination", "_ended", "_error", "_owner", "_plan", "_pod", "_tunnel")
+    __slots__ = ("_aborted", "_client", "_destination", "_ended", "_error", "_owner", "_plan", "_tunnel")
 
     def __init__(
         self,
-        owner: Owner,
-        pod: PodContext,
+        owner: PlannedOutbound,
         plan: Plan,
         client: PlainSocket,
         source: SocketAddress,
         destination: SocketAddress,
     ) -> None:
-        record = Record(pod.node, Direction.OUTBOUND, source, destination)
+        record = Record(owner.node, Direction.OUTBOUND, source, destination)
         record.describe(plan.described)
-        super().__init__(pod.connections.outbound, record, self._abort_soon, owner.verdict)
+        super().__init__(owner.group, record, self._abort_soon)
         self.original = plan.original
         self.protocol = "HBONE"
         self._owner = owner
-        self._pod = pod
         self._plan = plan
         self._client = client
         self._destination = destination
@@ -89,55 +168,58 @@ class PlannedConnection(PodConnection):
         self._ended: RelayEnd | None = None
         self._aborted = False
 
+    def judge(self) -> Verdict:
+        return self._owner.verdict(self)
+
     def begin(self, place: ConnectionId) -> None:
         """Send the CONNECT on the reserved stream of the tunnel connection."""
-        self._pod.node.count_sockets("source", +1)
+        self._owner.node.count_sockets("source", +1)
         try:
             self._request(place)
         except Exception as error:
             if self._tunnel is None:
-                self._owner.tunnels.pool.release(place)
+                self._owner.pool.release(place)
             self._end(internal(error))
             raise
 
     def _request(self, place: ConnectionId) -> None:
-        node, record = self._pod.node, self.record
-        self.state = State.DIALING
+        owner, record = self._owner, self.record
+        node = owner.node
+        self.state = _DIALING
         record.opened(settled=False)
         if node.addons is not None and not node.addons.connecting_now(self, self._destination):
-            self._owner.tunnels.pool.release(place)
+            self._owner.pool.release(place)
             self._give_to_coroutine(None)
             return
         block, record.trace = self._plan.request(record.source, node.rng.getrandbits(192), node.sampled_below)
-        tunnel = self._owner.tunnels.pool.open_on(place, block, self._client, self._answered)
+        tunnel = owner.pool.open_on(place, block, self._client, self._answered)
         self._tunnel, self.connection = tunnel, tunnel.connection
-        poller = node.poller
-        poller.interval_timer(ANSWER_TIMEOUT_S).register(self, poller.now_s)
+        owner.answers.register(self, owner.poller.now_s)
 
     # Events, possibly in the middle of a read
 
     def _answered(self, tunnel: Tunnel | None, error: Exception | None) -> None:
         self._error = error
-        self._pod.node.poller.call_soon(self)
+        self._owner.poller.call_soon(self)
 
     def on_interval(self) -> None:
         """End the wait for an answer that did not arrive in time; see :class:`hbone.aio.interval_timer.Member`."""
         self._error = TimeoutError()
-        self._pod.node.poller.call_soon(self)
+        self._owner.poller.call_soon(self)
 
     def _relay_ended(self, ended: RelayEnd) -> None:
         self._ended = ended
-        self._pod.node.poller.call_soon(self)
+        self._owner.poller.call_soon(self)
 
     def _abort_soon(self, reason: str) -> None:
         self._aborted = True
-        self._pod.node.poller.call_soon(self)
+        self._owner.poller.call_soon(self)
 
     # Steps
 
     def step(self) -> None:
         """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
-        if self.state is State.CLOSED or self._tunnel is None:
+        if self.state is _CLOSED or self._tunnel is None:
             return  # already over, or handed to a coroutine
         ended = self._ended
         if ended is not None:
@@ -150,7 +232,7 @@ class PlannedConnection(PodConnection):
             self._end(of_reason(self.reason))
         elif self._error is not None:
             self._leave_to_coroutine(self._error)
-        elif self.state is State.DIALING:
+        elif self.state is _DIALING:
             self._relay(self._tunnel)
 
     def _relay(self, tunnel: Tunnel) -> None:
@@ -168,22 +250,22 @@ class PlannedConnection(PodConnection):
         self._give_to_coroutine(error)
 
     def _give_to_coroutine(self, error: Exception | None) -> None:
-        self._pod.node.count_sockets("source", -1)
+        self._owner.node.count_sockets("source", -1)
         self._owner.go_on(self, self._client, self._destination, self._plan, error)
 
     def _stop_waiting(self) -> None:
-        self._pod.node.poller.interval_timer(ANSWER_TIMEOUT_S).unregister(self)
+        self._owner.answers.unregister(self)
 
     def _end(self, failure: Failed | None) -> None:
         if self._tunnel is not None:
             self._tunnel.close()
-        self._pod.node.count_sockets("source", -1)
+        self._owner.node.count_sockets("source", -1)
         self.close()
         self.record.complete(failure)
         self._client.close()
 
     def on_bug(self, error: Exception) -> None:
         """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
-        if self.state is not State.CLOSED and self._tunnel is not None:
+        if self.state is not _CLOSED and self._tunnel is not None:
             self._stop_waiting()
             self._end(internal(error))

@@ -18,16 +18,21 @@ event.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, final
 
 from hbone.aio.fiber import Fiber
+from hbone.aio.poller import Poller
 from hbone.aio.relay import RelayEnd, relay
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError
+from hbone.native import mypyc_attr
 from tproxy.errors import TproxyError
+from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.life_table import State, Verdict
+from ztunnel.proxy.dataplane.live_table import Lives
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import (
     POLICY_CHANGE,
@@ -40,25 +45,71 @@ from ztunnel.proxy.istio.accounting.outcome import (
     unreachable,
 )
 from ztunnel.proxy.istio.path.authorizer import Authorizer
-from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
-from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan, enter_trace
+from ztunnel.proxy.istio.path.pod_dials import PodDials
+from ztunnel.proxy.istio.path.reported import reported
+from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan, RequestPlans, enter_trace
 
 if TYPE_CHECKING:
     from ztunnel.proxy.istio.path.addons import PodAddons  # most proxies have no addons, and save the memory
 
+_DIAL_ERRORS: Final = (Failed, TproxyError, OSError)
+#: Compiled code reads these constants without a look-up.
+_CLOSED: Final = State.CLOSED
+_DIALING: Final = State.DIALING
+_IDENTIFIED: Final = State.IDENTIFIED
 
-class Owner(Protocol):
-    """The part of :class:`~ztunnel.proxy.istio.path.inbound.Inbound` that a planned request uses."""
 
-    @property
-    def authorizer(self) -> Authorizer:
-        """The pod's authorizer, which counts allowed connections by policy."""
+@mypyc_attr(allow_interpreted_subclasses=True)
+class PlannedInbound:
+    """Starts those requests to one pod without a coroutine that only wait for their application.
+
+    The base of :class:`~ztunnel.proxy.istio.path.inbound.Inbound`, which carries the others.
+
+    Args:
+        pod: the shared state of the pod.
+        authorizer: checks the requests against policy.
+        plans: the plans of the requests.
+
+    Attributes:
+        pod, authorizer: as given.
+        node, poller: the pod's.
+        group: the entries of the requests.
+        sockets: dials the application.
+    """
+
+    def __init__(self, pod: PodContext, authorizer: Authorizer, plans: RequestPlans) -> None:
+        self.pod = pod
+        self.authorizer = authorizer
+        self.node: Node = pod.node
+        self.poller: Poller = pod.node.poller
+        self.group: Lives[PodConnection] = pod.connections.inbound
+        self.sockets: PodDials = pod.sockets
+        self._plans = plans
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Judge a live connection again."""
+        """Judge a live connection again. The subclass supplies this."""
+        raise NotImplementedError
+
+    def take(self, peer: Peer, request: Request) -> PlannedRequest | None:
+        """Start carrying a request without a coroutine. ``None``: it needs one.
+
+        A subclass that decides about requests by more than a plan has overrides this.
+        """
+        node = self.node
+        if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self.pod.is_tapped):
+            return None
+        plan = self._plans.plan(peer, request.head)
+        if plan is None or request.gone:
+            return None
+        taken = PlannedRequest(self, plan, peer, request)
+        taken.begin()
+        return taken
 
 
+@final
 class PlannedRequest(PodConnection):
     """One planned request; see the module's table of steps. It owns and closes the application's socket."""
 
@@ -70,19 +121,17 @@ class PlannedRequest(PodConnection):
         "_error",
         "_owner",
         "_plan",
-        "_pod",
         "_request",
     )
 
-    def __init__(self, owner: Owner, pod: PodContext, plan: RequestPlan, peer: Peer, request: Request) -> None:
-        record = Record(pod.node, Direction.INBOUND, peer.source, peer.local)
+    def __init__(self, owner: PlannedInbound, plan: RequestPlan, peer: Peer, request: Request) -> None:
+        record = Record(owner.node, Direction.INBOUND, peer.source, peer.local)
         record.describe(plan.described)
-        super().__init__(pod.connections.inbound, record, self._abort_soon, owner.verdict)
+        super().__init__(owner.group, record, self._abort_soon)
         self.connection = peer.connection
         self.original, self.actual, self.protocol = plan.meant, plan.decision.address, "HBONE"
         self.facts = plan.facts
         self._owner = owner
-        self._pod = pod
         self._plan = plan
         self._request = request
         self._application: PlainSocket | None = None
@@ -90,6 +139,9 @@ class PlannedRequest(PodConnection):
         self._error: Exception | None = None
         self._ended: RelayEnd | None = None
         self._aborted = False
+
+    def judge(self) -> Verdict:
+        return self._owner.verdict(self)
 
     def begin(self) -> None:
         """Count the request, and dial its application."""
@@ -100,11 +152,13 @@ class PlannedRequest(PodConnection):
             raise
 
     def _begin(self) -> None:
-        node, record, plan = self._pod.node, self.record, self._plan
+        node, record, plan = self._owner.node, self.record, self._plan
         enter_trace(record, self._request, node)
         record.opened()
-        self._owner.authorizer.note_allowed(plan.decision.policy)
-        self.state = State.IDENTIFIED
+        policy = plan.decision.policy
+        if policy:
+            node.metrics.ledger.own.note(policy, Use.ALLOWED, node.clock.wall())
+        self.state = _IDENTIFIED
         if node.addons is not None and not node.addons.accepting_now(self):
             self._wait_for(self._asked_addons(node.addons))
             return
@@ -126,8 +180,8 @@ class PlannedRequest(PodConnection):
         Raises:
             TproxyError, OSError: the application cannot be reached.
         """
-        self.state = State.DIALING
-        return self._pod.sockets.dial_now(self._plan.decision.address, source=self._plan.source)
+        self.state = _DIALING
+        return self._owner.sockets.dial_now(self._plan.decision.address, source=self._plan.source)
 
     async def _asked_addons(self, addons: PodAddons) -> PlainSocket:
         """Wait for the addons' verdicts, then dial the application.
@@ -141,41 +195,40 @@ class PlannedRequest(PodConnection):
         return dialled if isinstance(dialled, PlainSocket) else await dialled
 
     def _wait_for(self, opening: Coroutine[Any, Any, PlainSocket]) -> None:
-        self._dialling = self._pod.tasks.run(self._pod.node.poller, self._report(opening), "inbound dial")
+        work = reported(opening, _DIAL_ERRORS, self._opened)
+        self._dialling = self._owner.pod.tasks.run(self._owner.poller, work, "inbound dial")
 
-    async def _report(self, opening: Coroutine[Any, Any, PlainSocket]) -> None:
-        try:
-            self._application = await opening
-        except (Failed, TproxyError, OSError) as error:
+    def _opened(self, application: PlainSocket | None, error: Exception | None) -> None:
+        self._dialling = None
+        if application is not None:
+            self._application = application
+        elif error is not None:
             self._error = error
-        except BaseException:
+        else:
             self._aborted = True
-            raise
-        finally:
-            self._dialling = None
-            self.step()
+        self.step()
 
     # Events, possibly in the middle of a read
 
     def cancel(self, msg: str | None = None) -> None:
         """End the request, because the client reset it or its connection ended; see
-        :class:`hbone.aio.server.Cancellable`.
+        :class:`hbone.aio.requests.Cancellable`.
         """
         self._abort_soon("")
 
     def _abort_soon(self, reason: str) -> None:
         self._aborted = True
-        self._pod.node.poller.call_soon(self)
+        self._owner.poller.call_soon(self)
 
     def _relay_ended(self, ended: RelayEnd) -> None:
         self._ended = ended
-        self._pod.node.poller.call_soon(self)
+        self._owner.poller.call_soon(self)
 
     # Steps
 
     def step(self) -> None:
         """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
-        if self.state is State.CLOSED:
+        if self.state is _CLOSED:
             return
         ended, application = self._ended, self._application
         if ended is not None:
@@ -193,13 +246,13 @@ class PlannedRequest(PodConnection):
         elif self._error is not None:
             self._request.refuse(503)
             self._end(unreachable(self._error))
-        elif application is not None and self.state is State.DIALING:
+        elif application is not None and self.state is _DIALING:
             self._accept(application)
 
     def _accept(self, application: PlainSocket) -> None:
         baggage = self._plan.decision.labels.baggage
         try:
-            accepted = self._request.accept(((b"baggage", baggage),) if self._pod.node.config.baggage else ())
+            accepted = self._request.accept(((b"baggage", baggage),) if self._owner.node.config.baggage else ())
         except HboneError as error:
             # The stream ended before the request was accepted. If there is a reason, this proxy ended it on
             # purpose.
@@ -227,5 +280,5 @@ class PlannedRequest(PodConnection):
 
     def on_bug(self, error: Exception) -> None:
         """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
-        if self.state is not State.CLOSED:
+        if self.state is not _CLOSED:
             self._end(internal(error))

@@ -6,21 +6,19 @@ only workload is the "pod".
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import socket
 from collections.abc import Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
-from hbone.aio.socket import LASTING_S, PlainSocket
+from hbone.aio.socket import PlainSocket
 from tproxy.aio import sockets
 from tproxy.aio.netns import Netns
 from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from xds.model.address import SocketAddress
 from ztunnel.proxy.istio.path.node import Node
-from ztunnel.proxy.istio.path.socket_stock import SocketStock
+from ztunnel.proxy.istio.path.pod_dials import PodDials
 from ztunnel.proxy.istio.settings.config import (
     HBONE_PORT,
     OUTBOUND_PORT,
@@ -130,7 +128,7 @@ def _unheard(
     )
 
 
-class PodSockets:
+class PodSockets(PodDials):
     """Listens in one pod and dials from the pod.
 
     Args:
@@ -145,26 +143,14 @@ class PodSockets:
     """
 
     def __init__(self, node: Node, netns: Netns | None, *, only_tunnels: bool = False) -> None:
+        super().__init__(node, netns, only_tunnels=only_tunnels)
         self.preserves_source = {HBONE_PORT: False, PLAINTEXT_PORT: False}
         config = node.config
         self._node = node
         self._netns = netns
         self.only_tunnels = only_tunnels
         self._listening: list[ListeningSocket] = []
-        self._mark = config.packet_mark if not only_tunnels else None
-        self._sidecar = config.sidecar
         self._timeout_s = config.connect_timeout_s
-        self._keepalive = node.keepalive
-        self._options: tuple[sockets.SocketOption, ...] = ()
-        if config.socket.user_timeout and config.socket.keepalive_time_s is not None:
-            limit_s = (
-                config.socket.keepalive_time_s
-                + config.socket.keepalive_retries * config.socket.keepalive_interval_s
-            )
-            self._options = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),)
-        # A function, not a method: a method would create a reference cycle between the stock and this object.
-        made = partial(sockets.prepared, mark=self._mark, netns=netns, socket_options=self._options)
-        self._stock = SocketStock(node.poller, made)
 
     # Listening
 
@@ -210,17 +196,6 @@ class PodSockets:
 
     # Connections
 
-    def original_destination(self, sock: socket.SocketType, source: SocketAddress) -> SocketAddress:
-        """Return the destination of an accepted socket's peer, before the kernel redirected it.
-
-        Args:
-            sock: the socket.
-            source: the peer.
-
-        Raises: OSError: the peer has disconnected.
-        """
-        return SocketAddress(*sockets.dialled_address(sock, 6 if ":" in source.host else 4))
-
     def application_source(self, port: int, client: str, application: str) -> str | None:
         """Return the source address for connections to the application. ``None`` leaves the choice to the kernel.
 
@@ -245,57 +220,20 @@ class PodSockets:
         """
         sock = await self.connect(address, source=source, keepalive=False)
         end = PlainSocket(sock, self._node.poller, fresh=True)
-        self._when_lasting(end)
+        self.when_lasting(end)
         return end
 
-    def dial_now(
-        self, address: SocketAddress, *, source: str | None = None
-    ) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
-        """Like :meth:`dial`, without a coroutine if the application accepts before this returns.
+    def redial(self, address: SocketAddress, source: str) -> Coroutine[Any, Any, PlainSocket]:
+        return self.dial(address, source=source)
 
-        Within a machine that is usual: the SYN-ACK arrives before connect(2) returns.
-
-        Raises:
-            TproxyError: refused or unreachable at once, or no socket could be made.
-        """
-        if source == address.host:
-            source = None
-        sock = self._stock.take(6 if ":" in address.host else 4)
-        try:
-            connected = sockets.connect_at_once(sock, address, source=source, own_source=self._sidecar)
-        except BaseException as error:
-            sock.close()
-            if source is not None and sockets.port_is_taken(error):
-                return self.dial(address, source=source)  # which tries further ports
-            raise
-        end = PlainSocket(sock, self._node.poller, fresh=True)
-        if connected:
-            self._when_lasting(end)
-            return end
-        return self._finished(end, address)
-
-    async def _finished(self, end: PlainSocket, address: SocketAddress) -> PlainSocket:
+    async def finished(self, end: PlainSocket, address: SocketAddress) -> PlainSocket:
         try:
             await sockets.finish_connect(end.sock, address, self._timeout_s)
         except BaseException:
             end.close()
             raise
-        self._when_lasting(end)
+        self.when_lasting(end)
         return end
-
-    def _when_lasting(self, end: PlainSocket) -> None:
-        """Enable keepalive after :data:`LASTING_S`; see :meth:`dial`."""
-        if self._keepalive is None:
-            return
-        if self._keepalive.idle_s > LASTING_S:
-            end.when_lasting(self._keep_alive)
-        else:
-            self._keep_alive(end.sock)
-
-    def _keep_alive(self, sock: socket.SocketType) -> None:
-        assert self._keepalive is not None
-        with contextlib.suppress(OSError):  # reset meanwhile
-            sockets.set_keepalive(sock, self._keepalive)
 
     async def connect(
         self, address: SocketAddress, *, source: str | None = None, keepalive: bool = True

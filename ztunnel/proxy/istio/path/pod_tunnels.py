@@ -18,8 +18,9 @@ from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.pool_key import PoolKey, dial_connection
 from ztunnel.proxy.istio.accounting.outcome import REVOKED
 from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
-from ztunnel.proxy.istio.path.connections import Carrier, PodConnections, is_listed
+from ztunnel.proxy.istio.path.connections import PodConnections
 from ztunnel.proxy.istio.path.node import Node
+from ztunnel.proxy.istio.path.pod_connection import Carrier, is_listed
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_sockets import PodSockets
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from hbone.aio.connection import Connection
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.events import RequestHead
 from hbone.headers import first, forwarded_host
 from xds.model.address import SocketAddress
@@ -38,12 +38,8 @@ _NO_CERTIFICATE: Final = PeerCertificate()
 _MOST: Final = 64
 
 
-class _Asked(NamedTuple):
-    """The parts of a request that a plan depends on."""
-
-    authority: bytes | None
-    service: str | None
-    network: bytes | None
+#: The parts of a request that a plan depends on: authority, service and network.
+_Asked: TypeAlias = tuple[bytes | None, str | None, bytes | None]
 
 
 class _Decision(NamedTuple):
@@ -85,7 +81,7 @@ class RequestPlan:
         self.decision = decision
         self.facts = facts
         self.described = described
-        self.meant = asked.service
+        self.meant = asked[1]
         self.source = source
 
 
@@ -153,12 +149,13 @@ class RequestPlans:
         self, peer: Peer, asked: _Asked, labels: WorkloadLabels
     ) -> tuple[_Decision, ConnectionFacts] | None:
         node, workload = self._node, labels.workload
-        client = workload_of(peer, asked.network, node)
+        authority, meant, network = asked
+        client = workload_of(peer, network, node)
         if client is None or workload.application_tunnel is not None:
             return None
         try:
             target = inbound_target(
-                asked.authority,
+                authority,
                 workload,
                 peer.local.host,
                 node.mesh,
@@ -171,7 +168,7 @@ class RequestPlans:
         policy = self._authorizer.plan(workload, facts)
         if policy is None or target.proxy_destination is not None:
             return None
-        service = inbound_service(target, workload, node.mesh, asked.service)
+        service = inbound_service(target, workload, node.mesh, meant)
         return _Decision(target.address, service, client, labels, policy), facts
 
     def _made(self, peer: Peer, asked: _Asked, decision: _Decision, facts: ConnectionFacts) -> RequestPlan:
@@ -179,7 +176,7 @@ class RequestPlans:
         sample = Record(node, Direction.INBOUND, peer.source, peer.local)
         enter_client(sample, decision.client, peer.identity, node)
         enter_pod(sample, decision.labels)
-        sample.hbone_authority = (asked.authority or b"").decode("latin-1")
+        sample.hbone_authority = (asked[0] or b"").decode("latin-1")
         sample.service = decision.service
         source = sockets.application_source(HBONE_PORT, peer.source.host, decision.address.host)
         return RequestPlan(decision, facts, Described(sample), asked, source)
@@ -191,7 +188,7 @@ def _asked(head: RequestHead) -> _Asked:
         if name == b"x-forwarded-network":
             network = value
             break
-    return _Asked(head.authority, forwarded_host(head.headers), network)
+    return head.authority, forwarded_host(head.headers), network
 
 
 def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Workload | None:

@@ -17,7 +17,7 @@ from xds.model.address import SocketAddress
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
-from ztunnel.proxy.istio.path.connections import PodConnection
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.tap import request as tap
 from ztunnel.proxy.tap.capture import Capture
 

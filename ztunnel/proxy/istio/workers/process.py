@@ -69,7 +69,7 @@ class OutputReader:
             return
         complete, newline, rest = data.rpartition(b"\n")
         if newline:
-            self._logs.pass_on(self._begun + complete + newline)
+            self._logs.queue.pass_on(self._begun + complete + newline)
             self._begun = rest
         else:
             self._begun += rest
@@ -82,7 +82,7 @@ class OutputReader:
             return
         self.ended.set()
         if self._begun:  # the worker died in the middle of a line
-            self._logs.pass_on(self._begun + b"\n")
+            self._logs.queue.pass_on(self._begun + b"\n")
         asyncio.get_running_loop().remove_reader(self._descriptor)
         os.close(self._descriptor)
 

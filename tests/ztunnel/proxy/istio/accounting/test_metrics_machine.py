@@ -10,7 +10,8 @@ from tests.ztunnel.proxy.istio.nodes import LOCAL
 from tests.ztunnel.proxy.istio.pages import samples
 from xds.model.mesh import Changes
 from xds.model.workload import WorkloadUid
-from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, Metrics, PeerLabels, TrafficSeries, traffic_labels
+from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, Metrics, PeerLabels, traffic_labels
+from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 
 BUDGET = 4
 UIDS = [f"uid-{number}" for number in range(8)]

@@ -44,9 +44,9 @@ from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.handover.units import survey
 from ztunnel.proxy.istio.path.addons import PodAddons
-from ztunnel.proxy.istio.path.connections import PodConnection
 from ztunnel.proxy.istio.path.planned import PlannedConnection
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
+from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.workers.messages import CountsPart, FrameDecoder, Response, encode
 
 NEAR = workload("client", CLIENT, canonical_name="client", canonical_revision="v1")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hbone.aio.relay import ByteCounts, relay
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.aio.socket import PlainSocket
 from hbone.errors import ErrorCode
 from tests.ztunnel.proxy.istio.outbound_case import (

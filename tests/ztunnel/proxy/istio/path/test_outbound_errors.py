@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from tests.hbone.certificates import Authority
 from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE
 from tests.ztunnel.proxy.istio.pods import (

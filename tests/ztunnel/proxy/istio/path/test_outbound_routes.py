@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from tests.ztunnel.proxy.istio.outbound_case import (
     BY_ADDRESS,
     FAR,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hbone.aio.connection import Connection
-from hbone.aio.server import Request
+from hbone.aio.requests import Request
 from hbone.errors import ErrorCode, HboneError, TunnelBroken
 from tests.ztunnel.proxy.istio.inbound_case import APP, fields
 from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE, waypoint
@@ -43,6 +43,7 @@ from ztunnel.proxy.dataplane.attempts import ANSWER_TIMEOUT_S
 from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.istio.accounting.outcome import DRAINED
 from ztunnel.proxy.istio.path.inbound import Inbound
+from ztunnel.proxy.istio.path.outbound import Outbound
 from ztunnel.proxy.istio.path.planned import PlannedConnection
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
 from ztunnel.proxy.istio.path.plans import Plan
@@ -58,15 +59,26 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:
 
 
 def steps_taken(monkeypatch: pytest.MonkeyPatch) -> dict[type, int]:
-    """How many connections each kind of steps has begun."""
+    """How many connections each kind of steps has begun. Only classes that are never compiled are replaced."""
     counts: dict[type, int] = {PlannedConnection: 0, PlannedRequest: 0}
-    for kind in (PlannedConnection, PlannedRequest):
+    serve_soon = Outbound.serve_soon
 
-        def begin(self: Any, *given: Any, kind: type = kind, original: Callable[..., None] = kind.begin) -> None:
-            counts[kind] += 1
-            original(self, *given)
+    def accepted(self: Outbound, sock: socket.SocketType, peer: tuple[str, int]) -> None:
+        counts[PlannedConnection] += 1
+        super(Outbound, self).accepted(sock, peer)
 
-        monkeypatch.setattr(kind, "begin", begin)
+    def by_coroutine(self: Outbound, *given: Any) -> None:
+        counts[PlannedConnection] -= 1
+        serve_soon(self, *given)
+
+    def take(self: Inbound, peer: Any, request: Request) -> PlannedRequest | None:
+        taken = super(Inbound, self).take(peer, request)
+        counts[PlannedRequest] += taken is not None
+        return taken
+
+    monkeypatch.setattr(Outbound, "accepted", accepted, raising=False)
+    monkeypatch.setattr(Outbound, "serve_soon", by_coroutine)
+    monkeypatch.setattr(Inbound, "take", take, raising=False)
     return counts
 
 
@@ -150,27 +162,33 @@ def _constant(line: str) -> str:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_requests_by_steps_and_by_coroutine_show_the_same(
-    tmp_path: Path, loop: str, taken: dict[type, int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loop: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    by_steps = [True, False]
+    taken: list[bool] = []
+
+    def take(self: Inbound, peer: Any, request: Request) -> PlannedRequest | None:
+        planned = super(Inbound, self).take(peer, request) if by_steps.pop(0) else None
+        taken.append(planned is not None)
+        return planned
+
     async def body(cluster: Cluster) -> None:
         await cluster.start(workload("server", SERVER))
         cluster.mesh.apply([workload("client", CLIENT, node=ELSEWHERE)])
         cluster.application(SERVER)
         connection = await cluster.tunnels_to("server")
-        for steps in (True, False):
-            with monkeypatch.context() as patch:
-                if not steps:
-                    patch.setattr(Inbound, "_take_now", lambda *_: None)
-                tunnel = await connection.open(fields())
-                assert dict(tunnel.headers)
-                tunnel.close()
-                await cluster.until(lambda steps=steps: len(cluster.lines()) == (1 if steps else 2))
-        assert taken[PlannedRequest] == 1
+        for count in (1, 2):
+            tunnel = await connection.open(fields())
+            assert dict(tunnel.headers)
+            tunnel.close()
+            await cluster.until(lambda count=count: len(cluster.lines()) == count)
+        assert taken == [True, False]
         first, second = _complete(cluster)
         assert _constant(first) == _constant(second)
         connection.close()
         assert len(list(cluster.node.metrics.series)) == 1
 
+    monkeypatch.setattr(Inbound, "take", take, raising=False)
     play(tmp_path, body, loop=loop)
 
 
