@@ -1,46 +1,115 @@
-"""A peer's cost budget for the work that its bytes cause: one per connection, and one for all its connections."""
+"""A peer's cost budget for the work that its bytes cause: one per connection, and one for all its connections.
+
+Work is counted in units (:mod:`hbone.limits`), which take about a microsecond of a fast core. A budget is a share
+of a core, so its units have a price (:class:`UnitPrice`): on a core that needs twice the time for the same work, a
+unit costs two.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
 
 from hbone.errors import ErrorCode
 from hbone.flow import Budget
 from hbone.limits import Limits
 from hbone.reader import Failure
 
+UNIT_S: Final = 0.7e-6
+"""The processor time of the engine for one unit, at a price of 1. Reads, decryption, delivery and pauses take the
+rest of a microsecond: 0.2 to 0.45 of the engine's time (``python -m tests.hostile``, DATA of 1 byte).
+"""
+HIGHEST_PRICE: Final = 8.0
+"""The limit of a price, for measurements that took too long. A guess: no core in use is this slow."""
+_FIRST_UNITS: Final = 10_000  # charged before the first measurement: 46 requests
+_UNITS_BETWEEN: Final = 100_000  # a measurement takes a two hundredth of their time
+_WEIGHT: Final = 0.5  # of a new measurement: the load of the core's caches and other thread changes within seconds
+
+
+class UnitPrice:
+    """The price of a unit of work on this core, shared by all connections of a process.
+
+    A measurement runs a fixed piece of the engine's work and takes its processor time. So the price does not
+    depend on the frames of a peer, nor on the time in which other processes run. The measurement is repeated after
+    each 100,000 units of charged work. A process whose peers cause little work never measures.
+
+    Args:
+        measure: returns the processor time in seconds that the engine needs for a unit now. None: the price is
+            always 1.
+
+    Attributes:
+        value: the charge for one unit of work, from 1 to :data:`HIGHEST_PRICE`. A core faster than the reference,
+            or a compiled build, does not get larger budgets.
+        due: the units of work before the next measurement.
+    """
+
+    __slots__ = ("_measure", "_measured", "due", "value")
+
+    def __init__(self, measure: Callable[[], float] | None = None) -> None:
+        self._measure = measure
+        self._measured = False
+        self.due = _FIRST_UNITS
+        self.value = 1.0
+
+    def renew(self) -> None:
+        """Measure; called when :attr:`due` is negative."""
+        self.due = _UNITS_BETWEEN
+        if self._measure is None:
+            return
+        price = self._measure() / UNIT_S
+        if not price > 0.0:
+            return  # the clock stood still or went back, or it is not a number: the last price stays
+        price = min(max(price, 1.0), HIGHEST_PRICE)
+        self.value = self.value + (price - self.value) * _WEIGHT if self._measured else price
+        self._measured = True
+
+
+FIXED_PRICE: Final = UnitPrice()
+"""A price that is always 1, for engines whose owner does not measure."""
+
 
 class CostBudget:
     """The work budget of one connection.
 
     Attributes:
+        price: the price of a unit, shared by all connections of the process; 1 until the owner sets another.
         shared: the budget of all connections of the same peer. None until the peer is known.
     """
 
-    __slots__ = ("_stalls", "_work", "shared")
+    __slots__ = ("_stalls", "_work", "price", "shared")
 
     def __init__(self, limits: Limits) -> None:
         self._work = Budget(burst=limits.work_burst, rate=limits.work_rate)
         self._stalls = Budget(burst=limits.stall_burst_s, rate=limits.stall_rate)
+        self.price = FIXED_PRICE
         self.shared: Budget | None = None
 
     def charge(self, units: int, now_s: float) -> float:
-        """Charge ``units`` of work and return how long to stop reading, in seconds.
+        """Charge ``units`` of work at their price and return how long to stop reading, in seconds.
 
         Backpressure comes first: an honest peer with many small frames sends fewer and larger ones when it must
         wait, and a busy peer does not notice. A peer that needs to be slowed down for many seconds has caused
         wasted work for as long.
 
+        The price makes pauses longer. It does not bring the end nearer, because pauses count towards the end as if
+        the price were 1. So a slow core slows honest peers down, but does not end their connections sooner.
+
         Raises:
             Failure: the peer has been slowed down for too long; the connection ends.
         """
-        self._work.spend(now_s, units)
-        pause_s = self._work.overdrawn_s
+        price = self.price
+        price.due -= units
+        if price.due < 0:
+            price.renew()
+        cost = units * price.value
+        work = self._work
+        pause_s = 0.0 if work.spend(now_s, cost) else work.overdrawn_s
         # A pause that the peer's other connections have caused is no reason to end this one: a hundred workloads
         # can share one name.
-        if pause_s and not self._stalls.spend(now_s, pause_s):
+        if pause_s and not self._stalls.spend(now_s, pause_s / price.value):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for what it carries")
         shared = self.shared
-        if shared is not None:
-            shared.spend(now_s, units)
+        if shared is not None and not shared.spend(now_s, cost):
             pause_s = max(pause_s, shared.overdrawn_s)
         return pause_s
 
@@ -55,11 +124,12 @@ class CostBudget:
 
     def refund(self, units: int) -> None:
         """Refund ``units``, because the work was useful."""
-        self._work.refund(units)
+        cost = units * self.price.value
+        self._work.refund(cost)
         if self.shared is not None:
-            self.shared.refund(units)
+            self.shared.refund(cost)
 
     def leave_debt(self, units: int, now_s: float) -> None:
         """Charge work to the peer's shared budget, not to this connection, which is over."""
         if self.shared is not None:
-            self.shared.spend(now_s, units)
+            self.shared.spend(now_s, units * self.price.value)

@@ -29,6 +29,7 @@ from __future__ import annotations
 from typing import Final
 
 from hbone import frames
+from hbone.cost_budget import UnitPrice
 from hbone.errors import ErrorCode
 from hbone.events import (
     ConnectionFailed,
@@ -99,6 +100,10 @@ class Engine(Sender):
         self.pause_s = 0.0
         """How long to stop reading from the peer, because it caused more work than its budget allows."""
         limits = settings.limits
+        self.slice_units = limits.slice_units
+        """The limit of work for :meth:`receive_data` that takes about the same time on any core: ``slice_units``
+        of the limits, divided by the price of a unit.
+        """
         self._received = RECEIVED[role]
         self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
         self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
@@ -152,6 +157,7 @@ class Engine(Sender):
             if used < len(view):
                 # A copy, once: ``data`` is the caller's again when this returns.
                 self._unparsed = view[used:] if unparsed is not None else memoryview(bytes(view[used:]))
+                self._fit_slice()  # only here: the price has no effect on a read with less than a slice
             if reader.work:
                 self.pause_s = self._costs.charge(reader.work, now_s)
                 reader.work = 0
@@ -168,6 +174,14 @@ class Engine(Sender):
     def unparsed(self) -> bool:
         """Whether :meth:`receive_data` has kept bytes that its slice had no room for."""
         return self._unparsed is not None or self._long_block is not None
+
+    def follow_price(self, price: UnitPrice) -> None:
+        """Charge work at ``price``, which all connections of the process share, instead of 1."""
+        self._costs.price = price
+        self._fit_slice()
+
+    def _fit_slice(self) -> None:
+        self.slice_units = int(self.settings.limits.slice_units / self._costs.price.value)
 
     def share(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
         """Charge costs to ``share`` and take window growth from it, together with the peer's other connections.

@@ -4,8 +4,10 @@ There are three kinds of answers, from mild to final. A peer that causes more wo
 until its debt is paid (backpressure). A stream that exceeds its bounds is reset. A connection that continues is
 closed with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` compares the limits with other proxies.
 
-Work is counted in units of about a microsecond of one core in pure Python, by what was measured for each kind of
-frame. It is counted and not timed: a clock would charge a peer for what the machine does meanwhile.
+Work is counted in units of about a microsecond of a fast core in pure Python, by the time measured for each kind
+of frame. It is counted and not timed: a clock would charge a peer for what the machine does meanwhile. The price
+of a unit follows the speed of this core (:class:`hbone.cost_budget.UnitPrice`), so that a budget is the same share
+of a slow core.
 """
 
 from __future__ import annotations
@@ -56,15 +58,17 @@ class Limits:
 
     work_burst: int = 200_000
     work_rate: float = 250_000.0
-    """Units of work at once, and per second. Above that we stop reading until the budget has recovered."""
+    """Units of work at once, and per second, at a price of 1. Above that we stop reading until the budget has
+    recovered.
+    """
     peer_work_burst: int = 400_000
     peer_work_rate: float = 500_000.0
     """The work budget of all connections of one peer, known by its certificate: half of a core."""
     stall_burst_s: float = 3.0
     stall_rate: float = 0.05
-    """Seconds of such pauses at once, and per second; beyond that the connection ends."""
+    """Seconds of such pauses at once, and per second, at a price of 1; beyond that the connection ends."""
     slice_units: int = 1000
-    """Work for one connection before the other sockets get their turn."""
+    """Work for one connection before the other sockets get their turn, at a price of 1."""
     slice_s: float = 0.001
     """The longest work for one connection in seconds, checked between reads."""
 

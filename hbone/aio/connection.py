@@ -104,6 +104,7 @@ class Connection(ConnectionTunnels):
         moved: MovedConnection | None = None,
     ) -> None:
         engine = Engine(role, settings.http2, poller) if moved is None else moved.engine
+        engine.follow_price(poller.unit_price)
         tls: TlsStream | None = None
         if moved is not None:
             tls = moved.tls
@@ -342,7 +343,7 @@ class Connection(ConnectionTunnels):
         engine, poller = self.engine, self.poller
         poller.lent = True
         try:
-            for event in engine.receive_data(data, poller.now_s, self.settings.http2.limits.slice_units):
+            for event in engine.receive_data(data, poller.now_s, engine.slice_units):
                 if type(event) is DataReceived:
                     tunnel = self._tunnels.get(event.stream_id)
                     if tunnel is not None:

@@ -28,9 +28,11 @@ import time
 from collections import deque
 from typing import Any, Final, Protocol
 
+from hbone.aio.core_speed import unit_s
 from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.lingering import Lingering
 from hbone.aio.spin import Spin, SpinSettings
+from hbone.cost_budget import UnitPrice
 from hbone.errors import ConnectionBroken
 from hbone.flow import PeerQuotas
 from hbone.output import BUFFER_BYTES
@@ -145,6 +147,8 @@ class Poller:
         """Start of the last iteration that ran a handshake step for an event; see :meth:`Connection.on_event`."""
         self.peers = PeerQuotas()
         """The quotas of each peer, shared by all of its connections."""
+        self.unit_price = UnitPrice(unit_s)
+        """The price of a unit of a peer's work on this core, shared by all connections."""
         self.read_bytes = 0
         """Bytes read since the last decision about spinning; every reader of a socket adds to it."""
         self.lingering = Lingering(self._loop)

@@ -13,8 +13,8 @@ from tests.hostile.target import Target, ours
 
 pytestmark = pytest.mark.hostile
 
-#: A tenth of the defaults, so that budgets end within the moment.
-_LIMITS = {"work_burst": 20_000, "work_rate": 25_000.0, "stall_burst_s": 0.3}
+#: A tenth of the defaults, and fewer pauses, so that a slow core with a high price ends attacks in time, too.
+_LIMITS = {"work_burst": 20_000, "work_rate": 25_000.0, "stall_burst_s": 0.1}
 _TRIES = 4
 _SECONDS = 2.0
 

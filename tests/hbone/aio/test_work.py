@@ -92,6 +92,30 @@ def test_a_peer_that_overdraws_is_slowed_down_and_loses_nothing(loop: str) -> No
 
 
 @pytest.mark.parametrize("loop", LOOPS)
+def test_all_connections_of_a_poller_pay_its_price(loop: str) -> None:
+    """At a price of 1 the pauses of this peer take a fiftieth of a second."""
+
+    async def main() -> None:
+        over = asyncio.Event()
+
+        async def hold(request: Request) -> None:
+            with request.accept():
+                await over.wait()
+
+        slow = settings(work_burst=500, work_rate=5000.0, slice_units=100)
+        with polling() as poller:
+            poller.unit_price.value = 4.0
+            async with raw_client(poller, hold, slow) as peer:
+                await peer.settle(request_frame(1))
+                begun = asyncio.get_running_loop().time()
+                assert await peer.settle(SMALL * 600)
+                assert asyncio.get_running_loop().time() - begun >= 0.3  # 1,900 units over, at 5,000 a second
+                over.set()
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 def test_a_peer_that_keeps_overdrawing_gets_goaway(loop: str) -> None:
     async def main() -> None:
         over = asyncio.Event()
