@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hbone import frames
 from hbone.frames import frame
-from tests.hostile.target import BYSTANDER, Target
+from tests.hostile.target import BYSTANDER, Target, take_precedence
 from tests.hostile.wire import Ended, Wire
 
 _PER_S = 100
@@ -35,13 +36,19 @@ class Latencies:
 
 
 class Bystander:
-    """Measures in two threads from :meth:`start` to :meth:`stop`."""
+    """Measures in two threads, as a context manager.
 
-    def __init__(self, target: Target) -> None:
+    Args:
+        target: the server.
+        precedence: see :func:`tests.hostile.target.take_precedence`.
+    """
+
+    def __init__(self, target: Target, *, precedence: bool = False) -> None:
         self._target = target
+        self._precedence = precedence
         self._over = threading.Event()
         self.seen = Latencies()
-        self._threads = [threading.Thread(target=self._ask), threading.Thread(target=self._connect)]
+        self._threads = [threading.Thread(target=self._run, args=(each,)) for each in (self._ask, self._connect)]
 
     def __enter__(self) -> Bystander:
         for thread in self._threads:
@@ -52,6 +59,11 @@ class Bystander:
         self._over.set()
         for thread in self._threads:
             thread.join()
+
+    def _run(self, measure: Callable[[], None]) -> None:
+        if self._precedence:
+            take_precedence(over_target=True)
+        measure()
 
     def _wire(self) -> Wire:
         target = self._target

@@ -88,6 +88,7 @@ class Target:
     Attributes:
         port: the port for tunnels of the attacked pod.
         bystander_port: the port for tunnels of another pod of the same proxy.
+        echo_pid: the process of the bystander's application.
         dns_port, pages_port: the ports for names and pages. 0: it has none.
     """
 
@@ -96,6 +97,7 @@ class Target:
     folder: Path
     log: Path
     bystander_port: int
+    echo_pid: int
     dns_port: int = 0
     pages_port: int = 0
 
@@ -110,22 +112,38 @@ class Target:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def take_precedence(pid: int = 0, *, over_target: bool = False) -> None:
+    """Schedule the threads of a process before other work of this machine, if the user has the right to do so.
+
+    The table compares the bystander's latency with and without an attack, eight seconds each. Other work on the
+    machine changes in between, and the measured processes must not wait for it.
+
+    Args:
+        pid: the process. 0: the calling thread only.
+        over_target: for the bystander and its application. They do not wait for a target that uses their core.
+    """
+    policy = os.SCHED_RR, os.sched_param(2 if over_target else 1)
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task") if pid else ("0",):
+            os.sched_setscheduler(int(thread), *policy)
+
+
 @contextlib.contextmanager
 def ours(limits: Mapping[str, float] | None = None, *, files: int | None = None) -> Iterator[Target]:
     """Run a server of ours; ``limits`` differ from the default, ``files`` is the most descriptors it may have."""
-    with _apps() as (folder, ports), open(folder / "log", "w+b") as log:
+    with _apps() as (folder, ports, echo_pid), open(folder / "log", "w+b") as log:
         given = json.dumps({"folder": str(folder), "ports": ports, "limits": dict(limits or {})})
         command = [sys.executable, "-m", "tests.hostile.ours", given]
         with _process(command, log.fileno(), files) as process:
             assert process.stdout is not None
             found = json.loads(process.stdout.readline())
-            yield Target(pid=process.pid, folder=folder, log=folder / "log", **found)
+            yield Target(pid=process.pid, folder=folder, log=folder / "log", echo_pid=echo_pid, **found)
 
 
 @contextlib.contextmanager
 def envoy(*, files: int | None = None) -> Iterator[Target]:
     """Run a real Envoy; ``files`` is the most descriptors that it may have."""
-    with _apps() as (folder, ports), open(folder / "log", "w+b") as log:
+    with _apps() as (folder, ports, echo_pid), open(folder / "log", "w+b") as log:
         with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as second:
             port, other = free.getsockname()[1], second.getsockname()[1]
         hosts = "".join(_HOST.format(name=name) for name in ports)
@@ -149,11 +167,11 @@ def envoy(*, files: int | None = None) -> Iterator[Target]:
                 except OSError:
                     assert time.monotonic() < until, (folder / "log").read_text()
                     time.sleep(0.05)  # until Envoy listens, see the limit above
-            yield Target(port, process.pid, folder, folder / "log", other)
+            yield Target(port, process.pid, folder, folder / "log", other, echo_pid)
 
 
 @contextlib.contextmanager
-def _apps() -> Iterator[tuple[Path, dict[str, int]]]:
+def _apps() -> Iterator[tuple[Path, dict[str, int], int]]:
     with tempfile.TemporaryDirectory(prefix="hostile") as name:
         folder = Path(name)
         authority = Authority()
@@ -163,13 +181,15 @@ def _apps() -> Iterator[tuple[Path, dict[str, int]]]:
             (folder / f"{who}.pem").write_bytes(leaf.chain_pem)
             (folder / f"{who}.key").write_bytes(leaf.key_pem)
         ports: dict[str, int] = {}
+        pids: list[int] = []
         with contextlib.ExitStack() as processes:
             for group in GROUPS:
                 command = [sys.executable, "-m", "tests.hostile.apps", *group]
                 process = processes.enter_context(_process(command, None))
                 assert process.stdout is not None
                 ports |= json.loads(process.stdout.readline())
-            yield folder, ports
+                pids.append(process.pid)
+            yield folder, ports, pids[0]
 
 
 @contextlib.contextmanager
