@@ -1,23 +1,28 @@
 """``python -m tests.hostile``: every attack with a bystander beside it, against ours and against Envoy.
 
 Figures depend on the machine and its load, so compare only columns of one run. Run by root, the target, the
-bystander and its application are scheduled before other work of the machine. A row passes if the bystander's p99
-is below three times its p99 without the attack (in this row, or the median of the rows until then, at least a
-millisecond), none of its requests failed, memory grew by less than the row permits, and a flooding client got
-ENHANCE_YOUR_CALM or was held to the share of a core that one connection can cost (``Limits.work_rate``). A slow
-core holds a flood to that share for longer than a row lasts, before enough pauses have passed for closing it. CPU
-is the share of a core that the target uses: for the bystander alone, and together with the attack. The status is 1
-if a row of ours does not pass.
+bystander and its application are scheduled before other work of the machine. Such work slows them down even so, by
+caches and by the other thread of a core. Therefore a row with a slow bystander is measured again, three times in
+all, if other processes used more than a twentieth of the machine.
+
+A row passes if the bystander's p99 is below three times its p99 without the attack (in this row, or the median of
+the rows until then, at least a millisecond), none of its requests failed, memory grew by less than the row
+permits, and a flooding client got ENHANCE_YOUR_CALM or was held to the share of a core that one connection can
+cost (``Limits.work_rate``). A slow core holds a flood to that share for longer than a row lasts, before enough
+pauses have passed for closing it. CPU is the share of a core that the target uses: for the bystander alone, and
+together with the attack. The status is 1 if a row of ours does not pass.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 
 from tests.hostile.attacks import ATTACKS, FAILED_PROBE, Attack, reset_handshakes, run
 from tests.hostile.bystander import Bystander, Latencies
@@ -27,6 +32,9 @@ _TARGETS: dict[str, Callable[..., AbstractContextManager[Target]]] = {"ours": ou
 _LEAST_S = 0.001
 #: A quarter of a core, and what the records of TLS and system calls add.
 _HELD = 0.3
+_SLOW = "slow"
+_TRIES = 3
+_DISTURBED = 0.05
 
 
 def _alone(target: Target, seconds: float) -> Latencies:
@@ -45,6 +53,38 @@ class _Used:
     def so_far(self) -> tuple[float, float]:
         """Return seconds of processor time, and of time: the end of an attack takes some on a busy machine."""
         return self._target.cpu_s() - self._cpu_s, time.monotonic() - self._begun_s
+
+
+def _others_s() -> float:
+    """Return the processor time in seconds that processes outside of this process's group have used until now.
+
+    The group has the target, the applications and the attackers. A process that has ended counts for its parent.
+    """
+    busy, group = Path("/proc/stat").read_text().split()[1:9], os.getpgrp()
+    ticks = sum(map(int, busy)) - int(busy[3]) - int(busy[4])  # without idle and iowait
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            fields = (process / "stat").read_text().rsplit(") ", 1)[1].split()
+            if int(fields[2]) == group:
+                ticks -= sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _undisturbed_row(
+    attack: Attack,
+    open_target: Callable[..., AbstractContextManager[Target]],
+    seconds: float,
+    alone_p99: list[float],
+) -> list[str]:
+    """Run one attack, again if its only defect can be the fault of other processes; see the module."""
+    for number in range(1, _TRIES + 1):
+        begun_s, others_s = time.monotonic(), _others_s()
+        row = _row(attack, open_target, seconds, alone_p99)
+        share = (_others_s() - others_s) / (time.monotonic() - begun_s) / (os.cpu_count() or 1)
+        if row[-1] != _SLOW or share <= _DISTURBED or number == _TRIES:
+            break
+        print(f"{attack.name}: {row[3]} ms, others used {share:.0%} of the machine: again", file=sys.stderr)
+    return row
 
 
 def _ms(seconds: float) -> str:
@@ -79,7 +119,7 @@ def _row(
     wrong = []
     # With 800 requests the p99 depends on eight of them. The median of all rows is more precise.
     if during.p(0.99) > 3 * max(alone.p(0.99), statistics.median(alone_p99), _LEAST_S):
-        wrong.append("slow")
+        wrong.append(_SLOW)
     if during.failed:
         wrong.append(f"{during.failed} failed")
     if growth > attack.most_growth:
@@ -129,7 +169,7 @@ def main() -> None:
         alone_p99: list[float] = []
         for attack in ATTACKS:
             if args.only in attack.name and not (attack.ours_only and name != "ours"):
-                row = _row(attack, _TARGETS[name], args.seconds, alone_p99)
+                row = _undisturbed_row(attack, _TARGETS[name], args.seconds, alone_p99)
                 bad += name == "ours" and row[-1] != "ok"
                 print(f"| {' | '.join(row)} |", flush=True)
         print(f"\n{_handshakes(_TARGETS[name])}", flush=True)
