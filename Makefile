@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Go's own installer leaves it beside the PATH.
 GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)/go/bin/go) go)
 # More than two cores can keep busy, because some of them wait: tests/lanes.py.
-WORKERS := -n 3 --dist loadgroup
+WORKERS := --forks 3
 # Tests start hundreds of processes: without stored bytecode each compiles its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
@@ -36,11 +36,13 @@ demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpo
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
 	$(PY) -m pytest -q $(WORKERS)
 
-check: $(STAMP) ## format, lint, types, tests of the pure core: under a minute
+# Half of a minute of the pure core's tests, of which make test has all.
+LONG := $(addprefix --ignore=tests/hbone/,test_work.py test_windows.py test_frame_pairs.py)
+
+check: $(STAMP) ## format, lint, types, tests of the pure core but for the longest three files: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
-	$(PY) -m mypy
-	$(PY) -m pytest -q -n 2 --dist worksteal --core
+	@$(PY) -m mypy & types=$$!; $(PY) -m pytest -q --forks 2 --core $(LONG); tests=$$?; wait $$types && exit $$tests
 
 unit: $(STAMP) ## all tests of one process: the pure core, and the shells over real sockets
 	$(PY) -m pytest -q $(WORKERS) -m 'not netns and not interop and not hostile and not compiled and not kube'
@@ -51,7 +53,7 @@ nightly: $(STAMP) ## what a commit has no time for: every test with all examples
 
 life: $(STAMP) ## the life of a connection: its table into docs/life.md, and every reachable cell of it walked in both front ends
 	$(PY) -m deploy.life_page
-	$(PY) -m pytest -q -n 2 tests/life tests/ztunnel/proxy/dataplane/test_life_table.py
+	$(PY) -m pytest -q --forks 2 tests/life tests/ztunnel/proxy/dataplane/test_life_table.py
 
 addons: $(STAMP) ## the five addons of examples/addons in the demo's mesh, each with a connection that shows it; make demo MODE=addons
 	@$(PY) -m deploy.demo --mode addons
@@ -95,7 +97,7 @@ faults: $(STAMP) ## what breaks around a proxy, the slow part as well: some minu
 	FAULTS=1 $(PY) -m pytest -q tests/netns/test_istio_faults.py tests/netns/test_istio_exhaustion.py
 
 ops: $(STAMP) ## an operator's questions to a mesh of two nodes, and the state that fails each check
-	$(PY) -m pytest -q -n 2 tests/ztunnel/ask tests/ztunnel/runtime/console tests/netns/test_istio_ops.py
+	$(PY) -m pytest -q --forks 2 tests/ztunnel/ask tests/ztunnel/runtime/console tests/netns/test_istio_ops.py
 
 ui: $(STAMP) ## the live page of both demos in headless Chromium, clicked through; pictures in .run/ui
 	UI=1 $(PY) -m pytest -q -rs tests/ui

@@ -7,13 +7,15 @@ namespace and exit status, so a shell would see no difference; ``sys.argv`` is t
 A forked process ends like an interpreter, but does not clear the modules that it shares with the forking process.
 That copies all their pages, which is four fifths of the time of a short command. ``make nightly`` clears them.
 
+The workers of a run (``tests/forking.py``) get their forking processes from one that has imported everything once;
+any other process of tests starts its own with its first command.
+
 ``tests/test_examples.py`` and ``tests/test_architecture.py`` start commands without this, and so do tests of an
 interpreter's imports, of its memory and of its command line in ``/proc``.
 """
 
 import atexit
 import ctypes
-import functools
 import gc
 import importlib
 import json
@@ -35,6 +37,7 @@ from tproxy.aio.netns import CLONE_NEWNS, mount, unshare
 LIMIT_S = 30.0
 _ROOT = Path(__file__).parents[1]
 _one_at_a_time = threading.Lock()  # the socket carries one request and its answer
+_servers: dict[int, socket.socket] = {}  # by the process that uses it: a copy in a forked one is not its own
 _kept: list["subprocess.Popen[bytes]"] = []  # a Popen that is collected warns of the process that still runs
 #: Modules that most proxies and commands import once they run.
 _IMPORTED = (
@@ -167,14 +170,41 @@ def _asked(request: Mapping[str, Any], files: Sequence[int] = ()) -> int:
         return int.from_bytes(_exactly(server, 4), "big", signed=True)
 
 
-@functools.cache
-def _server(_pid: int) -> socket.socket:
-    """Run the forking process. It ends when the other end of its socket closes, together with the test process."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "tests.commands", str(theirs.fileno())]
-        _kept.append(subprocess.Popen(command, cwd=_ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL))
-    return ours
+def start(count: int) -> list[socket.socket]:
+    """Run forking processes, each for one process of tests.
+
+    Returns:
+        The sockets for :func:`use`. A forking process ends when all copies of its socket are closed.
+    """
+    pairs = [socket.socketpair() for _ in range(count)]
+    theirs = [pair[1].fileno() for pair in pairs]
+    command = [sys.executable, "-m", "tests.commands", *map(str, theirs)]
+    _kept.append(subprocess.Popen(command, cwd=_ROOT, pass_fds=theirs, stdin=subprocess.DEVNULL))
+    for _, socket_of_server in pairs:
+        socket_of_server.close()
+    return [ours for ours, _ in pairs]
+
+
+def use(server: socket.socket) -> None:
+    """Use a forking process for the commands of this process."""
+    _servers[os.getpid()] = server
+
+
+def _server(pid: int) -> socket.socket:
+    if pid not in _servers:
+        (_servers[pid],) = start(1)
+    return _servers[pid]
+
+
+def _one_of(servers: list[socket.socket]) -> socket.socket:
+    """Fork a process for each socket but the last; return the socket of the current process, the only one open."""
+    for place, server in enumerate(servers[:-1], 1):
+        if not os.fork():
+            for other in servers[place:]:
+                other.close()
+            return server
+        server.close()
+    return servers[-1]
 
 
 def _exactly(server: socket.socket, size: int) -> bytes:
@@ -242,7 +272,7 @@ def _main(argv: Sequence[str]) -> int:
     for module in _IMPORTED:
         importlib.import_module(module)
     gc.freeze()
-    args = _serve(socket.socket(fileno=int(argv[1])))
+    args = _serve(_one_of([socket.socket(fileno=int(number)) for number in argv[1:]]))
     if args is None:
         return 0
     try:

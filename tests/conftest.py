@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 import hbone
+from tests.forking import Pool, compiled_ahead
 from tests.generated import examples
 from tests.lanes import Lanes
 from tests.selection import is_core
@@ -46,6 +47,21 @@ def _collector_stays_as_it_was() -> Iterator[None]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--core", action="store_true", help="only tests of values and bytes: the pure core")
+    parser.addoption("--forks", type=int, default=0, help="workers that are forked once all tests are collected")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("forks") and config.getoption("numprocesses", None):
+        raise pytest.UsageError("--forks and -n exclude each other")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
+    config = session.config
+    everything = config.getoption("forks") and config.args_source is config.ArgsSource.TESTPATHS
+    files = sorted(Path(__file__).parent.rglob("test_*.py")) if everything else []
+    with compiled_ahead([file for file in files if is_core(file) or not config.getoption("core")]):
+        return (yield)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -67,6 +83,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("pure") is not None:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """Run the tests in forked workers, if that was asked for. Errors of collection are pytest's to report."""
+    if not session.config.getoption("forks") or session.testsfailed or session.config.option.collectonly:
+        return None
+    Pool(session).run(session.config.getoption("forks"))
+    return True
 
 
 def pytest_collection_finish() -> None:

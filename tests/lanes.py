@@ -1,9 +1,9 @@
-"""Assigns tests to workers of pytest-xdist: every other worker prefers tests that wait, the rest tests that
-compute.
+"""The order in which workers take tests: one worker prefers tests that compute, the others tests that wait.
 
 ``make test`` starts more workers than two cores can keep busy. Tests that start processes wait most of their time,
 tests of one process compute. With both kinds running until the end, cores are not idle, and few processes compete
-for them. A worker without tests of its kind takes the other kind.
+for them. A worker without tests of its kind takes the other kind. This holds for forked workers
+(``tests/forking.py``) and for those of pytest-xdist with ``--dist loadgroup``.
 
 A file runs in order on one worker, and so does an ``xdist_group`` of tests that share a site. In files of
 :data:`APART` every test is a separate unit. The longest units begin first, because the last one to begin decides
@@ -32,6 +32,17 @@ WAITING = (
     "tests/soak/",
     "tests/deploy/",
 )
+#: Files of one process whose tests take seconds, in the order in which they begin.
+COMPUTING = (
+    "tests/hbone/test_work.py",
+    "tests/hbone/test_frame_pairs.py",
+    "tests/xds/aio/test_channel.py",
+    "tests/fuzz/",
+    "tests/hbone/test_windows.py",
+    "tests/hbone/aio/test_relay.py",
+    "tests/xds/dialects/test_fields.py",
+    "tests/ztunnel/policy/calico/test_parts.py",
+)
 #: Files whose tests share nothing and take seconds each.
 APART = ("tests/netns/test_demo.py",)
 
@@ -48,15 +59,24 @@ def unit_of(node_id: str) -> str:
     return node_id if file in APART else file
 
 
+def prefers_waiting(worker: int) -> bool:
+    """Return whether a worker, numbered from 0, takes tests that wait before those that compute."""
+    return worker != 1
+
+
 def order(node_id: str, *, waits: bool) -> tuple[bool, int]:
-    """Return a key that sorts units: a worker's own kind first, then as :data:`WAITING` has them.
+    """Return a key that sorts units: a worker's own kind first, then as :data:`WAITING` and :data:`COMPUTING` have
+    them.
 
     Args:
         node_id: any test of the unit.
         waits: whether the worker prefers tests that wait.
     """
-    place = next((place for place, start in enumerate(WAITING) if node_id.startswith(start)), None)
-    return (place is None) is waits, place or 0
+    waiting = next((place for place, start in enumerate(WAITING) if node_id.startswith(start)), None)
+    if waiting is not None:
+        return not waits, waiting
+    long = (place for place, start in enumerate(COMPUTING) if node_id.startswith(start))
+    return waits, next(long, len(COMPUTING))
 
 
 class Lanes(LoadScopeScheduling):
@@ -68,7 +88,7 @@ class Lanes(LoadScopeScheduling):
         return unit_of(nodeid)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        waits = int(node.gateway.id.removeprefix("gw")) % 2 == 0
+        waits = prefers_waiting(int(node.gateway.id.removeprefix("gw")))
 
         def place(unit: str) -> tuple[bool, int]:
             return order(next(iter(self.workqueue[unit])), waits=waits)

@@ -1,10 +1,10 @@
-"""Which worker of pytest-xdist begins with which tests."""
+"""Which worker begins with which tests."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.lanes import APART, WAITING, order, unit_of
+from tests.lanes import APART, COMPUTING, WAITING, order, unit_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,14 +24,17 @@ def test_a_test_stays_with_its_group_or_its_file_unless_it_shares_nothing(node_i
     assert unit_of(node_id) == unit
 
 
-@pytest.mark.parametrize("name", [*WAITING, *APART])
+@pytest.mark.parametrize("name", [*WAITING, *COMPUTING, *APART])
 def test_every_named_test_file_exists(name: str) -> None:
     assert (ROOT / name).exists()
 
 
-def test_a_worker_takes_its_own_kind_first_and_of_those_that_wait_the_longest() -> None:
-    computing = "tests/hbone/test_engine.py::test_a"
-    waiting = [f"{start}test_b.py::test_c" if start.endswith("/") else f"{start}::test_c" for start in WAITING]
-    units = [*reversed(waiting), computing]
-    assert sorted(units, key=lambda unit: order(unit, waits=True)) == [*waiting, computing]
-    assert sorted(units, key=lambda unit: order(unit, waits=False)) == [computing, *waiting]
+def test_a_worker_takes_its_own_kind_first_and_of_each_kind_the_longest() -> None:
+    short = "tests/hbone/test_engine.py::test_a"
+    waiting, computing = (
+        [f"{start}test_b.py::test_c" if start.endswith("/") else f"{start}::test_c" for start in kind]
+        for kind in (WAITING, COMPUTING)
+    )
+    units = [short, *reversed(waiting), *reversed(computing)]
+    assert sorted(units, key=lambda unit: order(unit, waits=True)) == [*waiting, *computing, short]
+    assert sorted(units, key=lambda unit: order(unit, waits=False)) == [*computing, short, *waiting]
