@@ -16,10 +16,12 @@ from tests.interop.istio_site import WAIT_S, IstioSite
 Dial = Callable[[IstioSite], socket]
 _SMALL = 300_000
 _CLIENTS = 4
+_PAUSE_S = 0.01
 
 
 class Load:
-    """``with Load(ask) as load: ...``: short requests from several threads, until the block ends.
+    """``with Load(ask) as load: ...``: some hundred short requests a second from several threads, until the block
+    ends.
 
     Attributes:
         done, failed: the number of requests, and the statuses other than 200.
@@ -58,7 +60,7 @@ class Load:
         return f"{len(self.failed)} failed" + (f": {sorted(set(self.failed))}" if self.failed else "")
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self._over.wait(_PAUSE_S):
             reply = self._ask()
             with self._moved:
                 self.done += 1

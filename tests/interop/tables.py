@@ -42,7 +42,9 @@ class Table:
         """The columns of this run's tests; ``make nightly`` has all.
 
         Envoy alone changes with its version only. Worker processes run the code of the column without them, and
-        ``tests/netns/test_istio_workers.py`` tests the rest.
+        ``tests/netns/test_istio_workers.py`` tests the rest. Of the control plane's columns each variant of the
+        protocol has one, and each direction: a client of either variant does not know the direction of the tunnels
+        that it configures, and ``tests/xds`` holds both variants to the same answers.
         """
         return tuple(column for column in self.columns if every_example() or not _nightly(column))
 
@@ -51,6 +53,8 @@ def _nightly(column: Any) -> bool:
     match column:
         case Pairing(worker1=Kind.ENVOY, worker2=Kind.ENVOY) | "envoy":
             return True
+        case Pairing(worker1=Kind.ENVOY, source="sotw") | Pairing(worker1=Kind.NATIVE, source="delta"):
+            return column in control.COLUMNS
         case Setting(workers=workers):
             return workers > 1
         case _:

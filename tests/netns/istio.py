@@ -37,15 +37,22 @@ HELLO = b"hello world"
 
 
 async def eventually(condition: Callable[[], Any], what: str, wait_s: float = WAIT_S) -> Any:
-    """Poll a condition that other tasks change; return its first true value."""
-    end = asyncio.get_running_loop().time() + wait_s
+    """Poll a condition that other tasks change; return its first true value.
+
+    A proxy's pages take its time and ours, so a poll waits as long as the one before took, or a tenth of the wait
+    so far, up to 0.1 s.
+    """
+    time = asyncio.get_running_loop().time
+    begin = time()
     while True:
+        before = time()
         value = condition()
         if value:
             return value
-        if asyncio.get_running_loop().time() > end:
+        now = time()
+        if now > begin + wait_s:
             raise AssertionError(f"not within {wait_s} s: {what}")
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(min(0.1, max(0.02, now - before, (now - begin) / 10)))
 
 
 class NodeProxy:

@@ -217,8 +217,13 @@ def test_conflicting_bind_error_of_the_process(tmp_path: Path, port: int) -> Non
 # One generation after the other
 
 
+PAUSE_S = 0.01
+
+
 class Load:
-    """Clients that open short connections, and count the results."""
+    """Clients that open short connections, and count the results. Each pauses after every connection, because a
+    process that starts beside them needs the cores as well.
+    """
 
     def __init__(self, client: Place, host: object) -> None:
         self._client = client
@@ -236,6 +241,7 @@ class Load:
             except (OSError, TproxyError, TimeoutError) as error:
                 self.failures.append(f"after {self.done}: {error!r}")
             self.done += 1
+            await asyncio.sleep(PAUSE_S)
 
 
 def test_two_generations_overlap(tmp_path: Path) -> None:
