@@ -14,7 +14,7 @@ pytestmark = pytest.mark.interop
 def test_rbac_policies_allow_the_same_connections_as_envoy() -> None:
     if not ENVOY.exists():
         pytest.skip("NOT TESTED: no Envoy here")
-    rules = policies(at_night(120, 40))
+    rules = policies(at_night(120, 20))
     with verdicts("envoy", rules) as envoy, verdicts("ours", rules) as ours:
         different = {
             json.dumps(rule): {name: (theirs[name], mine[name]) for name in mine if theirs[name] != mine[name]}

@@ -42,7 +42,8 @@ COLUMNS = (
 )
 HEADINGS = ("envoy to envoy", "envoy to ours", "ours to envoy", "ours to ours")
 _ENVOYS, _FROM_ENVOY, _FROM_OURS, _OURS = COLUMNS
-GIB = at_night(1 << 30, 1 << 28)
+#: How much the rows of bulk move: sixteen times the largest window, and at night a gibibyte.
+BULK = at_night(1 << 30, 1 << 26)
 _KIB64 = 1 << 16
 
 
@@ -124,20 +125,20 @@ def server_resets(site: Site) -> str:
 def gib_up(site: Site) -> str:
     with tunnel(site, "sum") as sock:
         sock.settimeout(110.0)
-        for block in pattern(GIB):
+        for block in pattern(BULK):
             sock.sendall(block)
         sock.shutdown(socket.SHUT_WR)
         answer = rest(sock)
-    return "byte-exact" if answer == f"{GIB} {pattern_digest(GIB)}\n closed" else answer
+    return "byte-exact" if answer == f"{BULK} {pattern_digest(BULK)}\n closed" else answer
 
 
 def gib_down(site: Site) -> str:
     # The client ends first: Envoy's server drops what it has not sent when only the application ends (33c).
-    with tunnel(site, f"send {GIB}") as sock:
+    with tunnel(site, f"send {BULK}") as sock:
         sock.settimeout(110.0)
         sock.shutdown(socket.SHUT_WR)
         received = digest(sock)
-    return "byte-exact" if received == (GIB, pattern_digest(GIB)) else str(received)
+    return "byte-exact" if received == (BULK, pattern_digest(BULK)) else str(received)
 
 
 def server_ends_with_data_in_flight(site: Site) -> str:
@@ -344,8 +345,8 @@ CASES = (
         run=server_resets,
         expected=same("client sees reset"),
     ),
-    Case(number="33a", stimulus=f"{GIB >> 20} MiB up", run=gib_up, expected=same("byte-exact")),
-    Case(number="33b", stimulus=f"{GIB >> 20} MiB down", run=gib_down, expected=same("byte-exact")),
+    Case(number="33a", stimulus=f"{BULK >> 20} MiB up", run=gib_up, expected=same("byte-exact")),
+    Case(number="33b", stimulus=f"{BULK >> 20} MiB down", run=gib_down, expected=same("byte-exact")),
     Case(
         number="33c",
         stimulus="server ends first, 64 MiB in flight",

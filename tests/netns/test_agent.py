@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from deploy.lab import Lab, Place
+from tests.generated import at_night
 from tests.netns.dumps import everything, without_generation
 from tests.netns.toys import WAIT_S, app, ask, peer_address
 from tests.programs import needed
@@ -320,7 +321,7 @@ def test_pods_come_and_go_and_leave_nothing(lab: Lab, socket_path: Path, tmp_pat
 
             await come_and_go()
             descriptors, tasks = open_descriptors(), len(asyncio.all_tasks())
-            for _ in range(100):
+            for _ in range(at_night(100, 25)):
                 await come_and_go()
             # Fewer may be there: gRPC's library, used by earlier tests, closes its own by and by.
             assert open_descriptors() - descriptors == set()

@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from deploy.lab import Lab, Worker
+from tests.generated import at_night
 from tests.netns.dumps import everything
 from tests.netns.toys import WAIT_S, app, ask, toy_ztunnel
 from tests.programs import needed
@@ -398,7 +399,11 @@ def test_without_keepvip_kube_proxy_would_translate(kernel: BlockingKernel, lab:
     asyncio.run(main())
 
 
-def test_fifty_applications_from_scratch_disturb_no_connection(
+#: How often all rules are written again.
+ROUNDS = at_night(50, 15)
+
+
+def test_applications_from_scratch_disturb_no_connection(
     kernel: BlockingKernel, netns: dict[NamespaceName, Netns], lab: Lab, w1: Worker
 ) -> None:
     """Each time all rules are written again, in one transaction, while dials and an echo continue."""
@@ -427,7 +432,7 @@ def test_fifty_applications_from_scratch_disturb_no_connection(
 
                 async def dial() -> None:
                     nonlocal dials
-                    while rounds < 50:
+                    while rounds < ROUNDS:
                         for version in (4, 6):
                             target = lab.pod("reviews").address(version)
                             line = await ask(client, target)
@@ -435,7 +440,7 @@ def test_fifty_applications_from_scratch_disturb_no_connection(
                             dials += 1
 
                 async def echo() -> None:
-                    while rounds < 50:
+                    while rounds < ROUNDS:
                         await loop.sock_sendall(lasting, b"still here")
                         async with asyncio.timeout(WAIT_S):
                             assert await loop.sock_recv(lasting, 100) == b"still here"
@@ -443,12 +448,12 @@ def test_fifty_applications_from_scratch_disturb_no_connection(
                 async with asyncio.TaskGroup() as group:
                     group.create_task(dial())
                     group.create_task(echo())
-                    for round_ in range(50):
+                    for round_ in range(ROUNDS):
                         spaces = {ZTUNNEL: touched(inner, round_), HOST: touched(host, round_)}
                         done = await writer.apply(replace(wanted, namespaces=spaces))
                         assert sum(isinstance(item, NftTransaction) for item in done) == 2
                         rounds += 1
-        assert dials > 50
+        assert dials > ROUNDS
 
     asyncio.run(main())
 
