@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import Ztunnel
 from tests.generated import at_night
 from tests.limits import WAIT_S
 from tests.netns import netpol_scenarios as s
@@ -55,7 +56,10 @@ def clean(cluster: Cluster) -> Iterator[Cluster]:
     yield cluster
     for process in RUNNING:
         process.kill()
-        process.communicate()
+        process.wait()
+        for output in (process.stdout, process.stderr):
+            if output is not None:
+                output.close()
     RUNNING.clear()
     for node in cluster.nodes:
         node.table.forget()
@@ -69,11 +73,23 @@ def write(cluster: Cluster, folder: Path, step: s.Step, name: str = "all.yaml") 
 
 
 def start(cluster: Cluster, folder: Path, *more: str, node: str = "w1") -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "ztunnel", "netpol", "run", "--objects", str(folder), "--node", node, *more]
-    place = cluster.lab.worker(node).place
-    process = place.popen(command, cwd=ROOT, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    command = ["netpol", "run", "--objects", str(folder), "--node", node, *more]
+    readable, writable = os.pipe()
+    try:
+        process = cluster.lab.worker(node).place.popen(command, start=Ztunnel, stderr=writable)
+    finally:
+        os.close(writable)
+    process.stderr = os.fdopen(readable, "rb")
     RUNNING.append(process)
     return process
+
+
+def errors_of(process: "subprocess.Popen[bytes]") -> bytes:
+    """Return what a process has written to its standard error output, once it has ended."""
+    assert process.stderr is not None
+    errors = process.stderr.read()
+    process.wait(WAIT_S)
+    return errors
 
 
 def until(check: Callable[[], bool], what: str) -> None:
@@ -236,7 +252,7 @@ def test_a_second_controller_that_is_behind_undoes_nothing_and_takes_over(clean:
     assert f"(pid {first.pid})".encode() in line
     assert clean.wrong(probes(ONLY_B.probes)) == []
     refused = start(clean, behind, "--once")
-    _, errors = refused.communicate(timeout=WAIT_S)
+    errors = errors_of(refused)
     assert (refused.returncode, errors.count(b"keeps table")) == (FAILED, 1)
     first.kill()
     until(lambda: not clean.wrong(probes("+x/b>x/a:80 +y/a>x/a:80")), "the second one's table")
@@ -290,7 +306,7 @@ def test_a_faulty_policy_closes_its_pods_and_is_named(clean: Cluster, tmp_path: 
     bad = s.ingress(s.A, s.sources(ports=[{"port": 70000}]))
     write(clean, tmp_path, s.Step({"x/bad": bad}, ""))
     process = start(clean, tmp_path, "--once")
-    _, errors = process.communicate(timeout=WAIT_S)
+    errors = errors_of(process)
     assert b"PolicyNotApplied object=NetworkPolicy/x/bad" in errors
     assert b"70000" in errors
     # The policy is about ingress only, and its one rule allows nothing.
@@ -320,7 +336,7 @@ def test_a_set_of_many_networks_is_in_the_kernel(clean: Cluster, tmp_path: Path)
     ]
     (tmp_path / "feed.json").write_text(json.dumps({"kind": "List", "items": objects}))
     process = start(clean, tmp_path, "--once")
-    _, errors = process.communicate(timeout=90)
+    errors = errors_of(process)
     assert process.returncode == 0, errors
     assert b"'10.0.0.0/33', so it is not in the set" in errors
     assert clean.wrong(probes("+x/a>y/b:80 -x/a>y/c:80")) == []
