@@ -112,5 +112,5 @@ if __name__ == "__main__":
         )
         if level == "0":  # the analysis for these warnings is two thirds of gcc's time
             for extension in extensions:
-                extension.extra_compile_args.append("-Wno-all")
+                extension.extra_compile_args = [*extension.extra_compile_args, "-Wno-all"]  # the list is shared
     setup(ext_modules=extensions, cmdclass={"build_py": BuildWithRevision})

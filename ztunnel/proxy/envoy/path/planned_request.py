@@ -18,8 +18,7 @@ If the application does not accept at once, a coroutine waits and reports the re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from typing import Final
 
 from hbone.aio.fiber import Fiber
 from hbone.aio.poller import Poller
@@ -30,6 +29,7 @@ from hbone.errors import TunnelBroken
 from xds.model.http import Route
 from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.live_table import Lives
+from ztunnel.proxy.dataplane.reported import reported
 from ztunnel.proxy.dataplane.upstream import Upstream
 from ztunnel.proxy.envoy.listeners.chains import LiveChain
 from ztunnel.proxy.envoy.listeners.connections import HopAccount, LiveHop, LiveRequest
@@ -39,6 +39,8 @@ from ztunnel.proxy.envoy.path.terminate import Answer, RequestPlan, RequestRefus
 from ztunnel.proxy.envoy.path.tunnel_requests import TunnelRequests
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.runtime.clock import Clock
+
+_DIAL_ERRORS: Final = (RequestRefused,)
 
 
 class PlannedRequest(LiveRequest):
@@ -119,7 +121,7 @@ class PlannedRequest(LiveRequest):
                 self._opened = dialled
                 self.step()
             else:
-                self._dialling = server.wait(self._report(dialled))
+                self._dialling = server.wait(reported(dialled, _DIAL_ERRORS, self._dialled))
         except RequestRefused as refusal:
             self._refusal = refusal.answer
             self.step()
@@ -128,16 +130,15 @@ class PlannedRequest(LiveRequest):
             raise
         return self
 
-    async def _report(self, dialling: Coroutine[Any, Any, ClusterUpstream]) -> None:
-        try:
-            self._opened = await dialling
-        except RequestRefused as refusal:
-            self._refusal = refusal.answer
-        except asyncio.CancelledError:
+    def _dialled(self, upstream: ClusterUpstream | None, error: Exception | None) -> None:
+        self._dialling = None
+        if upstream is not None:
+            self._opened = upstream
+        elif isinstance(error, RequestRefused):
+            self._refusal = error.answer
+        else:
             self._aborted = True
-        finally:
-            self._dialling = None
-            self.step()
+        self.step()
 
     # Events, possibly in the middle of a read
 

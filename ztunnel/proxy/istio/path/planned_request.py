@@ -33,6 +33,7 @@ from tproxy.errors import TproxyError
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.dataplane.life_table import State, Verdict
 from ztunnel.proxy.dataplane.live_table import Lives
+from ztunnel.proxy.dataplane.reported import reported
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import (
     POLICY_CHANGE,
@@ -49,7 +50,6 @@ from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_dials import PodDials
-from ztunnel.proxy.istio.path.reported import reported
 from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan, RequestPlans, enter_trace
 
 if TYPE_CHECKING:

@@ -163,8 +163,10 @@ def test_steps_leave_the_lines_and_counters_of_coroutines(
     run(tmp_path, body, switches=Switches(early_data=False))
 
 
-def never_connects(monkeypatch: pytest.MonkeyPatch, dials: asyncio.Semaphore) -> None:
-    """Have every dial of an application wait from now on, and count in ``dials``."""
+def never_connects(
+    monkeypatch: pytest.MonkeyPatch, dials: asyncio.Semaphore, error: Exception | None = None
+) -> None:
+    """Have every dial of an application wait from now on, and count in ``dials``; with ``error``, end with it."""
     connecting = dial._connect_now
 
     def slow(cluster: Any, address: Any, options: Any) -> tuple[socket.SocketType, bool]:
@@ -172,6 +174,8 @@ def never_connects(monkeypatch: pytest.MonkeyPatch, dials: asyncio.Semaphore) ->
 
     async def never(sock: socket.SocketType, address: tuple[str, int], timeout_s: float) -> None:
         dials.release()
+        if error is not None:
+            raise error
         await asyncio.Event().wait()
 
     monkeypatch.setattr(dial, "_connect_now", slow)
@@ -248,5 +252,28 @@ def test_the_opening_limit_of_a_planned_attempt_covers_later_attempts(
             lines = [each for each in written(harness) if each["details"] == "tcp_session_idle_timeout"]
             assert lines
             assert steps.begun[0] == 1
+
+    run(tmp_path, body, switches=Switches(early_data=False))
+
+
+def test_an_unexpected_error_while_the_application_is_dialled_ends_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, dials = Steps(monkeypatch), asyncio.Semaphore(0)
+
+    async def body(harness: Harness) -> None:
+        async with application(b"hi ") as port:
+            await serve(harness, tmp_path, port, service=False)
+            assert await ask(harness.port("l"), b"there") == b"hi there"
+            await idle(harness)
+            never_connects(monkeypatch, dials, RuntimeError("a bug"))
+            before = steps.begun[1]
+            async with asyncio.timeout(WAIT_S):
+                opened = await Open.to(harness.port("l"))
+                await dials.acquire()
+                assert await opened.ended()
+                await opened.close()
+                await idle(harness)
+            assert steps.begun[1] == before + 1
 
     run(tmp_path, body, switches=Switches(early_data=False))
