@@ -187,6 +187,15 @@ def test_a_slice_takes_the_same_time_on_any_core(slowness: float, most: int) -> 
     assert engine.slice_units == most
 
 
+def test_slices_follow_a_price_that_changes() -> None:
+    price = UnitPrice(lambda: 4 * UNIT_S)
+    engine = opened(price)
+    assert engine.slice_units == 100
+    work(price, 20_000)
+    engine.receive_data(small() * 3000, 1.0, engine.slice_units)
+    assert engine.slice_units == 25
+
+
 # Slow and fast cores. An attacker always has a full buffer for us.
 
 
