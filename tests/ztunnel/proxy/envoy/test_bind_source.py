@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.ztunnel.proxy.envoy.harness import Harness, ask, cluster, listener, run
-from tproxy.aio import sockets
+from tproxy.aio import socket_calls
 from tproxy.errors import NeedCapability
 
 
@@ -34,7 +34,7 @@ def test_an_own_address_needs_no_capability(tmp_path: Path, monkeypatch: pytest.
     def refused(*_: object) -> None:
         raise NeedCapability("CAP_NET_ADMIN", "use foreign addresses (IP_TRANSPARENT)")
 
-    monkeypatch.setattr(sockets, "_set_transparent", refused)
+    monkeypatch.setattr(socket_calls, "set_transparent", refused)
 
     async def body(harness: Harness) -> None:
         async with saying_who_calls() as port:
