@@ -57,8 +57,8 @@ class PoolConnections:
     """The base of :class:`hbone.aio.pool.Pool`.
 
     Args:
-        poller: see there.
-        settings: limits.
+        poller: sends and receives for the connections.
+        settings: limits of the pool; None stands for the defaults.
     """
 
     def __init__(self, poller: Poller, settings: PoolSettings | None = None) -> None:

@@ -89,7 +89,7 @@ class PodDials:
         return self.finished(end, address)
 
     def when_lasting(self, end: PlainSocket) -> None:
-        """Enable keepalive after :data:`LASTING_S`. Most connections end before; it takes 4 system calls."""
+        """Enable keepalive after :data:`LASTING_S`. Most connections end before that, and save 4 system calls."""
         if self._keepalive is None:
             return
         if self._keepalive.idle_s > LASTING_S:
