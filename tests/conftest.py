@@ -4,7 +4,6 @@ import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -12,7 +11,6 @@ import pytest
 import hbone
 from tests.forking import Pool, compiled_ahead
 from tests.generated import examples
-from tests.lanes import Lanes
 from tests.selection import is_core
 
 # No deadline for an example, because its duration depends on other work of the machine.
@@ -50,11 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--forks", type=int, default=0, help="workers that are forked once all tests are collected")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("forks") and config.getoption("numprocesses", None):
-        raise pytest.UsageError("--forks and -n exclude each other")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session: pytest.Session) -> Iterator[None]:
     config = session.config
@@ -68,12 +61,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.getoption("core") and collection_path.name.startswith("test_") and collection_path.suffix == ".py":
         return None if is_core(collection_path) else True
     return None
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Lanes | None:
-    """Replace the scheduler of ``--dist loadgroup``. Other kinds of distribution are unchanged."""
-    return Lanes(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -219,8 +219,8 @@ class Pool:
 
 
 def grouped(item: pytest.Item) -> str:
-    """Return a test's node ID, with ``@`` and the name of its ``xdist_group`` if it has one."""
-    group = item.get_closest_marker("xdist_group")
+    """Return a test's node ID, with ``@`` and the name of its ``group`` if it has one."""
+    group = item.get_closest_marker("group")
     return f"{item.nodeid}@{group.args[0]}" if group else item.nodeid
 
 

@@ -2,22 +2,12 @@
 
 ``make test`` starts more workers than two cores can keep busy. Tests that start processes wait most of their time,
 tests of one process compute. With both kinds running until the end, cores are not idle, and few processes compete
-for them. A worker without tests of its kind takes the other kind. This holds for forked workers
-(``tests/forking.py``) and for those of pytest-xdist with ``--dist loadgroup``.
+for them. A worker without tests of its kind takes the other kind. ``tests/forking.py`` has the workers.
 
-A file runs in order on one worker, and so does an ``xdist_group`` of tests that share a site. In files of
+A file runs in order on one worker, and so does a ``group`` of tests that share a site. In files of
 :data:`APART` every test is a separate unit. The longest units begin first, because the last one to begin decides
 when the run ends.
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from xdist.scheduler.loadscope import LoadScopeScheduling
-
-if TYPE_CHECKING:
-    from xdist.workermanage import WorkerController
 
 #: Files and folders whose tests start processes and wait for them, in the order in which they begin.
 WAITING = (
@@ -51,7 +41,7 @@ def unit_of(node_id: str) -> str:
     """Return the name of the unit that a test belongs to: its group, itself, or its file.
 
     Args:
-        node_id: with ``@`` and the name of its ``xdist_group``, if it has one.
+        node_id: with ``@`` and the name of its ``group``, if it has one.
     """
     if node_id.rfind("@") > node_id.rfind("]"):
         return node_id.rpartition("@")[2]
@@ -77,21 +67,3 @@ def order(node_id: str, *, waits: bool) -> tuple[bool, int]:
         return not waits, waiting
     long = (place for place, start in enumerate(COMPUTING) if node_id.startswith(start))
     return waits, next(long, len(COMPUTING))
-
-
-class Lanes(LoadScopeScheduling):
-    """Gives each worker units of its kind first. Among equals the base class starts with those that have most
-    tests.
-    """
-
-    def _split_scope(self, nodeid: str) -> str:
-        return unit_of(nodeid)
-
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        waits = prefers_waiting(int(node.gateway.id.removeprefix("gw")))
-
-        def place(unit: str) -> tuple[bool, int]:
-            return order(next(iter(self.workqueue[unit])), waits=waits)
-
-        self.workqueue.move_to_end(min(self.workqueue, key=place), last=False)
-        super()._assign_work_unit(node)

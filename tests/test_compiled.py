@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 LONG = ("test_work.py", "test_windows.py", "test_spin.py", "test_frame_pairs.py")
 #: How many builds the cache keeps: of a branch and of the one beside it, as commits and as nightly runs make them.
 KEPT = 4
-PLAIN = ("-p", "no:cacheprovider", "-p", "no:xdist")
+PLAIN = ("-p", "no:cacheprovider")
 #: The packages with compiled modules, and those that they import.
 PACKAGES = ("hbone", "tproxy", "xds", "ztunnel")
 #: Tests of the steps that carry a connection in an Istio mesh, and of what they are made of, without those that

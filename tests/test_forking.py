@@ -152,8 +152,3 @@ def test_nothing_is_compiled_ahead_if_the_last_file_is(tmp_path: Path, monkeypat
     (tmp_path / "__pycache__" / "test_a.cpython-311-pytest-0.pyc").touch()
     with forking.compiled_ahead([file]), forking.compiled_ahead([]):
         pass
-
-
-def test_two_kinds_of_workers_are_refused(tmp_path: Path) -> None:
-    tmp_path.joinpath("test_a.py").write_text("def test_a(): pass")
-    assert "--forks and -n exclude each other" in run(tmp_path, "-n", "2")

@@ -18,7 +18,7 @@ _ROWS = [
         (table, column),
         case,
         id=f"{table.title}-{case.number}-{column}".replace(" ", "_"),
-        marks=pytest.mark.xdist_group(f"{table.title}-{column}".replace(" ", "_")),
+        marks=pytest.mark.group(f"{table.title}-{column}".replace(" ", "_")),
     )
     for table in TABLES
     for column in table.tested
