@@ -6,7 +6,9 @@ imported. It sends them units of tests (``tests/lanes.py``), receives a message 
 passes these to pytest's plugins as if the tests had run in it.
 
 A worker asks for its next unit before the last test of the current one, because pytest keeps fixtures that the
-next test shares. If a worker dies, the test that ran fails, and a new worker takes the rest of its unit.
+next test shares. If a worker dies, the test that ran fails, and a new worker takes the rest of its unit. A worker
+whose test exceeds its timeout by :data:`SILENT_S` is killed: pytest-timeout's signal does not end a test that
+waits outside the interpreter. A run that is terminated reports its failures, and which tests ran.
 """
 
 from __future__ import annotations
@@ -34,8 +36,13 @@ import pytest
 from tests.lanes import order, prefers_waiting, unit_of
 
 ROOT = Path(__file__).parents[1]
-#: After an interruption a worker has this time to tear its fixtures down.
+#: After an interruption a worker has this time to tear its fixtures down; after SIGTERM, whose sender waits, less.
 LEAVE_S = 60.0
+TERMINATED_LEAVE_S = 5.0
+#: A test may exceed its timeout by this, for its stacks to be written and its fixtures to be torn down.
+SILENT_S = 60.0
+#: For tests without a timeout.
+UNLIMITED_S = 86_400.0
 
 
 @dataclass(eq=False)
@@ -45,6 +52,8 @@ class Worker:
     Attributes:
         number: from 0; it decides which kind of tests the worker takes first.
         left: indexes of the assigned tests that have not ended; the first one runs.
+        since: when the first one began, as :func:`time.monotonic` has it.
+        overdue: it was told to end, because its test ran for too long.
     """
 
     number: int
@@ -52,6 +61,8 @@ class Worker:
     pidfd: int
     connection: Connection
     left: deque[int] = field(default_factory=deque)
+    since: float = field(default_factory=time.monotonic)
+    overdue: bool = False
 
     def close(self) -> int:
         """Close its descriptors; return its status once it has ended."""
@@ -99,13 +110,21 @@ class Pool:
         self._session = session
         self._units = Units([unit_of(grouped(item)) for item in session.items], [i.nodeid for i in session.items])
         self._workers: list[Worker] = []
+        self._leave_s = LEAVE_S
 
     def run(self, count: int) -> None:
         """Run all tests.
 
         Raises:
-            pytest.Session.Failed, pytest.Session.Interrupted: as without workers.
+            pytest.Session.Failed, pytest.Session.Interrupted: as without workers, and if SIGTERM arrives.
         """
+        before = signal.signal(signal.SIGTERM, self._terminated)
+        try:
+            self._run(count)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def _run(self, count: int) -> None:
         # Tests that start commands have been collected if this module is imported.
         servers = commands.start(count) if (commands := sys.modules.get("tests.commands")) else []
         try:
@@ -114,13 +133,41 @@ class Pool:
             for server in servers:
                 server.close()
             while self._workers:
-                ready = wait([source for worker in self._workers for source in (worker.connection, worker.pidfd)])
+                sources = [source for worker in self._workers for source in (worker.connection, worker.pidfd)]
+                ready = wait(sources, self._patience())
                 for worker in list(self._workers):
                     if worker.connection in ready or worker.pidfd in ready:
                         self._receive(worker)
                         self._stop_if_asked()
+                    elif not self._patience(worker):
+                        # At SIGABRT, pytest's faulthandler writes the stacks of a process that still can.
+                        os.kill(worker.pid, signal.SIGKILL if worker.overdue else signal.SIGABRT)
+                        worker.overdue, worker.since = True, time.monotonic()
         finally:
             self._end()
+
+    def _patience(self, *workers: Worker) -> float:
+        """Return in how many seconds the first of some workers, or of all, is to be killed."""
+        now = time.monotonic()
+        return max(0.0, min(each.since + self._limit(each) for each in workers or self._workers) - now)
+
+    def _limit(self, worker: Worker) -> float:
+        """Return how long a worker may send nothing, in seconds."""
+        if worker.overdue or not worker.left:
+            return SILENT_S
+        config = self._session.config
+        marker = self._session.items[worker.left[0]].get_closest_marker("timeout")
+        limit = float((marker.args[0] if marker else config.getoption("timeout") or config.getini("timeout")) or 0)
+        return limit + SILENT_S if limit else UNLIMITED_S
+
+    def _terminated(self, number: int, frame: object) -> NoReturn:
+        now = time.monotonic()
+        items = self._session.items
+        tests = [
+            f"\n  {items[each.left[0]].nodeid} for {now - each.since:.0f} s" for each in self._workers if each.left
+        ]
+        self._leave_s = TERMINATED_LEAVE_S
+        raise self._session.Interrupted(f"terminated; these tests ran:{''.join(tests)}")
 
     def _start(self, number: int, servers: Sequence[socket.socket] = ()) -> None:
         ours, theirs = Pipe()
@@ -169,6 +216,7 @@ class Pool:
             self._session.shouldstop = content
         else:
             index = worker.left.popleft()
+            worker.since = time.monotonic()
             for data in content:
                 report = hook.pytest_report_from_serializable(config=self._session.config, data=data)
                 hook.pytest_runtest_logreport(report=report)
@@ -207,7 +255,7 @@ class Pool:
         for worker in self._workers:
             os.kill(worker.pid, signal.SIGINT)
         for worker in self._workers:
-            end = time.monotonic() + LEAVE_S
+            end = time.monotonic() + self._leave_s
             try:
                 while worker.connection.poll(max(0.0, end - time.monotonic())):
                     worker.connection.recv()
@@ -297,6 +345,7 @@ def _become_worker(session: pytest.Session, connection: Connection) -> NoReturn:
     try:
         random.seed()
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         plugins = session.config.pluginmanager
         reporter = plugins.unregister(name="terminalreporter")
         # pytest-timeout writes the stacks of a test's threads by it.

@@ -120,6 +120,51 @@ def test_hangs(shared):
     assert (tmp_path / "down").exists()
 
 
+def test_a_worker_that_its_timeout_does_not_end_is_killed(tmp_path: Path) -> None:
+    tmp_path.joinpath("test_a.py").write_text(
+        """
+import signal, time, pytest
+from tests import forking
+
+forking.SILENT_S = 0.5
+
+@pytest.mark.timeout(0.1)
+def test_hangs():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(600)
+
+@pytest.mark.timeout(0.1)
+def test_hangs_for_every_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM, signal.SIGABRT])
+    time.sleep(600)
+
+def test_after(): pass
+"""
+    )
+    shown = run(tmp_path)
+    assert "2 failed, 1 passed in" in shown, shown
+    assert "FAILED test_a.py::test_hangs - the worker process ended with status -6" in shown
+    assert "FAILED test_a.py::test_hangs_for_every_signal - the worker process ended with status -9" in shown
+    assert 'test_a.py", line 10 in test_hangs' in shown
+
+
+def test_a_run_that_is_terminated_names_failures_and_the_tests_that_ran(tmp_path: Path) -> None:
+    tmp_path.joinpath("test_a.py").write_text(
+        """
+import os, pathlib, signal, time
+
+def test_fails(): assert 1 == 2
+
+def test_hangs():
+    os.kill(os.getppid(), signal.SIGTERM)
+    while True: time.sleep(1)
+"""
+    )
+    shown = run(tmp_path)
+    assert re.search("Interrupted: terminated; these tests ran:\n *test_a.py::test_hangs for [0-9]+", shown), shown
+    assert "FAILED test_a.py::test_fails - assert 1 == 2" in shown
+
+
 def test_errors_of_collection_are_reported_without_a_worker(tmp_path: Path) -> None:
     tmp_path.joinpath("test_a.py").write_text("import nothing_of_this_name")
     assert "1 error in" in run(tmp_path)
