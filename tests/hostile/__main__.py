@@ -120,8 +120,8 @@ def _row(
     # With 800 requests the p99 depends on eight of them. The median of all rows is more precise.
     if during.p(0.99) > 3 * max(alone.p(0.99), statistics.median(alone_p99), _LEAST_S):
         wrong.append(_SLOW)
-    if during.failed:
-        wrong.append(f"{during.failed} failed")
+    if during.failures:
+        wrong.append(f"{len(during.failures)} failed, first {during.failures[0]}")
     if growth > attack.most_growth:
         wrong.append("grows")
     if seen.answers[FAILED_PROBE]:
@@ -148,7 +148,8 @@ def _handshakes(open_target: Callable[..., AbstractContextManager[Target]]) -> s
         reset_handshakes(target, 500)
         seen = _alone(target, 1.0)
         tracebacks = target.log.read_text().count("Traceback")
-    return f"500 handshakes cut off by RST: {tracebacks} tracebacks, {seen.failed} failures of the bystander"
+    failures = len(seen.failures)
+    return f"500 handshakes cut off by RST: {tracebacks} tracebacks, {failures} failures of the bystander"
 
 
 def main() -> None:

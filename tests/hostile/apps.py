@@ -1,4 +1,4 @@
-"""The applications behind a proxy under attack: ``python -m tests.hostile.apps NAME ...`` prints their ports.
+"""The applications behind a proxy under attack: ``python -m tests.hostile.apps [--fair] NAME ...`` prints ports.
 
 The bystander's application has its own process: threads of one interpreter delay each other by milliseconds, which
 would be measured as the proxy's delay.
@@ -56,13 +56,16 @@ def _serve(listener: socket.socket, application: Callable[[socket.socket], None]
 
 def main() -> None:
     """Serve until standard input ends."""
-    if "echo" not in sys.argv[1:]:
+    names = sys.argv[1:]
+    if names[0] == "--fair":
+        del names[0]
+    elif "echo" not in names:
         # In a cluster the attacked pod has its own processors. What is measured is what the server takes from its
         # other clients, not what 2,000 connections as 2,000 threads take from all processes of a small machine.
         os.nice(19)
     ports = {}
     applications = {each.__name__: each for each in (echo, sink, unread, speaks)}
-    for application in map(applications.__getitem__, sys.argv[1:]):
+    for application in map(applications.__getitem__, names):
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         if application is unread:
             # Thousands of receive buffers of megabytes make the kernel short of memory for all of TCP, which the

@@ -459,9 +459,10 @@ def run(attack: Attack, target: Target, seconds: float) -> Queue[Seen]:
 
 def _play(number: int, target: Target, until_s: float, queue: Queue[Seen]) -> None:
     attack, seen = ATTACKS[number], Seen()
-    # What is measured is what the server takes from its other clients, not what the attacker takes from all
-    # processes of a small machine.
-    os.nice(19)
+    if not target.fair:
+        # What is measured is what the server takes from its other clients, not what the attacker takes from all
+        # processes of a small machine.
+        os.nice(19)
 
     if attack.storm is not None:
         attack.storm(target, until_s, seen)

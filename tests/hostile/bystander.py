@@ -20,11 +20,11 @@ _LIMIT_S = 20.0
 
 @dataclass(slots=True)
 class Latencies:
-    """What a bystander has measured, in seconds, and how often it failed."""
+    """What a bystander has measured, in seconds, and how it failed."""
 
     requests: list[float] = field(default_factory=list)
     connections: list[float] = field(default_factory=list)
-    failed: int = 0
+    failures: list[str] = field(default_factory=list)
 
     def p(self, share: float) -> float:
         """Latency of requests that this share does not exceed."""
@@ -92,8 +92,8 @@ class Bystander:
                 due_s = max(due_s + 1 / _PER_S, now_s - 0.1)
                 self._over.wait(max(0.0, due_s - now_s))
             wire.close()
-        except (Ended, OSError):
-            self.seen.failed += 1
+        except (Ended, OSError) as error:
+            self.seen.failures.append(f"request {len(self.seen.requests)}: {error!r}")
 
     def _connect(self) -> None:
         while not self._over.wait(1 / _NEW_PER_S):
@@ -102,8 +102,8 @@ class Bystander:
                 wire = self._wire()
                 self._request(wire, wire.open("echo:1"))
                 wire.close()
-            except (Ended, OSError):
-                self.seen.failed += 1
+            except (Ended, OSError) as error:
+                self.seen.failures.append(f"connection {len(self.seen.connections)}: {error!r}")
             else:
                 self.seen.connections.append(time.monotonic() - begun_s)
 

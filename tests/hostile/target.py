@@ -90,6 +90,8 @@ class Target:
         bystander_port: the port for tunnels of another pod of the same proxy.
         echo_pid: the process of the bystander's application.
         dns_port, pages_port: the ports for names and pages. 0: it has none.
+        fair: attackers and their applications have the priority of other processes. For figures they have the
+            lowest, with which they get no time on a machine where other processes are busy.
     """
 
     port: int
@@ -100,6 +102,7 @@ class Target:
     echo_pid: int
     dns_port: int = 0
     pages_port: int = 0
+    fair: bool = False
 
     def rss_bytes(self) -> int:
         """Memory that the process has resident."""
@@ -129,15 +132,23 @@ def take_precedence(pid: int = 0, *, over_target: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def ours(limits: Mapping[str, float] | None = None, *, files: int | None = None) -> Iterator[Target]:
-    """Run a server of ours; ``limits`` differ from the default, ``files`` is the most descriptors it may have."""
-    with _apps() as (folder, ports, echo_pid), open(folder / "log", "w+b") as log:
+def ours(
+    limits: Mapping[str, float] | None = None, *, files: int | None = None, fair: bool = False
+) -> Iterator[Target]:
+    """Run a server of ours.
+
+    Args:
+        limits: those that differ from the default.
+        files: the most descriptors that it may have.
+        fair: see :class:`Target`.
+    """
+    with _apps(fair=fair) as (folder, ports, echo_pid), open(folder / "log", "w+b") as log:
         given = json.dumps({"folder": str(folder), "ports": ports, "limits": dict(limits or {})})
         command = [sys.executable, "-m", "tests.hostile.ours", given]
         with _process(command, log.fileno(), files) as process:
             assert process.stdout is not None
             found = json.loads(process.stdout.readline())
-            yield Target(pid=process.pid, folder=folder, log=folder / "log", echo_pid=echo_pid, **found)
+            yield Target(pid=process.pid, folder=folder, log=folder / "log", echo_pid=echo_pid, fair=fair, **found)
 
 
 @contextlib.contextmanager
@@ -171,7 +182,7 @@ def envoy(*, files: int | None = None) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def _apps() -> Iterator[tuple[Path, dict[str, int], int]]:
+def _apps(*, fair: bool = False) -> Iterator[tuple[Path, dict[str, int], int]]:
     with tempfile.TemporaryDirectory(prefix="hostile") as name:
         folder = Path(name)
         authority = Authority()
@@ -184,7 +195,7 @@ def _apps() -> Iterator[tuple[Path, dict[str, int], int]]:
         pids: list[int] = []
         with contextlib.ExitStack() as processes:
             for group in GROUPS:
-                command = [sys.executable, "-m", "tests.hostile.apps", *group]
+                command = [sys.executable, "-m", "tests.hostile.apps", *(["--fair"] if fair else []), *group]
                 process = processes.enter_context(_process(command, None))
                 assert process.stdout is not None
                 ports |= json.loads(process.stdout.readline())

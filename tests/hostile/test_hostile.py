@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -21,16 +21,19 @@ _SECONDS = 2.0
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
-    with ours(_LIMITS) as found:
+    with ours(_LIMITS, fair=True) as found:
         # The first requests come before the measurement, which must not show a starting process's memory.
         with Bystander(found) as bystander:
-            _wait_for(lambda: len(bystander.seen.connections) >= 5 and len(bystander.seen.requests) >= 50)
+            _wait_for(bystander, connections=5, requests=50)
         yield found
 
 
-def _wait_for(condition: Callable[[], bool]) -> None:
+def _wait_for(bystander: Bystander, *, connections: int, requests: int) -> None:
+    """Wait until it has measured so many."""
+    seen = bystander.seen
     until_s = time.monotonic() + 30.0
-    while not condition():
+    while len(seen.connections) < connections or len(seen.requests) < requests:
+        assert seen.failures == []
         assert time.monotonic() < until_s
         time.sleep(0.02)
 
@@ -40,7 +43,7 @@ def test_a_bystander_is_served_beside(attack: Attack, target: Target) -> None:
     if attack.files is None:
         _attacked(attack, target)
     else:
-        with ours(_LIMITS, files=attack.files) as few:
+        with ours(_LIMITS, files=attack.files, fair=True) as few:
             _attacked(attack, few)
 
 
@@ -53,9 +56,9 @@ def _attacked(attack: Attack, target: Target) -> None:
                 break  # otherwise the machine was too busy for the attacker to exceed the limit
         growth = target.rss_bytes() - before
         # After the attack, too, and not only beside it.
-        done = len(bystander.seen.requests), len(bystander.seen.connections)
-        _wait_for(lambda: len(bystander.seen.requests) > done[0] and len(bystander.seen.connections) > done[1])
-    assert bystander.seen.failed == 0
+        done = bystander.seen
+        _wait_for(bystander, connections=len(done.connections) + 1, requests=len(done.requests) + 1)
+    assert bystander.seen.failures == []
     assert seen.connections >= attack.connections
     assert growth < attack.most_growth
     assert not seen.answers[FAILED_PROBE]
@@ -66,6 +69,6 @@ def _attacked(attack: Attack, target: Target) -> None:
 def test_handshakes_cut_off_leave_no_traceback(target: Target) -> None:
     reset_handshakes(target, 100)
     with Bystander(target) as bystander:
-        _wait_for(lambda: len(bystander.seen.connections) >= 3)
-    assert bystander.seen.failed == 0
+        _wait_for(bystander, connections=3, requests=0)
+    assert bystander.seen.failures == []
     assert "Traceback" not in target.log.read_text()

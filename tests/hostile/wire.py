@@ -33,6 +33,7 @@ class Wire:
         next_stream: number of the next stream.
         answers: statuses of answers (as their encoded blocks), and ``RST`` with its code.
         received: payload by stream.
+        returns_credit: windows and PINGs are answered, as by an honest client.
     """
 
     def __init__(self, port: int, folder: Path, name: str, until_s: float, *, window: int = 1 << 20) -> None:
@@ -96,7 +97,7 @@ class Wire:
                 self._idle(writes=False)
             except OSError as error:
                 self._drain()
-                raise Ended from error
+                raise Ended(f"{error}, GOAWAY {self.goaway}") from error
             else:
                 self.sent += sent
                 view = view[sent:]
@@ -118,22 +119,22 @@ class Wire:
             Ended: the connection has ended.
         """
         if time.monotonic() > self.until_s:
-            raise Ended
+            raise Ended("the time is up")
         try:
             data = self.sock.recv(1 << 20)
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         except OSError as error:
-            raise Ended from error
+            raise Ended(f"{error}, GOAWAY {self.goaway}") from error
         if not data:
-            raise Ended
+            raise Ended(f"end of the bytes, GOAWAY {self.goaway}")
         self._take(data)
         return True
 
     def _idle(self, *, writes: bool) -> None:
         left_s = self.until_s - time.monotonic()
         if left_s <= 0:
-            raise Ended
+            raise Ended("the time is up")
         select.select([self.sock], [self.sock] if writes else [], [], min(left_s, 0.05))
 
     def _drain(self) -> None:
@@ -174,18 +175,23 @@ class Wire:
             self.received[stream_id] += len(payload)
             if self.returns_credit and payload:
                 grant = frames.U32.pack(len(payload))
-                self.sock.setblocking(True)
-                self.sock.settimeout(_WAIT_S)
-                self.sock.sendall(
+                self._answer(
                     frame(frames.WINDOW_UPDATE, 0, 0, grant) + frame(frames.WINDOW_UPDATE, 0, stream_id, grant)
                 )
-                self.sock.setblocking(False)
+        elif kind == frames.PING and not flags & frames.ACK:
+            if self.returns_credit:  # otherwise the server closes the connection after a while
+                self._answer(frame(frames.PING, frames.ACK, 0, payload))
         elif kind == frames.RST_STREAM:
             self.ended.add(stream_id)
             self.answered.add(stream_id)
             self.answers[f"RST {ErrorCode(frames.U32.unpack(payload)[0]).name}"] += 1
         elif kind == frames.GOAWAY:
             self.goaway = frames.TWO_U32.unpack_from(payload)[1]
+
+    def _answer(self, data: bytes) -> None:
+        self.sock.settimeout(_WAIT_S)
+        self.sock.sendall(data)
+        self.sock.setblocking(False)
 
     def close(self) -> None:
         """Close at once."""
