@@ -1,25 +1,46 @@
 """Ports of loopback for programs that are told where to listen."""
 
-import random
+import itertools
+import os
 import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 _FIRST = 16_000
-_given: set[int] = set()
+_SIZE = 1000
+_lock = threading.Lock()
+_blocks: dict[int, "_Block"] = {}  # by process: a forked one takes its own
+
+
+class _Block:
+    """Ports that one process hands out. A name in the network namespace holds them until it ends."""
+
+    def __init__(self) -> None:
+        end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        self._holder = socket.socket(socket.AF_UNIX)
+        for first in range(_FIRST, end - _SIZE + 1, _SIZE):
+            try:
+                self._holder.bind(f"\0ztunnel-tests-ports-{first}")
+            except OSError:
+                continue
+            self.ports: Iterator[int] = itertools.cycle(range(first, first + _SIZE))
+            return
+        raise RuntimeError(f"ports {_FIRST} to {end} of loopback: other processes of tests hold all of them")
 
 
 def free_port() -> int:
-    """Return a port that nobody uses: the kernel never gives it to anybody, and no second call returns it.
+    """Return a port that nobody uses: the kernel never gives it to anybody, no other process of tests gets it, and
+    a process gets it again after a thousand calls at the earliest.
 
     The port that the kernel names for a socket bound to 0 is free again once that socket is closed: the next
-    server or client of the machine may get it before the program does that the port was meant for.
+    server or client of the machine may get it before the program does that the port was meant for. And servers
+    share a port without an error if both set SO_REUSEPORT.
     """
-    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while True:
-        port = random.SystemRandom().randrange(_FIRST, end)
-        if port not in _given and _is_free(port):
-            _given.add(port)
-            return port
+    with _lock:
+        if (pid := os.getpid()) not in _blocks:
+            _blocks[pid] = _Block()
+        return next(port for port in itertools.islice(_blocks[pid].ports, _SIZE) if _is_free(port))
 
 
 def _is_free(port: int) -> bool:
