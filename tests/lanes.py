@@ -12,12 +12,13 @@ when the run ends.
 #: Files and folders whose tests start processes and wait for them, in the order in which they begin.
 WAITING = (
     "tests/test_compiled.py",
+    "tests/interop/test_interop.py",
+    "tests/hostile/",
     "tests/deploy/test_side_by_side.py",
     "tests/netns/test_demo.py",
     "tests/interop/",
     "tests/netns/",
     "tests/handover/",
-    "tests/hostile/",
     "tests/apiserver/",
     "tests/soak/",
     "tests/deploy/",
