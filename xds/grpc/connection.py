@@ -248,8 +248,8 @@ class ClientConnection:
         close.
         """
         events: list[CallEvent] = []
-        # Frame by frame: an h2 connection that has read several frames is ahead of its returned events. An answer
-        # to the first frame (a reset, credit) would then fail on a stream that the second one ended.
+        # h2 gets one frame at a time. If it read several at once, it would already be in the state after the last
+        # one: an answer to the first (a reset, credit) would fail if a later one had ended the stream.
         for part in self._frames.cut(memoryview(data)):
             if self.state is State.CLOSED:
                 break

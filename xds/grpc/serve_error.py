@@ -1,10 +1,13 @@
-"""The error of a gRPC server that cannot serve an address; without gRPC's library, which takes 13 MiB."""
+"""The error of a gRPC server that cannot listen on an address.
+
+It has its own module, so that commands that catch it need not import gRPC's library, which takes 13 MiB.
+"""
 
 from xds.errors import XdsError
 
 
 class ServeError(XdsError):
-    """An address cannot be served.
+    """The server cannot listen on an address.
 
     Attributes:
         address: as given.

@@ -95,7 +95,10 @@ def renamed_cluster(packed: bytes, name: str) -> model.Cluster | None:
 
 
 def _follows_from_shape(compiled: model.Cluster) -> bool:
-    """Return whether clusters of equal bytes differ in names only. False if a TLS context reads files."""
+    """Return whether a cluster with the same message under another name compiles to the same values.
+
+    False if its TLS context reads files, whose content can change.
+    """
     secured = any(isinstance(model.security_of(socket), TlsContext) for socket in compiled.sockets)
     eds = compiled.discovery is model.Discovery.EDS and compiled.eds_name == compiled.name
     return eds and compiled.health_check is None and not secured

@@ -36,7 +36,7 @@ from ztunnel.kube.kinds import (
     Selection,
 )
 
-#: The kinds that checks judge.
+#: The kinds of Kubernetes objects that checks read.
 KINDS: Final = (
     *(POD, NAMESPACE, NODE, SERVICE, DAEMON_SET, NETWORK_POLICY, MUTATING_WEBHOOK),
     Kind("AuthorizationPolicy", "security.istio.io/v1", "authorizationpolicies"),

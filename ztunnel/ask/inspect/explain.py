@@ -166,10 +166,10 @@ class _Answers:
         return live(self._dump.get("workloadState") or {}, wanted, self._identity_at)
 
     def flow(self, wanted: str) -> str:
-        """Return a flow as the access line that it would have. ``wanted`` is its id, or its line of JSON.
+        """Return a flow in the form of an access line. ``wanted`` is the flow's id, or its line of JSON.
 
         Raises:
-            AskFailed: the flight recorder does not have it, or the text is not a flow.
+            AskFailed: the flight recorder does not have the flow, or the text is not a flow.
         """
         if wanted.lstrip().startswith("{"):
             lines = [wanted]

@@ -1,7 +1,7 @@
-"""Decides whether a pod is injected, by the first matching row of one table. Pure.
+"""Decides whether a pod is injected: the first row of a table that matches decides. Pure.
 
-The API server has already applied the webhook's selectors. This decision follows, row by row like in Istio's
-injector, with the same labels and the same meaning of its configuration.
+The API server has already applied the webhook's selectors. The rows are those of Istio's injector, with the same
+labels and the same configuration.
 """
 
 from collections.abc import Mapping

@@ -138,7 +138,7 @@ class _Rewrite:
 
 
 def _changed_items(value: object, made: object) -> list[tuple[int, object]] | None:
-    """Return the injected items of an object list by their index. None if it is not such a list."""
+    """Return the items of a Kubernetes List that injection changed, each with its index; None if it is no List."""
     items, made_items = (each.get("items") if isinstance(each, dict) else None for each in (value, made))
     if not isinstance(items, list) or not isinstance(made_items, list):
         return None

@@ -11,7 +11,7 @@ TYPE: Final = "ztunnel-cni"
 #: The name of a file with our plugin alone. Container runtimes use the first file by name, so the name sorts
 #: early.
 OWNED: Final = f"02-{TYPE}.conflist"
-#: The member of our entry that names the plain file written by the network's installer.
+#: The key in our plugin's entry for the name of the network's own configuration file, which the list replaces.
 ORIGIN: Final = "made_from"
 #: The name and version of a list created from a plain configuration, the same as istio-cni's.
 _LIST_NAME, _LIST_VERSION = "k8s-pod-network", "0.3.1"

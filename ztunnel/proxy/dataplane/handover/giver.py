@@ -107,7 +107,7 @@ class _Offering:
 
     @property
     def connections(self) -> int:
-        """The number of its pod connections; 1 for a tunnel connection without any."""
+        """How many pod connections the unit has; 1 for a tunnel connection without any."""
         return max(1, self.unit.entries)
 
 

@@ -45,10 +45,10 @@ class Unit:
         return len(self.relays)
 
     def freeze(self) -> Frozen:
-        """Stop it and read its state.
+        """Stop the unit and read its state.
 
         Raises:
-            Unmovable: the unit cannot move, or not now.
+            Unmovable: the unit cannot be moved, or not at present.
         """
         for relay, _ in self.relays:
             progress = relay.progress

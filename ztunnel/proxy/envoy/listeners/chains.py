@@ -104,10 +104,9 @@ class LiveRbac:
 
         Args:
             info: the connection.
-            facts: the policy's input: the connection's own facts, or its facts with the tunnel's application as
-                destination.
-            lines: limits log lines about denials. ``None``: an access log has them.
-            live: the connection is open, and a new policy judges it again.
+            facts: the policy's input: those of the connection, with the application as destination in a tunnel.
+            lines: limits log lines about denials. ``None``: denials are not logged here, but by an access log.
+            live: the connection is open already, and is judged again by a new policy.
 
         Raises:
             Denied: has Envoy's termination details.

@@ -330,7 +330,7 @@ class ListenerManager:
 
     def _warm(self, listener: LiveListener) -> None:
         name = listener.name
-        # Before the task starts: an error of subscribing refuses the resource that is being applied.
+        # Before the task starts, because an error here rejects the resource that is being applied.
         waits = self._subscribe(listener)
         superseded = self._warming.pop(name, None)
         if superseded is not None:

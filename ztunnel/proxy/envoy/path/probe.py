@@ -43,7 +43,7 @@ _MOST_READ: Final = 1 << 20
 #: Methods that send ``content-length: 0`` without a body, like in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
-#: The errors of a host that did not answer.
+#: The errors that mean that a host did not answer.
 _SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, BadAnswer)
 
 

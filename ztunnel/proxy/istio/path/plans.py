@@ -203,7 +203,7 @@ class Plans:
                     yield tree
 
     def _endpoints(self, host: str, destination: SocketAddress) -> list[WorkloadUid | None]:
-        """Return the possible results of a decision's first draw, or a single ``None`` if it does not draw."""
+        """Return each endpoint that a decision's first random choice can have; one ``None`` if there is none."""
         labels = self._pod.local.known()
         if labels is None:
             return []

@@ -114,7 +114,7 @@ class PodProxy:
 
     @property
     def tunnels(self) -> PodTunnels:
-        """The pool of its tunnel connections."""
+        """The pool of the pod's tunnel connections."""
         return self._tunnels
 
     @property
