@@ -55,7 +55,7 @@ COMPILED = (
     "ztunnel/proxy/dataplane/live_table.py",
     "ztunnel/proxy/flows/ring.py",
     "ztunnel/proxy/istio/accounting/access_record.py",
-    "ztunnel/proxy/istio/accounting/log_fields.py",
+    "ztunnel/proxy/istio/accounting/line_rendering.py",
     "ztunnel/proxy/istio/accounting/traffic_series.py",
     "ztunnel/proxy/istio/path/planned.py",
     "ztunnel/proxy/istio/path/planned_request.py",

@@ -18,7 +18,7 @@ from hbone.limits import Limits
 from hbone.settings import Http2Settings
 from ztunnel.policy import ledger
 from ztunnel.policy.calico import evaluator, follower, live
-from ztunnel.proxy.dataplane.half_open import HalfOpenLimits
+from ztunnel.proxy.dataplane.handshake_limiter import HalfOpenLimits
 from ztunnel.proxy.istio.accounting import baggage_labels
 from ztunnel.proxy.istio.dns import forwarder, server
 from ztunnel.proxy.istio.environment import config_from

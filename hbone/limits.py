@@ -15,6 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+HANDSHAKE_TIMEOUT_S: Final = 10.0
+"""The time for a TLS handshake, in seconds; the default of every setting for it."""
+
 # The costs of the peer's actions, in units of work.
 
 SMALL_DATA_BYTES: Final = 1024

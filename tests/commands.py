@@ -45,7 +45,7 @@ _IMPORTED = (
     "ztunnel.policy.calico.explain",
     "ztunnel.policy.calico.files",
     "ztunnel.proxy.envoy.app",
-    "ztunnel.proxy.istio.accounting.metrics_page",
+    "ztunnel.proxy.istio.accounting.families",
     "ztunnel.proxy.istio.app",
     "ztunnel.proxy.istio.command",
     "ztunnel.proxy.istio.dns",

@@ -43,6 +43,8 @@ _OF_RUNTIME: Final = {
     **dict.fromkeys(("client_hello", "half_open"), "proxy.dataplane"),
     "capture_lists": "sidecar",
 }
+#: Present names of modules that were also renamed.
+_RENAMED: Final = {"half_open": "handshake_limiter", "log_fields": "line_rendering", "metrics_page": "families"}
 
 
 class EarlierNames:
@@ -89,12 +91,12 @@ def _candidates(name: str) -> Iterator[str]:
     package, _, inner = rest.partition(".")
     if root != "ztunnel":
         return
-    if package == "runtime":
-        if inner in _OF_RUNTIME:
-            yield f"{root}.{_OF_RUNTIME[inner]}.{inner}"
-    else:
-        for present in _PACKAGES.get(package, ()):
-            yield f"{root}.{present}" + (f".{inner}" if inner else "")
+    packages = _PACKAGES.get(package, ())
+    if package == "runtime" and inner in _OF_RUNTIME:
+        packages = (_OF_RUNTIME[inner],)
+    for module in (inner, _RENAMED[inner]) if inner in _RENAMED else (inner,):
+        for present in packages:
+            yield f"{root}.{present}" + (f".{module}" if module else "")
 
 
 def install() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hbone.engine import Engine
 from hbone.flow import WindowPool
+from hbone.limits import HANDSHAKE_TIMEOUT_S
 from hbone.settings import Http2Settings, client_settings, server_settings
 from hbone.tls import TlsStream
 
@@ -23,7 +24,7 @@ class ConnectionSettings:
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
-    handshake_timeout_s: float = 10.0
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
     first_request_timeout_s: float | None = 10.0
     drain_grace_s: float = 1.0
     windows: WindowPool | None = None

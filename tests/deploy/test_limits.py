@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from deploy.limits import PAGE, limits, table
 from hbone.limits import Limits
-from ztunnel.proxy.dataplane.half_open import HalfOpenLimits
+from ztunnel.proxy.dataplane.handshake_limiter import HalfOpenLimits
 
 
 def test_the_page_has_the_table() -> None:

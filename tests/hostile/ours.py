@@ -40,7 +40,7 @@ from xds.model.service import Service
 from xds.model.workload import NetworkAddress, Workload, WorkloadUid
 from xds.protocol.resource import Resource, Update
 from xds.protocol.types import ADDRESS
-from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits, PendingHandshake
+from ztunnel.proxy.dataplane.handshake_limiter import HalfOpen, HalfOpenLimits, PendingHandshake
 from ztunnel.proxy.istio.dns.answer import DnsSettings
 from ztunnel.proxy.istio.dns.forwarder import Forwarder
 from ztunnel.proxy.istio.dns.hosts import Hosts

@@ -13,6 +13,8 @@ import pytest
         ("ztunnel.istio.app_probes", "ztunnel.proxy.istio.settings.app_probes"),
         ("ztunnel.envoy.outcome", "ztunnel.proxy.envoy.stream.outcome"),
         ("ztunnel.runtime.go_yaml", "ztunnel.runtime.formats.go_yaml"),
+        ("ztunnel.runtime.half_open", "ztunnel.proxy.dataplane.handshake_limiter"),
+        ("ztunnel.istio.metrics_page", "ztunnel.proxy.istio.accounting.families"),
         ("ztunnel.calico", "ztunnel.policy.calico"),
     ],
 )

@@ -10,8 +10,8 @@ from xds.model.facts import PeerCertificate
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload
 from ztunnel.ask.simulate.seen import Seen
-from ztunnel.proxy.istio.accounting.outcome import judgement
 from ztunnel.proxy.istio.path.inbound_target import inbound_facts
+from ztunnel.proxy.istio.path.judgement import judgement
 
 
 class Change(Enum):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from tproxy.aio import held_sockets
-from ztunnel.proxy.dataplane.half_open import HalfOpen
+from ztunnel.proxy.dataplane.handshake_limiter import HalfOpen
 from ztunnel.runtime import tasks
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.descriptors import Descriptors

@@ -26,7 +26,7 @@ from xds.model.tls import FileSource, GrpcSource
 from xds.proto import registry
 from xds.protocol.resource import Receive, ResourceSource, Settling, Update
 from ztunnel.policy.calico.settings import live_policies
-from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits
+from ztunnel.proxy.dataplane.handshake_limiter import HalfOpen, HalfOpenLimits
 from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.envoy.admin.server import AdminServer

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from hbone.limits import HANDSHAKE_TIMEOUT_S
 from xds.errors import ConfigError
 from ztunnel.policy.calico.settings import (
     DIRECTORY,
@@ -447,7 +448,7 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["warns_unmatched"] = seen.get("ZTUNNEL_WARN_UNMATCHED", _switch, False)
     values["connect_retries"] = seen.get("ZTUNNEL_CONNECT_RETRIES", _number(0, 10), 2)
     values["connect_timeout_s"] = seen.get("ZTUNNEL_CONNECT_TIMEOUT", duration_s, 10.0)
-    values["handshake_timeout_s"] = seen.get("ZTUNNEL_HANDSHAKE_TIMEOUT", duration_s, 10.0)
+    values["handshake_timeout_s"] = seen.get("ZTUNNEL_HANDSHAKE_TIMEOUT", duration_s, HANDSHAKE_TIMEOUT_S)
     values["node_local_shortcut"] = seen.get("ZTUNNEL_NODE_LOCAL_SHORTCUT", boolean, True)
     values["early_data"] = seen.get("ZTUNNEL_EARLY_DATA", boolean, True)
     values["spin_us"] = seen.get("ZTUNNEL_SPIN_US", _number(0, 10_000), SPIN_US)

@@ -11,7 +11,7 @@ Field = tuple[str, str | int]
 
 
 class SharedFields(Protocol):
-    """Fields that many lines share, such as :class:`ztunnel.proxy.istio.accounting.log_fields.Recurring`."""
+    """Fields that many lines share, such as :class:`ztunnel.proxy.istio.accounting.line_rendering.Recurring`."""
 
     @property
     def fields(self) -> tuple[Field, ...]:

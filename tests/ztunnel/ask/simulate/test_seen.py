@@ -4,7 +4,7 @@ import pytest
 
 from xds.model.address import SocketAddress
 from ztunnel.ask.simulate.seen import Seen, open_now, read_log
-from ztunnel.proxy.istio.accounting.log_fields import Field
+from ztunnel.proxy.istio.accounting.line_rendering import Field
 from ztunnel.proxy.istio.accounting.logs import Bare, json_line, plain_line
 
 IDENTITY = "spiffe://cluster.local/ns/shop/sa/client"

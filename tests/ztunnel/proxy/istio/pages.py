@@ -1,7 +1,7 @@
 """Samples of the metrics page, by name and labels, and exemplars of histograms."""
 
+from ztunnel.proxy.istio.accounting.families import families
 from ztunnel.proxy.istio.accounting.metrics import Metrics
-from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.runtime.durations import Durations
 
 

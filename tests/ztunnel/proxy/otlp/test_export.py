@@ -19,10 +19,10 @@ from ztunnel.proxy.dataplane.gauges import Gauge
 from ztunnel.proxy.envoy.stats.prometheus import scraped
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.flows.times import ConnectionTimes
-from ztunnel.proxy.istio.accounting.log_fields import Recurring
+from ztunnel.proxy.istio.accounting.families import families
+from ztunnel.proxy.istio.accounting.line_rendering import Recurring
 from ztunnel.proxy.istio.accounting.logs import Bare
 from ztunnel.proxy.istio.accounting.metrics import Metrics
-from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.otlp.exporter import AccessExport, LogExport, MetricExport
 from ztunnel.proxy.otlp.line import Line
 from ztunnel.proxy.otlp.settings import OtlpSettings, otlp_settings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from hbone.aio.poller import Poller
 from xds.aio.client import AdsClient
-from ztunnel.proxy.dataplane.half_open import HalfOpen
+from ztunnel.proxy.dataplane.handshake_limiter import HalfOpen
 from ztunnel.proxy.envoy.config.bootstrap import BootstrapConfig
 from ztunnel.proxy.envoy.config.settings import Settings
 from ztunnel.proxy.envoy.config.state import State

@@ -1,4 +1,4 @@
-"""Schedules and limits listeners' handshakes; see :mod:`ztunnel.proxy.dataplane.half_open`.
+"""Schedules and limits listeners' handshakes; see :mod:`ztunnel.proxy.dataplane.handshake_limiter`.
 
 A connection enters after its listener filters, if its filter chain requires TLS. Limits per pod use the dialled
 address. Envoy has no such limits: there, clients of one pod that never finish a handshake can exhaust all memory
@@ -12,7 +12,7 @@ from typing import Final
 
 from hbone.aio.fiber import OneShotFuture
 from hbone.errors import HboneError
-from ztunnel.proxy.dataplane.half_open import STALLED, HalfOpen, HandshakeLimiter, PendingHandshake
+from ztunnel.proxy.dataplane.handshake_limiter import STALLED, HalfOpen, HandshakeLimiter, PendingHandshake
 from ztunnel.proxy.dataplane.live_table import Life
 
 #: The number of limiters (one per dialled address and timeout) above which unused ones are dropped.

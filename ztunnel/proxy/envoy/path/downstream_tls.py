@@ -15,7 +15,7 @@ from hbone.errors import HboneError, TlsError, TlsReason
 from hbone.tls import PeerFacts
 from hbone.tls_context import TlsContext
 from xds.model.facts import PeerCertificate
-from ztunnel.proxy.dataplane.half_open import PendingHandshake
+from ztunnel.proxy.dataplane.handshake_limiter import PendingHandshake
 from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.envoy.listeners.chains import LiveChain

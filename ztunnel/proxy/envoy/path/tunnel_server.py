@@ -24,7 +24,7 @@ from hbone.aio.tunnel import Tunnel
 from hbone.errors import HboneError, RemoteProtocolError, TunnelBroken
 from hbone.events import Headers, RequestHead
 from xds.model.http import Route
-from ztunnel.proxy.dataplane.half_open import PendingHandshake
+from ztunnel.proxy.dataplane.handshake_limiter import PendingHandshake
 from ztunnel.proxy.dataplane.live_table import Abort
 from ztunnel.proxy.envoy.listeners.chains import LiveChain, LiveConnectionManager
 from ztunnel.proxy.envoy.listeners.connections import Connections, LiveConnection, LiveRequest

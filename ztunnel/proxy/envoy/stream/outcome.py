@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from ztunnel.proxy.dataplane.half_open import STALLED
+from ztunnel.proxy.dataplane.handshake_limiter import STALLED
 from ztunnel.proxy.dataplane.live_table import UNJUDGED
 from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON, Reason
 from ztunnel.proxy.envoy.stream.stream_info import Flag

@@ -21,7 +21,7 @@ from ztunnel.proxy.flows.ring import FlowRing
 from ztunnel.proxy.flows.times import RESULTS
 from ztunnel.proxy.istio.accounting import flows
 from ztunnel.proxy.istio.accounting.denials import Pair
-from ztunnel.proxy.istio.accounting.log_fields import Field, Recurring, completion
+from ztunnel.proxy.istio.accounting.line_rendering import Field, Recurring, completion
 from ztunnel.proxy.istio.accounting.logs import Bare, LogStream
 from ztunnel.proxy.istio.accounting.metrics import UNKNOWN, Metrics, PeerLabels, traffic_labels
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags

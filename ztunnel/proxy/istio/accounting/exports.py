@@ -66,7 +66,7 @@ class Exports:
         return found | ({"metrics": self._metrics.dropped} if self._metrics is not None else {})
 
     async def _families(self) -> Iterable[Family]:
-        from ztunnel.proxy.istio.accounting.metrics_page import (
+        from ztunnel.proxy.istio.accounting.families import (
             families,  # as the page: see ztunnel.runtime.http.exposition
         )
 

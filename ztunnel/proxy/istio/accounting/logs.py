@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from ztunnel.proxy.istio.accounting.log_fields import (
+from ztunnel.proxy.istio.accounting.line_rendering import (
     Field,
     Fields,
     Recurring,

@@ -2,7 +2,6 @@
 
 import os
 from enum import StrEnum
-from typing import NamedTuple
 
 from hbone.errors import (
     ConnectionBroken,
@@ -16,9 +15,6 @@ from hbone.errors import (
     TunnelClosed,
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut, TproxyError
-from xds.model.facts import ConnectionFacts
-from xds.model.mesh_policies import WorkloadPolicies
-from ztunnel.policy.engine import judge
 from ztunnel.proxy.dataplane.live_table import UNJUDGED
 from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON, Reason, is_ordinary, reason_of
 from ztunnel.proxy.istio.certificates.manager import IdentityError
@@ -248,31 +244,3 @@ def unreachable(error: Exception) -> Failed:
     else:
         text = io_text(error) if isinstance(error, OSError) else str(error)
     return Failed(f"connection failed: {text}", reason_of(error))
-
-
-class Judgement(NamedTuple):
-    """The result of a workload's policies for a connection.
-
-    Attributes:
-        policy: the deciding or missing policy. Empty if none decided.
-        refusal: the reason for a refusal in the access line, in the Rust ztunnel's words. Empty if it is allowed.
-        reason: the refusal's reason.
-    """
-
-    policy: str
-    refusal: str
-    reason: Reason = Reason.POLICY
-
-
-def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
-    """Judge a connection. A policy named by a workload but not yet received refuses every connection."""
-    if policies.missing:
-        return Judgement(
-            policies.missing[0], f"policy {policies.missing[0]} has not arrived", Reason.POLICY_MISSING
-        )
-    decision = judge(policies.enforced, facts)
-    if decision.allowed:
-        return Judgement(decision.policy, "")
-    if decision.policy:
-        return Judgement(decision.policy, f"explicitly denied by: {decision.policy}")
-    return Judgement("", "allow policies exist, but none allowed")

@@ -314,7 +314,7 @@ class Servers:
 
 
 def _metrics_page(metrics: Metrics, request: PageRequest) -> Page:
-    from ztunnel.proxy.istio.accounting.metrics_page import families
+    from ztunnel.proxy.istio.accounting.families import families
     from ztunnel.runtime.http import exposition  # with the first scrape: see there
 
     return exposition.page(families(metrics), request)

@@ -14,8 +14,9 @@ from ztunnel.proxy.dataplane.life_table import Verdict
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.accounting.metrics import DECISIONS, NONE_MATCHED
-from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE, Judgement, judgement
+from ztunnel.proxy.istio.accounting.outcome import POLICY_CHANGE
 from ztunnel.proxy.istio.path.denial_log import DenialLog
+from ztunnel.proxy.istio.path.judgement import Judgement, judgement
 from ztunnel.proxy.istio.path.node import Node
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import logging
 
 from xds.model.address import SocketAddress
 from ztunnel.policy.ledger import Use
-from ztunnel.proxy.dataplane.half_open import PendingHandshake
+from ztunnel.proxy.dataplane.handshake_limiter import PendingHandshake
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.outcome import EarlyDeny

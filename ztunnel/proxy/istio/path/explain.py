@@ -2,7 +2,7 @@
 
 Every decision is taken by the data path's own function (:func:`~ztunnel.proxy.istio.path.route.route_for`,
 :func:`~ztunnel.proxy.istio.path.inbound_target.inbound_target`,
-:func:`~ztunnel.proxy.istio.accounting.outcome.judgement`). This module looks up the source and the destination,
+:func:`~ztunnel.proxy.istio.path.judgement.judgement`). This module looks up the source and the destination,
 repeats the decision for each endpoint that load balancing could choose, and reports the results.
 """
 
@@ -25,10 +25,11 @@ from xds.model.workload import Protocol, Workload, WorkloadUid
 from ztunnel.policy.engine import holds
 from ztunnel.policy.reasons import reason
 from ztunnel.proxy.identity.peer import foreign
-from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL, judgement
+from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL
 from ztunnel.proxy.istio.path.balance import Question as Draw
 from ztunnel.proxy.istio.path.balance import candidates_for, pick
 from ztunnel.proxy.istio.path.inbound_target import RequestRefused, inbound_facts, inbound_target, plain_target
+from ztunnel.proxy.istio.path.judgement import judgement
 from ztunnel.proxy.istio.path.route import (
     Client,
     Direct,

@@ -32,7 +32,7 @@ from xds.model.facts import PeerCertificate
 from xds.model.identity import SpiffeId
 from xds.model.workload import Workload
 from ztunnel.proxy.dataplane.apart import run_apart
-from ztunnel.proxy.dataplane.half_open import PendingHandshake
+from ztunnel.proxy.dataplane.handshake_limiter import PendingHandshake
 from ztunnel.proxy.dataplane.life_table import Event, State, Verdict
 from ztunnel.proxy.dataplane.live_table import Life
 from ztunnel.proxy.dataplane.reasons import Reason

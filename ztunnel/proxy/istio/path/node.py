@@ -17,7 +17,7 @@ from tproxy.aio import sockets
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload, WorkloadUid
 from ztunnel.policy.calico.settings import live_policies
-from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits
+from ztunnel.proxy.dataplane.handshake_limiter import HalfOpen, HalfOpenLimits
 from ztunnel.proxy.dataplane.live_table import LiveTable
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.baggage_labels import BaggageLabels

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from hbone.limits import HANDSHAKE_TIMEOUT_S
 from ztunnel.policy.calico.settings import PolicySettings
 from ztunnel.proxy.addons.settings import AddonSettings
 from ztunnel.proxy.flows.ring import CAPACITY
@@ -157,7 +158,7 @@ class IstioConfig:
     policies: PolicySettings | None = None
     connect_retries: int = 2
     connect_timeout_s: float = 10.0
-    handshake_timeout_s: float = 10.0
+    handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S
     node_local_shortcut: bool = True
     early_data: bool = True
     spin_us: int = SPIN_US

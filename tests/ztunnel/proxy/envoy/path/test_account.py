@@ -31,7 +31,7 @@ from tests.ztunnel.proxy.flows import hubble_ui
 from xds.model.address import SocketAddress
 from xds.model.cluster import Endpoint
 from xds.model.facts import ConnectionFacts
-from ztunnel.proxy.dataplane.half_open import STALLED
+from ztunnel.proxy.dataplane.handshake_limiter import STALLED
 from ztunnel.proxy.dataplane.live_table import UNJUDGED
 from ztunnel.proxy.envoy.admin.commands import answer
 from ztunnel.proxy.envoy.admin.metrics import page as metrics_page

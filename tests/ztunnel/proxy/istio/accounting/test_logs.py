@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ztunnel.proxy.istio.nodes import Lines
-from ztunnel.proxy.istio.accounting.log_fields import Recurring, timestamp
+from ztunnel.proxy.istio.accounting.line_rendering import Recurring, timestamp
 from ztunnel.proxy.istio.accounting.logs import Bare, InvalidLevel, LogFilter, json_line, plain_line, target_of
 
 ALWAYS = "hickory_server::server=off"

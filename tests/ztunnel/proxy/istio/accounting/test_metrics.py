@@ -18,8 +18,8 @@ from ztunnel.proxy.dataplane.gauges import Gauge
 from ztunnel.proxy.dataplane.reasons import Reason, Stage
 from ztunnel.proxy.flows.history import STEP_S
 from ztunnel.proxy.istio.accounting.denials import Pair
+from ztunnel.proxy.istio.accounting.families import families
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, Metrics, PeerLabels, traffic_labels
-from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.accounting.sweep import sample
 from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.runtime.durations import DNS_BUCKETS, Durations

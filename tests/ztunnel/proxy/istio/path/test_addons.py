@@ -39,9 +39,9 @@ from ztunnel.proxy.dataplane.life_table import ALLOWED, State
 from ztunnel.proxy.dataplane.names_answered import NamesAnswered
 from ztunnel.proxy.istio.accounting.access_record import Direction as Direction_
 from ztunnel.proxy.istio.accounting.access_record import Record as Record_
+from ztunnel.proxy.istio.accounting.families import families
 from ztunnel.proxy.istio.accounting.flows import ring_of, shape
 from ztunnel.proxy.istio.accounting.metrics import Metrics
-from ztunnel.proxy.istio.accounting.metrics_page import families
 from ztunnel.proxy.istio.handover.units import survey
 from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.path.planned import PlannedConnection

@@ -36,9 +36,9 @@ from ztunnel.addons import Addon, Cut, Delay, Deny, Facts, Prefer, Verdict
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.load import load_class
 from ztunnel.proxy.addons.settings import Given
-from ztunnel.proxy.istio.accounting.outcome import judgement
 from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.path.inbound_target import inbound_facts
+from ztunnel.proxy.istio.path.judgement import judgement
 
 #: What a hook does: answers, an exception, nonsense.
 ANSWERS = st.one_of(

@@ -20,10 +20,10 @@ from xds.model.mesh import Mesh
 from xds.model.policy import Always, Condition, DestinationPort, PeerPrincipal, SourceIp
 from xds.model.workload import Workload
 from ztunnel.proxy.istio.accounting.metrics import Metrics
-from ztunnel.proxy.istio.accounting.outcome import judgement
 from ztunnel.proxy.istio.accounting.workload_labels import labels_of
 from ztunnel.proxy.istio.path.authorizer import Authorizer
 from ztunnel.proxy.istio.path.inbound_target import RequestRefused, inbound_facts, inbound_service, inbound_target
+from ztunnel.proxy.istio.path.judgement import judgement
 from ztunnel.proxy.istio.path.node import Node
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan, RequestPlans

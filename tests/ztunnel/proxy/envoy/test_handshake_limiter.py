@@ -27,7 +27,7 @@ from tests.ztunnel.proxy.envoy.harness import (
     tls,
     tunnel,
 )
-from ztunnel.proxy.dataplane.half_open import STALLED, HalfOpenLimits
+from ztunnel.proxy.dataplane.handshake_limiter import STALLED, HalfOpenLimits
 from ztunnel.proxy.envoy.admin import readiness
 from ztunnel.proxy.envoy.listeners.connections import PodQuota
 from ztunnel.runtime.descriptors import Descriptors

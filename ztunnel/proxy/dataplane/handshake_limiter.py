@@ -30,6 +30,7 @@ from typing import Any, Final, Protocol
 
 from hbone.aio.poller import HUNG_UP, Poller
 from hbone.flow import Budget
+from hbone.limits import HANDSHAKE_TIMEOUT_S
 from ztunnel.proxy.dataplane.client_hello_arrival import FirstBytes, first_bytes
 from ztunnel.runtime.settings import plain_reason
 
@@ -73,13 +74,13 @@ class HalfOpenLimits:
     patience_s: float = 1.0
     """The age in seconds after which a running handshake is ended if another one waits."""
     hello_bytes: int = 16_384
-    timeout_s: float = 10.0
+    timeout_s: float = HANDSHAKE_TIMEOUT_S
     unfinished_of_source: tuple[float, float] = (100.0, 50.0)
     unfinished_of_pod: tuple[float, float] = (200.0, 100.0)
     unfinished: tuple[float, float] = (400.0, 200.0)
 
     @classmethod
-    def of_descriptors(cls, most: int, *, timeout_s: float = 10.0) -> HalfOpenLimits:
+    def of_descriptors(cls, most: int, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> HalfOpenLimits:
         """Return limits for a process with ``most`` descriptors: at most a quarter for half-open connections."""
         usual = cls()
         in_all = max(16, min(usual.in_all, most // 4))

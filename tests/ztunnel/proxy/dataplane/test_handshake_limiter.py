@@ -15,8 +15,8 @@ from hbone.aio.poller import Poller
 from tests.hbone import virtual_time
 from tests.ztunnel.proxy.dataplane.test_client_hello_arrival import HELLO
 from tests.ztunnel.proxy.istio.pods import pair
-from ztunnel.proxy.dataplane import half_open as module
-from ztunnel.proxy.dataplane.half_open import HalfOpen, HalfOpenLimits, PendingHandshake
+from ztunnel.proxy.dataplane import handshake_limiter as module
+from ztunnel.proxy.dataplane.handshake_limiter import HalfOpen, HalfOpenLimits, PendingHandshake
 
 LIMITS = HalfOpenLimits(
     per_source=4,

@@ -1,0 +1,36 @@
+"""The verdict of a workload's policies, with the words for a denial in access lines and in ``ztunnel explain``."""
+
+from typing import NamedTuple
+
+from xds.model.facts import ConnectionFacts
+from xds.model.mesh_policies import WorkloadPolicies
+from ztunnel.policy.engine import judge
+from ztunnel.proxy.dataplane.reasons import Reason
+
+
+class Judgement(NamedTuple):
+    """The result of a workload's policies for a connection.
+
+    Attributes:
+        policy: the deciding or missing policy. Empty if none decided.
+        refusal: the reason for a refusal in the access line, in the Rust ztunnel's words. Empty if it is allowed.
+        reason: the refusal's reason.
+    """
+
+    policy: str
+    refusal: str
+    reason: Reason = Reason.POLICY
+
+
+def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
+    """Judge a connection. A policy named by a workload but not yet received refuses every connection."""
+    if policies.missing:
+        return Judgement(
+            policies.missing[0], f"policy {policies.missing[0]} has not arrived", Reason.POLICY_MISSING
+        )
+    decision = judge(policies.enforced, facts)
+    if decision.allowed:
+        return Judgement(decision.policy, "")
+    if decision.policy:
+        return Judgement(decision.policy, f"explicitly denied by: {decision.policy}")
+    return Judgement("", "allow policies exist, but none allowed")
