@@ -1,7 +1,7 @@
 """A real API server: etcd and kube-apiserver as processes on loopback, without kubelet, scheduler or controllers.
 
-Tests and the demo do the work of the missing ones: they create namespaces and accounts, and patch pods' status
-like a kubelet. ``make kube`` builds the two programs.
+Tests and the demo do the work of these components: they create namespaces and accounts, and update the status of
+pods like a kubelet. ``make kube`` builds the two programs.
 """
 
 import json
@@ -34,7 +34,9 @@ def cache() -> Path:
 
 
 def found(name: str) -> str | None:
-    """Return the path of a program, or None: from ETCD or KUBE_APISERVER, from the cache, from PATH."""
+    """Return the path of a program, or None. It is taken from ETCD or KUBE_APISERVER, from the cache, or from
+    PATH.
+    """
     named = os.environ.get(name.upper().replace("-", "_"))
     if named:
         return named
@@ -48,7 +50,7 @@ class ApiServer:
         folder: the folder for its files.
         programs: the paths of ``PROGRAMS``.
         ports: three free ports: etcd's for clients, etcd's for peers, and the API's.
-        own: called with each started process.
+        own: called with each started process, so that the caller can end it.
 
     Attributes:
         url: the API's URL.
@@ -108,7 +110,7 @@ class ApiServer:
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--authorization-mode=RBAC",
             "--service-cluster-ip-range=10.96.0.0/24",
-            # No controller runs that would create the default accounts for the admission plugin.
+            # There is no controller to create the default accounts that the admission plugin requires.
             "--disable-admission-plugins=ServiceAccount",
             "--allow-privileged",
             "--v=0",
@@ -135,7 +137,9 @@ class ApiServer:
         self._end("etcd")
 
     def compact(self, version: str) -> None:
-        """Compact etcd: drop all earlier versions, so that watches from earlier versions are refused."""
+        """Compact etcd, which drops all versions before this one, so that watches from earlier versions are
+        refused.
+        """
         body = json.dumps({"revision": version, "physical": True}).encode()
         address = f"http://127.0.0.1:{self._ports[0]}/v3/kv/compaction"
         with urllib.request.urlopen(urllib.request.Request(address, body), timeout=30) as answer:

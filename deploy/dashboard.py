@@ -1,7 +1,7 @@
 """Makes the Grafana dashboard of the charts: ``python -m deploy.dashboard``.
 
-Panels are described here by their queries. Grafana's own JSON, ten times as long, is generated.
-There are two rows: the users' view of the mesh by service and policy, and the state of the proxies by node.
+This module describes panels by their queries, and generates Grafana's JSON, which is ten times as long. There are
+two rows: the users' view of the mesh by service and policy, and the state of the proxies by node.
 """
 
 from __future__ import annotations
@@ -335,7 +335,7 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
                 "datasource": _SOURCE,
                 "expr": query,
                 "legendFormat": legend,
-                # Dots of single connections, with their trace ids.
+                # Exemplars: dots for single connections, with their trace ids.
                 **({"exemplar": True} if "_bucket" in query else {}),
             }
             for index, (query, legend) in enumerate(panel.queries)

@@ -1,7 +1,7 @@
-"""Makes ``docs/formats.md`` from the modules that read those formats: ``python -m deploy.formats``.
+"""Makes ``docs/formats.md`` from the modules that read the described formats: ``python -m deploy.formats``.
 
-A reader's docstring starts with a sentence and an annotated example of the whole format. The reference prints it,
-so that a change of the reader changes the reference. A test compares its keys with the accepted ones.
+A reader's docstring starts with a sentence and an annotated example of the whole format. The page contains both,
+so that a change of the reader changes the page. A test compares its keys with the accepted ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Of the YAML files that operators write. Generated from their readers by `python 
 Every reader reports all faults together, each with its place, and refuses keys that it does not know.
 `examples/` has a file of each that the tests load.
 """
-#: Methods of readers whose argument is the set of accepted keys.
+#: The methods of readers that take the accepted keys as an argument.
 _READING = frozenset({"document", "mapping", "part"})
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its name, the option for such a file, and the module that reads it."""
+    """A format: its name, the command-line option for a file of this format, and the module that reads it."""
 
     title: str
     option: str
@@ -76,7 +76,7 @@ FORMATS = (
 
 
 def _keys(tree: ast.Module) -> Iterator[str]:
-    """Yield the keys in tuples passed to these methods, directly or by name."""
+    """Yield the keys in tuples that are passed to the methods of :data:`_READING`, directly or by name."""
     named = {
         target.id: node.value
         for node in ast.walk(tree)

@@ -1,8 +1,8 @@
 """Builds a network of nodes and pods from namespaces and veth pairs on one machine, for tests, demo and benches.
 
-Every node is a namespace that routes. Every pod and every ztunnel is a namespace whose ``eth0`` is a veth pair to
-its node, as a simple CNI sets it up: the node's end has the pod's name, the node's gateway address and a route to
-the pod. A bridge in another namespace connects the nodes. All have IPv4 and IPv6.
+Every node is a namespace that routes. Every pod and every ztunnel is a namespace whose ``eth0`` is one end of a
+veth pair to its node, as with a simple CNI: the node's end has the pod's name, the node's gateway address and a
+route to the pod. A bridge in another namespace connects the nodes. All namespaces have IPv4 and IPv6.
 
 ::
 
@@ -41,7 +41,8 @@ from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from tproxy.node import Member, Node
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
 
-# Interface indexes of eth0 and, by position, of the other ends. Equal ones would delay linkwatch; see create_pair.
+# Interface indexes of eth0, and the first index of the other ends. Equal indexes would delay linkwatch; see
+# create_pair.
 _ETH0, _FIRST_INDEX = 50, 100
 _STATIC = 4  # RTPROT_STATIC
 _MAIN = 254
@@ -137,7 +138,7 @@ class Worker:
         return _ipv6(f"fd00:10:244:{self.number}::1")
 
     def wanted(self, members: Sequence[str] | None = None) -> Node:
-        """Return the desired kernel resources of this node, for all its pods or the named ones."""
+        """Return the desired kernel resources of this node, for all of its pods or for ``members``."""
         chosen = self.pods if members is None else {name: self.pods[name] for name in members}
         return Node(
             host_addresses=(*self.place.addresses, self.gateway(4), self.gateway(6)),
@@ -155,10 +156,10 @@ class Lab:
 
     Args:
         nodes: pod names by node name. A pod name is used once.
-        rp_filter: the initial value in nodes and pods.
+        rp_filter: the initial value of this sysctl in nodes and pods.
 
     Raises:
-        NeedCapability: neither root nor inside :func:`become_root_of_own_namespaces`.
+        NeedCapability: the process is not root and did not call :func:`become_root_of_own_namespaces`.
     """
 
     def __init__(self, nodes: Mapping[str, Sequence[str]], *, rp_filter: int = 0) -> None:
@@ -252,7 +253,8 @@ class Lab:
             self._old_handler = None
 
     def _catch_sigterm(self) -> None:
-        # Only if the signal's default would end the process at once. An application's handler stays.
+        # Install a handler only in place of the default, which would end the process at once. An application's
+        # handler stays.
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._old_handler = signal.signal(signal.SIGTERM, _exit)
@@ -337,8 +339,8 @@ def sweep() -> None:
 def become_root_of_own_namespaces() -> None:
     """Start this program again as root of a new user, network and mount namespace.
 
-    Returns at once for a process that may already make network namespaces. Call it first thing in
-    ``main``, before any thread exists: the kernel gives a user namespace to single-threaded processes only.
+    Return at once if the process can already create network namespaces. Call this first in ``main``, before any
+    thread exists: only a single-threaded process can create a user namespace.
 
     Raises:
         NoUserNamespaces: the system forbids unprivileged user namespaces.
@@ -416,7 +418,7 @@ class _Device:
     index: int
 
     def set_up(self, addresses: Sequence[str]) -> None:
-        """Give it addresses with prefix lengths, and set it up."""
+        """Add addresses with prefix lengths to the device, and bring it up."""
         self.link.request(rtnetlink.set_up(self.index))
         for address in addresses:
             wanted = Address(self.name, ip_interface(address))

@@ -1,7 +1,7 @@
 """Writes the table of limits into ``docs/reliability.md``: ``python -m deploy.limits``.
 
-Every limit of a proxy in an Istio mesh, read from its place of use, with the values of an empty environment. A
-test compares the page with this table.
+The table has every limit of a proxy in an Istio mesh. The values are read from the modules that use them, for an
+empty environment. A test compares the page with this table.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENDS: Final = "connection ends"
 
 
 class Limit(NamedTuple):
-    """One limit. A pair of values is a burst and a rate per second."""
+    """One row of the table. A pair of values stands for a burst and a rate per second."""
 
     name: str
     value: float | tuple[float, ...] | None

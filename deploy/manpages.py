@@ -1,6 +1,6 @@
 """Writes a manual page for the program and one for each command: ``python -m deploy.manpages FOLDER``.
 
-Their text comes from ``--help``, by the parsers, so that no page differs from its command.
+The text is generated from the argument parsers, like ``--help``, so that no page differs from its command.
 """
 
 import argparse

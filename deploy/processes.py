@@ -1,4 +1,4 @@
-"""A folder like ``/proc`` with processes of pods in real namespaces, made without a container runtime."""
+"""Makes a folder like ``/proc``, with processes of pods in real namespaces, without a container runtime."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ class Proc:
     def add(
         self, pid: int | str, netns: Netns | None, pod: str = "", started: int = 100, name: str = "a b) c"
     ) -> None:
-        """Add a process. Without a namespace it is in this process's own."""
+        """Add a process. If ``netns`` is None, it is in this process's own namespace."""
         path = self.folder / str(pid)
         (path / "ns").mkdir(parents=True)
         space = f"/proc/{os.getpid()}/fd/{netns.fileno()}" if netns is not None else f"/proc/{os.getpid()}/ns/net"

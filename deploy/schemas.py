@@ -1,4 +1,6 @@
-"""Writes ``docs/schemas``: a JSON schema for each kind that commands print: ``python -m deploy.schemas``."""
+"""Writes a JSON schema to ``docs/schemas`` for each document type that commands print (``python -m
+deploy.schemas``).
+"""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +22,7 @@ FOLDER = Path(__file__).parents[1] / "docs" / "schemas"
 
 
 def kinds() -> Iterator[Kind[Any]]:
-    """Yield every kind that a command prints."""
+    """Yield every document type that a command prints."""
     yield from KINDS.values()
     yield from (CHECK_RESULT, DIFFERENCE, EDGE, FLOW, STAT, NODE_STATUS, POD_AUDIT, PAIR, ADDON)
 

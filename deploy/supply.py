@@ -1,13 +1,14 @@
-"""``make audit``: checks the contents of the image, and whether they can be trusted; ``python -m deploy.supply``.
+"""Audits the packages in the image (``make audit``, ``python -m deploy.supply``).
 
-Four checks. Each prints one line, and the exit status covers all:
+There are four checks. Each prints one line, and the exit status is 0 if all succeed:
 
 - **floors**: no locked version is below the fix of a known vulnerability (``requirements/floors.txt``). We
   maintain that list, and it needs no network.
-- **database**: pip-audit queries a database of vulnerabilities about the lock file. The check is skipped, with a
-  line, if pip-audit is not installed or cannot reach a database.
+- **database**: pip-audit looks up the packages of the lock file in a database of vulnerabilities. The check is
+  skipped, with a message, if pip-audit is not installed or cannot reach a database.
 - **SBOM**: ``dist/sbom.json``, CycloneDX 1.5, from the lock file: names, versions, hashes, and dependencies.
-- **wheel**: built twice from two copies of the tree at different paths and times. The bytes must be the same.
+- **wheel**: the wheel is built twice, from two copies of the tree at different paths and times. The bytes must be
+  equal.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def read_lock(text: str) -> list[Package]:
     """Return the packages of a lock file of pip-compile with hashes.
 
     Raises:
-        ValueError: a package without a hash; names it.
+        ValueError: a package has no hash. The error names it.
     """
     entries: list[_Entry] = []
     for line in text.splitlines():

@@ -24,7 +24,7 @@ SOURCES = ("hbone", "xds", "tproxy", "ztunnel", "pyproject.toml", "setup.py", "R
 
 
 class NotAsWanted(Exception):
-    """A wheel is pure and should be compiled, or the reverse."""
+    """A wheel is pure although it should be compiled, or the reverse."""
 
 
 def build(python: str, output: Path, *, compiled: bool) -> Path:
@@ -37,7 +37,7 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
 
     Raises:
         subprocess.CalledProcessError: a step failed. Its output is on standard error.
-        NotAsWanted: the wheel was built and installed, and is not what it should be.
+        NotAsWanted: the installed wheel is pure although it should be compiled, or the reverse.
     """
     with tempfile.TemporaryDirectory(prefix="ztunnel-wheel-") as folder:
         tree, venv, made = Path(folder) / "tree", Path(folder) / "venv", Path(folder) / "made"

@@ -1,8 +1,8 @@
 """A peer's cost budget for the work that its bytes cause: one per connection, and one for all its connections.
 
 Work is counted in units (:mod:`hbone.limits`), which take about a microsecond of a fast core. A budget is a share
-of a core, so its units have a price (:class:`UnitPrice`): on a core that needs twice the time for the same work, a
-unit costs two.
+of a core, so a unit has a price (:class:`UnitPrice`): on a core that needs twice the time for the same work, each
+unit is charged twice.
 """
 
 from __future__ import annotations
@@ -91,8 +91,9 @@ class CostBudget:
         wait, and a busy peer does not notice. A peer that needs to be slowed down for many seconds has caused
         wasted work for as long.
 
-        The price makes pauses longer. It does not bring the end nearer, because pauses count towards the end as if
-        the price were 1. So a slow core slows honest peers down, but does not end their connections sooner.
+        A higher price makes pauses longer. It does not end the connection sooner, because the limit on pauses
+        counts them as if the price were 1. So a slow core slows honest peers down, but does not end their
+        connections sooner.
 
         Raises:
             Failure: the peer has been slowed down for too long; the connection ends.

@@ -1,13 +1,13 @@
-"""The half-close matrix of a relay's ends: each event's next state and actions.
+"""The half-close matrix of a relay's ends: the next state and the actions for each event.
 
-An end is a source (its network sends to us) and a sink (we send to its network). The two halves close one by one,
-in order or cut short, and the network may refuse what we send at any time: :data:`TRANSITIONS` says for each pair
-of states and each event what the pair becomes, and which actions follow, in order. Plain sockets, TLS sockets and
-tunnels (:mod:`hbone.aio.end`) share it; they differ in what the actions do to their networks. ``docs/relay.md``
-prints it.
+An end is a source (its network sends to us) and a sink (we send to its network). The two halves close separately,
+in order or cut short, and the network can refuse our bytes at any time. For each pair of states and each event,
+:data:`TRANSITIONS` has the next pair and the actions, in order. Plain sockets, TLS sockets and tunnels
+(:mod:`hbone.aio.end`) share this table. They differ only in the effect of the actions on their networks.
+``docs/relay.md`` prints it.
 
 Some pairs cannot occur, for example a reset source with an open sink, because a reset ends both directions of TCP
-and of a stream. The table has them nevertheless, so that every event has an answer in every state.
+and of a stream. The table has these pairs nevertheless, so that each event has a result in each state.
 """
 
 from __future__ import annotations
@@ -173,4 +173,6 @@ TRANSITIONS: Final[dict[tuple[SourceState, SinkState, EndEvent], Transition]] = 
     for sink in SinkState
     for event in EndEvent
 }
-"""Every event in every state. A connection has only a few events, each with one look-up."""
+"""The transition for every event in every state. A connection has only a few events, each of which takes one
+look-up.
+"""

@@ -1,21 +1,22 @@
 """One HTTP/2 connection as a state machine, both roles, limited to CONNECT tunnels and calls (RFC 9113).
 
-Theory of operation. Bytes go in by :meth:`Engine.receive_data`, which returns events. Every other method changes
-the state and may queue frames. Frames wait in :attr:`Engine.output` and leave together, once per turn of the
-caller's loop.
+Theory of operation. The caller passes received bytes to :meth:`Engine.receive_data`, which returns events. Every
+other method changes the state and can queue frames. Frames wait in :attr:`Engine.output` and are sent together,
+once per iteration of the caller's loop.
 
-DATA never becomes an object of its own. On the way in, its payload is handed out as views of the received bytes,
-also while the frame is incomplete. On the way out the caller reads from its socket straight into the output buffer
+The engine makes no objects for DATA frames. Received payload is passed on as views of the received bytes, even
+while the frame is incomplete. To send payload, the caller reads from its socket straight into the output buffer
 (:meth:`Engine.reserve`), and :meth:`Engine.commit` writes the frame header in front of the payload. These and all
-other methods that send are in :mod:`hbone.sender`; this module has the frames of the peer.
+other methods that send are in :mod:`hbone.sender`; this module handles the peer's frames.
 
 Flow control follows delivery. A received byte counts against the windows of its stream and of the connection until
 :meth:`Engine.acknowledge` reports that it has left this proxy. A stream's credit is returned when half of its
-window was used, the connection's when more is due than is left: few frames, and a sender that never has to stop.
-The sizes of the windows are set by :mod:`hbone.windows`. A stream without a reader pins only its own window.
+window was used, and the connection's when the credit due exceeds the peer's remaining window. This takes few
+frames and never stops a sender. The sizes of the windows are set by :mod:`hbone.windows`. A stream without a
+reader pins only its own window.
 
-A stream is known from its first frame until both sides have ended it or one has reset it. A table has the frames
-that its state allows (:mod:`hbone.stream_state`). Everything that a peer can repeat is either bounded in number
+A stream is known from its first frame until both sides have ended it or one has reset it. A table lists the frames
+that each state allows (:mod:`hbone.stream_state`). Everything that a peer can repeat is either bounded in number
 (streams, header bytes, unsent frames) or charged to a budget (:mod:`hbone.flow`). A peer that overdraws the work
 budget is not read until it is balanced (:attr:`Engine.pause_s`). A peer that keeps doing so, or overdraws another
 budget, is sent ENHANCE_YOUR_CALM. :mod:`hbone.limits` has the numbers.
@@ -211,7 +212,7 @@ class Engine(Sender):
         self._reader.work += overhead // RECORD_BYTES
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return how long to stop reading from now. Answers of 200 can have shortened the pause since."""
+        """Return how long to stop reading from now. A 200 sent since can have shortened the pause."""
         return self._costs.overdrawn_s(now_s)
 
     # Frames in, called by FrameReader
@@ -233,7 +234,7 @@ class Engine(Sender):
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
-        """Account for a DATA frame. Nearly all frames take this path, hence the checks written out."""
+        """Account for a DATA frame. Nearly all frames take this path, so the checks are written inline."""
         stream = self._streams.get(stream_id)
         if (
             stream is None

@@ -1,12 +1,12 @@
 """The state of an HTTP/2 connection as one value, and an engine that resumes this state.
 
 :func:`engine_state` reads an :class:`hbone.engine.Engine` between two calls of its methods, and :func:`engine_of`
-makes a new engine, in this process or in another. The peer cannot distinguish it from the first. Settings belong
-to the state, because the peer has received them. Times are ages, so that clocks need not agree. Caches are left
-out: they only save work.
+makes a new engine from it, in this process or in another. The peer cannot distinguish the new engine from the old
+one. Settings belong to the state, because the peer has received them. Times are stored as ages, so that clocks
+need not agree. Caches are omitted, because they only save work.
 
-A new field gets a default, so that versions beside each other read each other's states. A change of meaning raises
-:data:`SCHEMA`.
+A new field must have a default, so that different versions can read each other's states. A change of a field's
+meaning increments :data:`SCHEMA`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Unfrozen(Exception):
 
 
 class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a :class:`hbone.flow.Budget`: the tokens left, and the age of that number. ``None``: never
-    used.
+    """The state of a :class:`hbone.flow.Budget`: the tokens left, and the age of this number, or ``None`` if the
+    budget was never used.
     """
 
     left: float
@@ -101,7 +101,7 @@ class TableState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module; fields are named as in :class:`hbone.engine.Engine`."""
+    """The state of an HTTP/2 connection; its fields are named as in :class:`hbone.engine.Engine`."""
 
     role: Role
     settings: Http2Settings

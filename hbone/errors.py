@@ -96,12 +96,12 @@ class InvalidHeader(HboneError):
 
 
 class TlsError(HboneError):
-    """TLS refused, by us or by the peer.
+    """The handshake or a record was refused, by us or by the peer.
 
     Attributes:
         reason: the class of the failure.
         detail: the text of OpenSSL or of the verify hook.
-        by_peer: the peer sent the alert; ``reason`` is then read from the alert.
+        by_peer: whether the peer sent an alert, from which ``reason`` is taken.
     """
 
     def __init__(self, reason: TlsReason, detail: str, *, by_peer: bool = False) -> None:
@@ -155,7 +155,7 @@ class TunnelBroken(HboneError):
         self.perhaps_delivered = perhaps_delivered
 
     def after_early_data(self) -> TunnelBroken:
-        """Return the same error for a request that was sent with early data."""
+        """Return this error with ``perhaps_delivered`` set, unless the request was certainly not processed."""
         if self.unprocessed:
             return self
         return type(self)(self.detail, code=self.code, perhaps_delivered=True)
@@ -175,8 +175,8 @@ class PeerSilent(ConnectionBroken):
 def bare(error: ErrorT) -> ErrorT:
     """Return an error without traceback, cause and context, so that a long-lived object can keep it.
 
-    A traceback refers to frames, and frames refer to the object that keeps the error. That is a reference cycle
-    for each failed connection, which includes views of large buffers.
+    A traceback refers to frames, and frames refer to the object that keeps the error. Each failed connection would
+    leave such a reference cycle, with views of large buffers in it.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

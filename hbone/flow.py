@@ -1,7 +1,7 @@
 """Budgets against floods: how much work a peer may cause per second and at once. Time is an argument.
 
-A limit on a rate alone would refuse honest bursts (a hundred tunnels that close together), one on a number alone
-would refuse a long-lived connection in the end. A token bucket allows a burst and then a rate.
+A limit on the rate alone would refuse honest bursts (a hundred tunnels that close together), and a limit on the
+total would eventually refuse a long-lived connection. A token bucket allows a burst and then a rate.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class PeerQuota:
 
     Args:
         limits: the peer's limits.
-        windows: the process's windows, which include the peer's.
+        windows: the process's window budget, from which the peer's windows are taken too.
     """
 
     __slots__ = (
@@ -145,10 +145,10 @@ class PeerQuota:
 
 
 class PeerQuotas:
-    """The shares of all peers of a process, by a name that a certificate has proved.
+    """The quotas of all peers of a process, by the name in the peer's verified certificate.
 
-    A share outlives its connections, so that a reconnecting peer still has its debt. Above a number of peers those
-    without a connection are dropped, the oldest first.
+    A quota outlives its connections, so that a peer cannot clear its deficit by reconnecting. Above
+    ``_MOST_PEERS`` quotas, the oldest one without a connection is dropped.
 
     Attributes:
         windows: the windows of all peers together. The owner sets their limit.
@@ -164,7 +164,7 @@ class PeerQuotas:
         return len(self._shares)
 
     def join(self, peer: str, limits: Limits) -> PeerQuota:
-        """Return the share of ``peer`` and count a connection that uses it; :meth:`leave` ends that."""
+        """Return the quota of ``peer`` and count one more connection that uses it, until :meth:`leave`."""
         share = self._shares.pop(peer, None)
         if share is None:
             share = PeerQuota(limits, self.windows)

@@ -1,4 +1,4 @@
-"""Field sections of requests and responses: which are well formed (RFC 9113, 8.2 and 8.3)."""
+"""Validates the field sections of requests and responses (RFC 9113, 8.2 and 8.3)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Header fields of tunnels, as values: authority, baggage, forwarded, traceparent.
+"""Parses and formats the header fields of tunnels: authority, baggage, forwarded, traceparent.
 
-Writers produce exactly the Rust ztunnel's form, and readers accept what it accepts. Identifiers and random bytes
-are arguments.
+Functions that format produce exactly the Rust ztunnel's form, and functions that parse accept the same forms as
+the Rust ztunnel. Identifiers and random bytes are arguments.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def parse_authority(value: bytes | None) -> Authority:
     except ValueError:
         pass  # not an address, so it is a name
     name = host.lower()
-    # All digits and dots, or a hexadecimal last label, is what some resolvers take for an IPv4 address.
+    # Some resolvers treat a name of digits and dots, or with a hexadecimal last label, as an IPv4 address.
     if not _HOSTNAME.match(name) or re.match(r"(0x[0-9a-f]*|[0-9]+)\Z", name.rpartition(".")[2]):
         raise InvalidHeader("authority", raw)
     return Authority(name, port)

@@ -24,7 +24,7 @@ from hbone.hpack_pieces import HuffmanString, Unreadable, next_piece, plain_leng
 _MAX_ENTRIES = 256  # entries per cache; a guess: enough for the few blocks and fields that recur
 _MAX_CACHED_BYTES = 512
 TOLERATED_LIST_BYTES = 131_072
-"""Lists up to this size end their stream, larger ones the connection."""
+"""An oversized header list up to this size ends only its stream. A larger list ends the connection."""
 LONG_BLOCK_BYTES = 1024
 """Longer blocks are decoded in pieces (:mod:`hbone.hpack_pieces`)."""
 #: Fields whose values never recur (a trace's identifier, a client's port) or are secrets. Blocks with such a field
@@ -178,7 +178,7 @@ class BlockDecoder(Generic[T]):
         self._string: HuffmanString | None = None
         self._before_string = b""
         self.decoded_octets = 0
-        """Octets that the last call had to decode; 0 when it remembered the block."""
+        """Octets that the last call had to decode; 0 if the block was cached."""
         self.decoded_fields = 0
         """The number of fields in the block that the last call decoded."""
 
@@ -258,7 +258,8 @@ class BlockDecoder(Generic[T]):
                 return False
         except Unreadable:
             raise HeaderBlockError("header block not readable", oversized=False) from None
-        # The same field without the codes: whether it enters the table is the library's.
+        # Pass the same field to the library without Huffman codes. The library decides whether it enters the
+        # table.
         value = bytes(self._string.decoded)
         self._string = None
         self._take(self._before_string + plain_length(len(value)) + value)

@@ -1,4 +1,4 @@
-"""Cuts a long header block into pieces of whole fields, so that no peer decides how long one decoding takes.
+"""Cuts a long header block into pieces of whole fields, so that no peer can make one decoding step take long.
 
 The ``hpack`` library decodes a block in one call, and copies the remaining block for each field: 32,000 short
 fields took a quarter of a second. A piece is decoded as fast as it is read, and other connections run between two
@@ -14,10 +14,11 @@ from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_F
 
 PIECE_FIELDS: Final = 64
 PIECE_OCTETS: Final = 1024
-"""A piece ends with the field that reaches one of the two."""
+"""A piece ends with the field that reaches this length, or :data:`PIECE_FIELDS`."""
 HUFFMAN_OCTETS: Final = 2048
-"""A value in Huffman codes that is longer is decoded here, this many octets at a time, which takes half a
-millisecond. A block with a field name of that length counts as not readable: no field has one."""
+"""A longer Huffman-coded value is decoded here, in steps of this many octets, which take half a millisecond each.
+A block with a field name longer than this is refused as unreadable, because no real field has one.
+"""
 
 _LONGEST_INTEGER: Final = 10  # octets after the prefix, as in the library
 
@@ -86,10 +87,10 @@ class HuffmanString:
         self._end = end
         self._state = 0
         self.decoded = bytearray()
-        """The fields decoded so far."""
+        """The octets decoded so far."""
 
     def advance(self) -> int:
-        """Decode the next step; return how many octets it had, 0 at the end.
+        """Decode the next octets and return their number, 0 at the end.
 
         Raises:
             Unreadable: the string is not valid.

@@ -1,13 +1,14 @@
-"""Every limit that a peer of a connection can meet, with its unit and the reason for its default.
+"""All limits on the peer of a connection, with their units and the reasons for their defaults.
 
-There are three kinds of answers, from mild to final. A peer that causes more work than its share is not read
-until its debt is paid (backpressure). A stream that exceeds its bounds is reset. A connection that continues is
-closed with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` compares the limits with other proxies.
+There are three responses to a peer, from mild to final. A peer that overdraws its work budget is not read until
+the budget has recovered (backpressure). A stream that exceeds its bounds is reset. If the peer continues, the
+connection is closed with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` compares the limits with other
+proxies.
 
-Work is counted in units of about a microsecond of a fast core in pure Python, by the time measured for each kind
-of frame. It is counted and not timed: a clock would charge a peer for what the machine does meanwhile. The price
-of a unit follows the speed of this core (:class:`hbone.cost_budget.UnitPrice`), so that a budget is the same share
-of a slow core.
+Work is counted in units of about a microsecond of a fast core in pure Python. Each kind of frame costs the units
+that were measured for it. Work is not timed, because a clock would also charge a peer for other processes on the
+machine. The price of a unit follows the speed of this core (:class:`hbone.cost_budget.UnitPrice`), so that a
+budget is the same share of a slow core.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HANDSHAKE_TIMEOUT_S: Final = 10.0
 # The costs of the peer's actions, in units of work.
 
 SMALL_DATA_BYTES: Final = 1024
-"""DATA of this length on is free: its bytes cost more to send than its header to read."""
+"""DATA frames of at least this length are free: sending their bytes costs more than reading their header."""
 SMALL_DATA_UNITS: Final = 1
 """The cost of a shorter DATA frame that arrived in one piece."""
 SPLIT_DATA_UNITS: Final = 4
@@ -37,7 +38,9 @@ FIELD_UNITS: Final = 4
 OCTETS_PER_UNIT: Final = 4
 """Octets of an uncached header block per unit of cost: Huffman codes take that long."""
 REQUEST_UNITS: Final = 200
-"""The cost of a request: a handler, a response and a log line. A 200 refunds it, and the cost of its head."""
+"""The cost of a request: a handler, a response and a log line. A 200 refunds this and the cost of its header
+block.
+"""
 IDLE_STREAM_UNITS: Final = 200
 """The cost of a closed tunnel that has received no bytes: its opening was wasted work."""
 REFUND_UNITS: Final = 500
@@ -69,19 +72,22 @@ class Limits:
     """The work budget of all connections of one peer, known by its certificate: half of a core."""
     stall_burst_s: float = 3.0
     stall_rate: float = 0.05
-    """Seconds of such pauses at once, and per second, at a price of 1; beyond that the connection ends."""
+    """The budget for these pauses: seconds at once, and per second, at a price of 1. A peer that overdraws it is
+    disconnected.
+    """
     slice_units: int = 1000
     """Work for one connection before the other sockets get their turn, at a price of 1."""
     slice_s: float = 0.001
     """The longest work for one connection in seconds, checked between reads."""
 
     peer_window_bytes: int = 32 * 1024 * 1024
-    """Bytes that can wait here for all connections of one peer together, beyond the first window of each."""
+    """The most received bytes that can wait here for all connections of one peer, beyond each one's first window.
+    """
 
     control_burst: int = 1000
     control_rate: float = 500.0
-    """Frames per second that cause wasted work: SETTINGS, PING, PRIORITY, empty DATA, unearned WINDOW_UPDATE,
-    frames on closed streams, unknown frames.
+    """The allowed rate per second of frames that cause wasted work: SETTINGS, PING, PRIORITY, empty DATA, unearned
+    WINDOW_UPDATE, frames on closed streams, unknown frames.
     """
     reset_burst: int = 200
     reset_rate: float = 100.0
@@ -92,4 +98,6 @@ class Limits:
     settings_bytes: int = 4096
     goaway_bytes: int = 16_384
     header_block_bytes: int = 131_072
-    """Encoded size of one header section: twice the longest list, so that a longer one ends its stream alone."""
+    """The most encoded bytes of one header section: twice the longest list, so that a list over its limit ends
+    only its stream.
+    """

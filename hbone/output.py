@@ -1,4 +1,4 @@
-"""The engine's output: frames in order. A socket's read writes DATA payload directly into its buffer.
+"""The engine's output: frames in order. A read from a socket writes DATA payload directly into the output buffer.
 
 Frames are written consecutively into a buffer that is borrowed while there is output. Frames that do not fit, or
 must wait for the network to accept the buffer, are queued as bytes objects.
@@ -25,7 +25,7 @@ class Buffers(Protocol):
 
 
 class OwnBuffers:
-    """Buffers by allocation, for tests and engines outside a poller."""
+    """Allocates a new buffer each time, for tests and engines outside a poller."""
 
     def acquire(self) -> memoryview:
         return memoryview(bytearray(BUFFER_BYTES))

@@ -1,7 +1,7 @@
-"""Certificates of peers in parsed form, kept for the next handshake with the same one.
+"""A cache of parsed peer certificates, for the next handshake with the same certificate.
 
 A peer presents the same chain in each handshake, and peers share their issuers. Encoding and parsing a certificate
-takes seven times as long as its digest. Few are kept, because each takes some 10 KiB.
+takes seven times as long as its digest. Only a few certificates are kept, because each takes some 10 KiB.
 """
 
 from typing import Any, Final

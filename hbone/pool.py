@@ -1,18 +1,19 @@
 """Which connection carries the next tunnel: the pool's decisions, without sockets or clock.
 
-The rules: a key is any hashable, and connections of one key are interchangeable. A tunnel takes the oldest
-connection of its key that has room. Without one, and below the limits, exactly one connection per key is dialled,
-however many tunnels wait, because a burst of clients must not become a burst of handshakes. If the dial succeeds,
-waiters get its room in order, and the next dial starts only if some are left. If the dial fails, its own waiter
-gets the error, and the next waiter causes a new dial, so no waiter depends on an event that never occurs.
+A key is any hashable value, and all connections with the same key are interchangeable. A tunnel uses the oldest
+connection of its key that has room. If none has room and the limits allow it, exactly one connection per key is
+dialled, however many tunnels wait, because a burst of clients must not become a burst of handshakes. When the dial
+succeeds, waiting tunnels open on the new connection in order, and the next dial starts only if some are left. When
+it fails, the waiter that caused it gets the error and the next waiter causes a new dial, so that no waiter depends
+on an event that never occurs.
 
-Room is the smaller of our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS. A limit learned later counts from
-then on. A draining connection (GOAWAY, our drain, evicted) keeps its streams and takes no more. Idle connections
-are released after ``idle_timeout_s``, and above ``max_idle`` the least recently used first. A connection that
-becomes idle beside others of its key is a spare left from a peak, and is released after ``spare_timeout_s``. Each
-peer keeps one connection.
+A connection has room while its streams are fewer than our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS. A
+limit received later applies from then on. A draining connection (GOAWAY, our drain, evicted) keeps its streams and
+takes no more. Idle connections are released after ``idle_timeout_s``, and above ``max_idle`` the least recently
+used first. A connection that becomes idle beside others of its key is a spare left from a peak, and is released
+after ``spare_timeout_s``. Each peer keeps one connection.
 
-The caller executes the returned actions in order, and reports the results back.
+The methods return actions. The caller executes them in order and reports their results to this object.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ WaiterId = NewType("WaiterId", int)
 class PoolSettings:
     """Limits, with the Rust ztunnel's defaults.
 
-    We add ``max_connections_per_key``, ``max_waiters`` and ``spare_timeout_s``. The last closes idle connections
-    left over from a peak early: even a few fragment the heap, so freed memory cannot go back to the
-    system.
+    ``max_connections_per_key``, ``max_waiters`` and ``spare_timeout_s`` are our additions. ``spare_timeout_s``
+    closes idle connections left over from a peak early, because even a few of them fragment the heap, and freed
+    memory then cannot return to the system.
     """
 
     max_streams_per_connection: int = 100
@@ -113,13 +114,13 @@ class _Key:
 
 
 class PoolState:
-    """See the module. ``now_s`` is monotonic and never decreases."""
+    """The state of one pool; the module has its rules. ``now_s`` is monotonic and never decreases."""
 
     def __init__(self, settings: PoolSettings) -> None:
         self._settings = settings
         self._keys: dict[Hashable, _Key] = {}
         self._members: dict[ConnectionId, _Member] = {}
-        #: Both have the longest idle connection first. Every spare connection is among the idle ones, too.
+        #: Both begin with the connection that has been idle longest. A spare connection is in both.
         self._idle: OrderedDict[ConnectionId, None] = OrderedDict()
         self._spare: OrderedDict[ConnectionId, None] = OrderedDict()
         self._waiting: dict[WaiterId, Hashable] = {}
@@ -235,9 +236,9 @@ class PoolState:
         Args:
             key: the connection's key.
             peer_limit: the peer's limit of streams. None while it is not known.
-            streams: how many are open.
+            streams: the number of its open streams.
             now_s: the time.
-            idle_s: how long it has had none. Its timeouts do not restart.
+            idle_s: how long the connection has had no streams. Its idle timeouts do not restart.
         """
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1
@@ -316,7 +317,7 @@ class PoolState:
         return self._assign_waiters(member.key, entry, now_s) if entry is not None else []
 
     def advance(self, now_s: float) -> list[Action]:
-        """Release connections that have been idle for the whole timeout, and spare ones after theirs."""
+        """Release connections idle for ``idle_timeout_s``, and spare connections idle for ``spare_timeout_s``."""
         actions: list[Action] = []
         for waiting, timeout_s in self._timeouts():
             while waiting:

@@ -87,11 +87,11 @@ class FrameReader:
     def __init__(self, settings: Http2Settings, *, expect_preface: bool) -> None:
         self._settings = settings
         self.work = 0
-        """Units of work since the caller has set it to 0. The sink adds its own."""
+        """Units of work since the caller last set it to 0. The sink adds the cost of its own work."""
         self._preface = PREFACE if expect_preface else b""
         self._settings_next = True
         self._partial = bytearray()
-        # A payload passing through. Its skipped part is padding, or an unknown frame.
+        # The rest of a payload that is passed on, and the bytes to skip: padding, or an unknown frame.
         self._left = 0
         self._skip = 0
         self._block = bytearray()
@@ -103,7 +103,7 @@ class FrameReader:
         """Parse ``view`` until it is used up, or :attr:`work` exceeds ``most_work``.
 
         Returns:
-            How much of ``view`` was used. The frames in the rest have not been looked into.
+            How many bytes of ``view`` were parsed. Frames after these were not examined.
 
         Raises:
             Failure: the connection cannot continue.

@@ -49,8 +49,8 @@ def fields(headers: Iterable[Header]) -> bytes:
 
 
 class Stream(StreamWindow):
-    """An open stream. ``send_window``: bytes that the peer accepts. ``tunnel``: neither side limits its DATA, and
-    there are no trailers.
+    """An open stream. ``send_window`` is the number of bytes that the peer still accepts. A ``tunnel`` has DATA of
+    any length and no trailers.
     """
 
     __slots__ = ("answered", "blocked", "cost", "send_window", "state", "tunnel")
@@ -84,7 +84,8 @@ class Sender:
         self.peer_max_streams: int | None = None
         """The peer's SETTINGS_MAX_CONCURRENT_STREAMS. None while it has not limited us."""
         self.peer_early_bytes = 0
-        """Client: bytes of a stream that the peer holds before its answer; 0: it has announced none."""
+        """Client: the early data in bytes per stream that the peer holds until its answer; 0 if it announced none.
+        """
         self.peer_settings_seen = False
         self._server = role is Role.SERVER
         self._streams: dict[int, Stream] = {}
@@ -215,7 +216,7 @@ class Sender:
                 stream.send_window -= size
                 self._send_window -= size
                 self.output.append(frames.frame(DATA, END_STREAM, stream_id, body))
-            else:  # the body only explains the status; losing it does not justify a queue
+            else:  # there is no room; the body only explains the status, so it is not worth a queue
                 self.output.append(frames.frame(DATA, END_STREAM, stream_id))
         if ended or body:
             self._local_ended(stream_id, stream)

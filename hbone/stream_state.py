@@ -5,8 +5,8 @@
 two states here, because it requires two behaviours: frames under way when we sent RST_STREAM must be ignored,
 while a peer that has closed a stream itself violates the protocol by sending more.
 
-The table is about order. What else can be wrong with a frame (header fields, windows, sizes, a second response
-head) is up to the engine once the table allows the frame.
+The tables check only the order of frames. The engine checks everything else (header fields, windows, sizes, a
+second response head) after the table has allowed a frame.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Violation:
 
 
 class Ignored(Enum):
-    """The frame has no effect on the stream; the engine charges a budget for what a peer could repeat."""
+    """The frame has no effect on the stream; the engine charges a budget if a peer could repeat it."""
 
     IGNORED = "ignored"
 
@@ -114,8 +114,9 @@ _BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
         _F.WINDOW_UPDATE: _S.HALF_CLOSED_REMOTE,
     },
     # RST_STREAM and WINDOW_UPDATE can have crossed our END_STREAM (RFC 9113, 5.1). HEADERS would reuse a stream
-    # identifier, which ends the connection (5.1.1). Late DATA gets a RST_STREAM only: we remember a bounded number
-    # of resets, so it can be for a stream that we reset, and one confused stream must not end a hundred tunnels.
+    # identifier, which ends the connection (5.1.1). Late DATA is answered by RST_STREAM only. It can be for a
+    # stream that we have reset, because only a bounded number of resets is remembered, and one confused stream
+    # must not end a hundred tunnels.
     _S.CLOSED: {
         _F.HEADERS: _LATE_HEADERS,
         _F.HEADERS_END: _LATE_HEADERS,

@@ -1,11 +1,11 @@
 """TLS as bytes in and bytes out: OpenSSL over memory BIOs, no socket.
 
-Bulk data bypasses pyOpenSSL's ``recv_into``/``bio_read``, which allocate and copy per call. It calls the same
-library through its cffi binding with pointers into the caller's buffers: 105 instead of 360 microseconds to
-encrypt and decrypt 256 KiB (the standard library: 194), and no more for 1 KiB (``bench/tls_micro.py``). Ciphertext
-is read in place through a read-only BIO (one copy less than a memory BIO). So the data given to
-:meth:`TlsSession.receive` must be drained before its buffer is reused. The implementation below these few calls
-can be replaced without changing callers.
+Bulk data does not pass through pyOpenSSL's ``recv_into``/``bio_read``, which allocate and copy per call. This
+module calls the same library through its cffi binding with pointers into the caller's buffers: 105 instead of 360
+microseconds to encrypt and decrypt 256 KiB (the standard library: 194), and no more for 1 KiB
+(``bench/tls_micro.py``). Ciphertext is read in place through a read-only BIO (one copy less than a memory BIO). So
+the data given to :meth:`TlsSession.receive` must be drained before its buffer is reused. Callers do not depend on
+the implementation of these few calls.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hbone.tls_context import NoCommonProtocol, TlsContext, Verification
 _ffi: Final[Any] = openssl.ffi
 _lib: Final[Any] = openssl.lib
 
-RECORD_BYTES: Final = 16_384
+RECORD_BYTES: Final = 16_384  # the largest payload of a record (RFC 8446, 5.1)
 RECORD_OVERHEAD: Final = 64  # of TLS 1.2 and 1.3 with AEAD suites it is 22 to 29
 _SPARE: Final = 16_384  # alerts, key updates, session messages
 HEADER_BYTES: Final = 5
-"""The largest payload of a record (RFC 8446, 5.1)."""
+"""The length of a record's header (RFC 8446, 5.1)."""
 _EXPANSION: Final = HEADER_BYTES + 1 + 16
 """The bytes that a TLS 1.3 record adds to its content: header, content type and tag."""
 _KEY_UPDATE_BYTES: Final = 5  # the length of the whole message
@@ -81,10 +81,10 @@ class Unmovable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficKeys:
-    """The keys of an established connection of TLS 1.3, for another implementation that continues it.
+    """The keys of an established TLS 1.3 connection, with which another implementation continues it.
 
     Attributes:
-        suite: its name.
+        suite: the cipher suite's name.
         sending, receiving: traffic secret and number of the next record, of our direction and the peer's.
     """
 
@@ -97,7 +97,8 @@ class TrafficKeys:
 
 
 class TlsStream(ABC):
-    """TLS as bytes in and bytes out. A base class and no protocol: compiled, its calls need no look-up.
+    """TLS as bytes in and bytes out. This is a base class and not a Protocol, because compiled calls to it need no
+    look-up.
 
     Attributes:
         established: whether the handshake is finished.
@@ -125,8 +126,8 @@ class TlsStream(ABC):
 
     @abstractmethod
     def read_into(self, plain: memoryview) -> int:
-        """Decrypt into ``plain`` and return the number of bytes. Fewer than its length: the ciphertext is used up,
-        or the peer has closed.
+        """Decrypt into ``plain`` and return the number of bytes. If they do not fill ``plain``, the ciphertext is
+        used up or the peer has closed.
 
         Raises:
             TlsError: a record or alert that ends the connection.
@@ -154,7 +155,9 @@ class TlsStream(ABC):
     @property
     @abstractmethod
     def missing(self) -> int:
-        """The least number of bytes to receive before the connection can move to another process; 0: it can."""
+        """The least number of bytes to receive before the connection can move to another process; 0 if it can move
+        now.
+        """
 
 
 class TlsSession(TlsStream):
@@ -301,7 +304,7 @@ class TlsSession(TlsStream):
         """Return the keys for another implementation to continue; first take all output by :meth:`seal`.
 
         Raises:
-            Unmovable: this connection cannot, or not now.
+            Unmovable: this connection cannot move, or not now.
         """
         if not self.established or not self._tracked:
             raise Unmovable(
@@ -309,7 +312,7 @@ class TlsSession(TlsStream):
             )
         if self.missing:
             raise Unmovable("within a record")
-        # Of the records of this length, only a KeyUpdate is not payload (RFC 8446, 4.6.3).
+        # A record of this length without payload is a KeyUpdate (RFC 8446, 4.6.3).
         if self._shorts or self._irregular:
             raise Unmovable("keys were updated")
         if self._tickets_due:
@@ -336,8 +339,8 @@ class TlsSession(TlsStream):
         """Advance to the end of our first flight and append the half-RTT data. Raises the same errors as
         ``do_handshake``.
 
-        OpenSSL stops between the flights only for callers that ask for 0-RTT data of the client. There never is
-        any, because no session is resumed.
+        OpenSSL stops between the flights only for a caller that reads the client's 0-RTT data. Clients never send
+        such data, because no session is resumed.
         """
         nothing, size, ssl = _ffi.new("char[1]"), _ffi.new("size_t *"), self._ssl
         if _lib.SSL_read_early_data(ssl, nothing, 1, size) != _NO_EARLY_DATA:
@@ -382,7 +385,7 @@ class TlsSession(TlsStream):
         if size:
             source = _ffi.from_buffer(plain)
             position = 0
-            # Record by record: the BIO between stays small and in the processor's cache.
+            # Encrypt record by record, so that the BIO in between stays small and in the processor's cache.
             while position < size:
                 count = _lib.SSL_write(
                     ssl, source + position, RECORD_BYTES if size - position > RECORD_BYTES else size - position
@@ -441,8 +444,9 @@ class TlsSession(TlsStream):
     def _raise(self, count: int) -> None:
         """Raise the error of OpenSSL's queue.
 
-        Pointers into buffers are released before: CPython up to 3.12.6 crashes when its collector finds a
-        memoryview that still lends its buffer in a cycle (gh-77894), and a traceback easily is part of one.
+        The caller has released its pointers into buffers, because a traceback is often part of a reference cycle:
+        CPython up to 3.12.6 crashes when its garbage collector finds a memoryview with a borrowed buffer in a
+        cycle (gh-77894).
         """
         try:
             self._connection._raise_ssl_error(self._ssl, count)

@@ -1,8 +1,9 @@
 """TLS parameters and identities, from memory: no key touches a file.
 
-OpenSSL is the one inside ``cryptography`` (through pyOpenSSL), which is newer than the interpreter's: it
-selects TLS 1.3 suites, has post-quantum groups, and runs our verify hook inside the handshake, so that a
-refused peer gets an alert instead of a silent close. Resumption is off: every connection is verified.
+This uses the OpenSSL library inside ``cryptography`` (through pyOpenSSL), which is newer than the interpreter's.
+It can select TLS 1.3 suites, has post-quantum groups, and runs our verify hook inside the handshake, so that a
+refused peer gets an alert instead of a silent close. Session resumption is off, so that the peer of every
+connection is verified.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ class Refusal:
 
 
 Verify: TypeAlias = Callable[[Sequence[x509.Certificate]], str | Refusal | None]
-"""Judges the peer's verified chain, leaf first and root last. Returns the fault in its name, or None to accept."""
+"""A check of the peer's verified chain, leaf first and root last. It returns the fault in the peer's name, or None
+to accept.
+"""
 
 _MODE_NO_AUTO_CHAIN: Final = 8  # SSL_MODE_NO_AUTO_CHAIN
 _NOT_YET_VALID: Final = 9  # X509_V_ERR_CERT_NOT_YET_VALID
@@ -70,9 +73,10 @@ class TlsSettings:
     Attributes:
         certificate_chain_pem: leaf first. None presents no certificate.
         further: a server's further certificates to choose from, see :mod:`hbone.tls_identities`.
-        trusted_ca_pem: roots or intermediates at which a chain ends. None disables verification of the peer.
+        trusted_ca_pem: trust anchors: roots or intermediates. None disables verification of the peer.
         crl_pem: revocation lists for any certificate of the chain.
-        client_certificate: requested by a server. A client always verifies if it has trusted certificates.
+        client_certificate: whether a server requests or requires one. A client always verifies if it has trusted
+            certificates.
         suites: TLS 1.3's suites in order of preference. AES-128-GCM first: ChaCha20 costs 20 to 40 % more CPU.
         groups: key exchange groups in order of preference. None leaves the choice to OpenSSL, which prefers
             post-quantum hybrids.
@@ -146,8 +150,8 @@ class TlsContext:
     """An OpenSSL context for one role. It is cheap to share between connections, and replaced on rotation.
 
     Args:
-        role: our end's role.
-        settings: what to build it from.
+        role: our side of the connections.
+        settings: the parameters of the context.
         shared: a context whose settings differ in ``verify`` only; see :meth:`expecting`.
 
     Raises:
@@ -176,7 +180,7 @@ class TlsContext:
         return self._settings
 
     def expecting(self, verify: Verify) -> TlsContext:
-        """Return a context that judges peers by ``verify`` instead.
+        """Return a context that checks peers by ``verify`` instead.
 
         The rest is shared: a client needs one for each identity that it dials, and building each would take a
         quarter of a millisecond and 20 KiB.
@@ -208,7 +212,8 @@ class TlsContext:
         raw.set_max_proto_version(settings.max_version.value)
         raw.set_options(SSL.OP_NO_TICKET | SSL.OP_NO_COMPRESSION | SSL.OP_NO_RENEGOTIATION)
         raw.set_session_cache_mode(SSL.SESS_CACHE_OFF)
-        # An idle connection would otherwise keep a record buffer per direction. The chain is complete as it is.
+        # RELEASE_BUFFERS: an idle connection would otherwise keep a record buffer per direction. NO_AUTO_CHAIN:
+        # the chain is already complete.
         raw.set_mode(SSL.MODE_RELEASE_BUFFERS | _MODE_NO_AUTO_CHAIN)
         raw.set_tls13_ciphersuites(":".join(settings.suites).encode())
         raw.set_cipher_list(":".join(settings.ciphers_1_2).encode())
@@ -242,7 +247,7 @@ class TlsContext:
         # A trusted intermediate ends the chain, as with the trust anchors of other TLS stacks.
         flags = crypto.X509StoreFlags.PARTIAL_CHAIN
         if settings.crl_pem is not None:
-            # OpenSSL accepts peers without a list, so an unreadable list would revoke no certificate.
+            # An unreadable list must be an error: without a list OpenSSL would accept revoked certificates.
             blocks = _pem_blocks(settings.crl_pem, b"X509 CRL")
             if not blocks:
                 raise ValueError("no certificate revocation list in PEM")

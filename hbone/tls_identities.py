@@ -1,7 +1,7 @@
 """The certificates of one TLS context. If there are several, a server chooses one in each handshake.
 
-With several, OpenSSL chooses by the client's signature algorithms, among the first certificate of each key type,
-and prefers the shorter elliptic key. The names of the certificates narrow that choice first, like in Envoy:
+OpenSSL chooses by the client's signature algorithms, among the first certificate of each key type, and prefers the
+shorter elliptic-curve key. Before that, the names in the certificates narrow the choice, like in Envoy:
 certificates whose subject alternative names include the client's server name (RFC 6066, 3), then those with a
 matching wildcard, then the first. A client without a server name chooses from all.
 """
@@ -129,7 +129,7 @@ def by_server_name(
 
 
 def _dns_names(leaf: x509.Certificate) -> set[str]:
-    """The names that a certificate answers to: its DNS names, or without any its subject's common name."""
+    """Return the host names of a certificate: its DNS names, or its subject's common name if it has none."""
     try:
         extension = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         names = extension.value.get_values_for_type(x509.DNSName)
@@ -141,7 +141,9 @@ def _dns_names(leaf: x509.Certificate) -> set[str]:
 
 
 def _load_chain(raw: SSL.Context, pem: bytes) -> None:
-    """Issuers that belong to this certificate alone: the binding has a call for a file only, so give it memory."""
+    """Load a chain whose issuers belong to this certificate alone. pyOpenSSL reads chains only from files, so this
+    passes an in-memory file.
+    """
     descriptor: Any = os.memfd_create("certificate chain")
     try:
         os.write(descriptor, pem)

@@ -1,11 +1,11 @@
-"""The record layer of TLS 1.3 (RFC 8446, 5), for connections whose handshake another process has done.
+"""The record layer of TLS 1.3 (RFC 8446, 5), for connections whose handshake took place in another process.
 
 OpenSSL cannot export a connection. But after its handshake a connection of TLS 1.3 is plain data: a cipher suite,
 a traffic secret and a record number per direction, and the bytes of an incomplete record (:class:`RecordState`).
-:class:`RecordSession` continues from these. It has the interface of :class:`hbone.tls.TlsSession`, so that the
-code above does not distinguish them. The ciphers are ``cryptography``'s.
+:class:`RecordSession` continues from these. It has the interface of :class:`hbone.tls.TlsSession`, so that callers
+need not distinguish the two. The ciphers are ``cryptography``'s.
 
-Post-handshake messages: a KeyUpdate is obeyed and answered (4.6.3), session tickets are ignored, because no
+After the handshake, a KeyUpdate message is obeyed and answered (4.6.3), session tickets are ignored, because no
 session is resumed, and any other message is an error. Keys are updated before a suite's limit of records (5.5).
 """
 
@@ -81,7 +81,7 @@ def record_state(stream: TlsStream) -> RecordState:
     """Return the state for :class:`RecordSession`; the connection's pending output must have been taken.
 
     Raises:
-        Unmovable: it cannot move, or not now.
+        Unmovable: the connection cannot move, or not now.
     """
     if isinstance(stream, RecordSession):
         return stream.state()
@@ -101,7 +101,7 @@ def record_state(stream: TlsStream) -> RecordState:
 
 
 def expand_label(suite: Suite, secret: bytes, label: str, size: int) -> bytes:
-    """Return HKDF-Expand-Label of an empty context (RFC 8446, 7.1)."""
+    """Return HKDF-Expand-Label with an empty context (RFC 8446, 7.1)."""
     name = b"tls13 " + label.encode()
     info = size.to_bytes(2) + bytes((len(name),)) + name + b"\0"
     return HKDFExpand(algorithm=suite.hash(), length=size, info=info).derive(secret)
@@ -192,7 +192,7 @@ class RecordSession(TlsStream):
         self.half_rtt_sent = False
 
     def state(self) -> RecordState:
-        """Return the state that another session continues from. This one must not be used any more."""
+        """Return the state from which another session continues. This session must not be used afterwards."""
         return RecordState(
             suite=self._suite_name,
             sending=self._sending.state(),
@@ -359,7 +359,7 @@ class RecordSession(TlsStream):
         return filled
 
     def update_keys(self, *, request: bool = False) -> None:
-        """Queue a KeyUpdate and use the next keys; ``request``: have the peer do the same."""
+        """Queue a KeyUpdate and use the next keys. ``request`` makes the peer update its keys, too."""
         self._update_sending(request=request)
 
     def _update_sending(self, *, request: bool) -> None:

@@ -43,7 +43,8 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True):
         message: the received part of a handshake message that spans records.
         control: records to send that were not taken yet: alerts, key updates.
         peer_closed: the peer has sent close_notify.
-        closed: we have sent it. facts: the result of the handshake, such as the peer's identity.
+        closed: we have sent close_notify.
+        facts: the result of the handshake, such as the peer's identity.
     """
 
     suite: str

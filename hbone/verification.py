@@ -1,6 +1,6 @@
-"""Whether a chain of certificates would be accepted in a handshake, decided by OpenSSL without a handshake.
+"""Checks whether a handshake would accept a certificate chain, by OpenSSL and without a handshake.
 
-OpenSSL checks the same as in the handshakes of :mod:`hbone.tls_context`: basic constraints, key usage, extended
+The checks are the same as in the handshakes of :mod:`hbone.tls_context`: basic constraints, key usage, extended
 key usage, path length and name constraints (RFC 5280, 6.1). A trusted intermediate can be the anchor. Validity
 periods are left to the caller, which checks them repeatedly.
 """
@@ -27,9 +27,9 @@ def verified_chain(
     """Return the verified chain, leaf first and anchor last; ``None``: a handshake would refuse it.
 
     Args:
-        chain: as shown, the leaf first, then others in any order.
+        chain: as presented: the leaf first, then the others in any order.
         anchors: roots, or intermediates that are trusted as such.
-        shown_by: the role of the end that presents it. The leaf must be valid for that purpose.
+        shown_by: the side that presents the chain. The leaf must be valid for that purpose (client or server).
     """
     if not chain or not anchors:
         return None

@@ -1,16 +1,16 @@
-"""The receive windows of a connection and of its streams: how much payload of a peer can wait here.
+"""The receive windows of a connection and of its streams, which bound the unread payload that waits here.
 
-A stream can pin its window: bytes that arrived but are not read. So that live streams always make
+A stream without a reader pins its window: its bytes have arrived but stay unread. To let the other streams make
 progress, the windows of all streams together stay within the connection's window. A stream therefore starts with a
 small window (``initial_window_bytes``), which grows on demand: if half a window was delivered within
 :data:`FAST_S` and few bytes wait, the peer waited for credit and not for the reader. A stream that slows down
-releases the growth.
+releases this growth.
 
-Growth comes from two pools of the connection. Bytes that a socket has accepted can still wait in the kernel, which
-takes some megabytes of a stream without a reader. Streams that have delivered less than :data:`PROVEN_BYTES` share
-a small pool, and each can take a quarter of its rest. Above that a stream has a live reader, and can take half of
-what the large pool has left. However many streams are pinned, the next stream gets credit. After proving its
-reader it is not limited.
+Growth comes from two pools of the connection. Delivered bytes do not prove that an application reads, because the
+kernel buffers some megabytes of a stream without a reader. Streams that have delivered less than
+:data:`PROVEN_BYTES` therefore share a small pool, and each can take a quarter of what is left in it. A stream that
+has delivered more has a live reader, and can take half of what the large pool has left. So the next stream gets
+credit, however many streams are pinned.
 
 The connection's own window follows the streams: with few streams it uses little of the peer's quota of waiting
 bytes (:class:`hbone.flow.PeerQuota`), and of its pod's and the process's quotas (:class:`hbone.flow.WindowPool`).
@@ -49,7 +49,7 @@ class StreamWindow:
         self.credit = size
         """Bytes that the peer may send."""
         self.unacknowledged = 0
-        """Bytes delivered whose credit the peer has not got back."""
+        """Delivered bytes whose credit was not yet returned to the peer."""
         self.delivered = 0
         self.borrowed = 0  # taken from the pool of streams without a proven reader
         self.granted_s = now_s
@@ -97,13 +97,14 @@ class ConnectionWindow:
         self.credit = self.size
         """Bytes that the peer may send on all streams."""
         self.unacknowledged = 0
-        """Bytes delivered whose credit the peer has not got back; negative: the window has become smaller."""
+        """Delivered bytes whose credit was not yet returned to the peer; negative if the window has shrunk."""
 
     def join(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
         """Take window growth beyond the first window from ``share`` and ``pod``.
 
         Called before any stream is open, or after the connection has moved here. Windows that have grown in the
-        other process are counted even above the limits: granted credit cannot be withdrawn. No window grows then.
+        other process are counted even above the limits: granted credit cannot be withdrawn. No window grows while
+        they exceed the limits.
         """
         self._share = share
         self._pod = pod

@@ -1,4 +1,4 @@
-"""Encodes requests to connection tracking, decodes its dumps (``linux/netfilter/nfnetlink_conntrack.h``). Pure."""
+"""Encodes requests to conntrack and decodes its dumps (``linux/netfilter/nfnetlink_conntrack.h``), without I/O."""
 
 import struct
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _HEADER = struct.Struct("!BBH")
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A tracked connection as its forwarded packets look: after translation of the destination.
+    """A tracked connection, with the addresses of its forwarded packets: after translation of the destination.
 
     Attributes:
         family: the addresses' family, ``AF_INET`` or ``AF_INET6``.
@@ -44,7 +44,7 @@ def dump_request() -> Message:
 
 
 def delete_request(flow: Flow) -> Message:
-    """Return the request that deletes one entry; ENOENT if it has ended meanwhile."""
+    """Return the request that deletes one entry. It fails with ENOENT if the entry no longer exists."""
     body = _HEADER.pack(flow.family, 0, 0) + flow.entry
     return Message(_SUBSYSTEM << 8 | _DELETE, _REQUEST, body, f"delete the tracked connection {flow}")
 
@@ -53,7 +53,7 @@ def read_flow(body: bytes) -> Flow:
     """Decode one entry of a dump.
 
     Raises:
-        MalformedDump: it lacks an address or breaks the layout.
+        MalformedDump: the entry lacks an address or does not have the kernel's layout.
     """
     parts = attribute_map(body[_HEADER.size :])
     original, reply = _tuple(parts.get(_ORIGINAL, b"")), _tuple(parts.get(_REPLY, b""))

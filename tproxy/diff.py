@@ -1,10 +1,10 @@
-"""Compute the operations that lead from the found state to the desired one. Equal states need none.
+"""Computes the operations that change the found state into the desired one. Equal states need no operations.
 
-A resource is removed by not wanting it. The order of the operations keeps every intermediate state safe for
-traffic:
+A found resource that is not in the desired state is removed. The order of the operations keeps every intermediate
+state safe for traffic:
 
-1. Delete policy rules that match every packet. They steer packets on their own, so they must not outlive
-   the nftables rules that exempt some.
+1. Delete policy rules that match every packet. They route packets without any mark, so they must not outlive the
+   nftables rules that exempt some packets.
 2. Add devices, addresses, sysctls, routes and rules that need a mark. Without marks they have no effect.
 3. Change nftables, in one transaction per namespace, earlier namespaces first, so that the namespace which
    receives packets is ready before the one which sends them.
@@ -70,7 +70,7 @@ def diff(found: State, wanted: State) -> tuple[Operation, ...]:
     operations: list[Operation] = []
     for name, have, want in reversed(pairs):
         operations += [DeleteIpRule(name, rule) for rule in _sorted(have.rules - want.rules) if rule.mark is None]
-    # A wrong device stands in the way of the right one, so it cannot wait for step 5.
+    # A wrong device blocks the creation of the right one, so its deletion cannot wait for step 5.
     replaced = {end for pair in wanted.pairs for end in pair.ends}
     blocking = [pair for pair in stale if replaced & set(pair.ends)]
     operations += [DeletePair(pair) for pair in blocking]
@@ -102,7 +102,7 @@ def _of(state: State, name: NamespaceName) -> Namespace:
 def _without(namespace: Namespace, name: NamespaceName, stale: Iterable[VethPair]) -> Namespace:
     """Return the namespace without the stale devices and their routes, addresses and sysctls.
 
-    The kernel removes these with the device, so no operation may name them.
+    The kernel removes these together with the device, so the operations must not contain them.
     """
     devices = {end.device for pair in stale for end in pair.ends if end.namespace == name}
     if not devices:
@@ -139,9 +139,9 @@ def _prepare(name: NamespaceName, have: Namespace, want: Namespace) -> Iterator[
 
 
 def _not_remembered(have: Namespace, want: Namespace) -> dict[SysctlKey, str]:
-    """Return the current values of sysctls that must be saved before they change.
+    """Return the current values of the sysctls that must be saved before they change.
 
-    Sysctls of our own devices are not among them: they disappear with the device.
+    The sysctls of our own devices are not saved, because they disappear with the device.
     """
     ours = {address.device for address in want.addresses} | want.up
     return {
@@ -188,7 +188,7 @@ def _nft_steps(found: Iterable[Table], wanted: Iterable[Table]) -> Iterator[NftS
 
 
 def table_steps(found: Table | None, wanted: Table | None) -> tuple[NftStep, ...]:
-    """Return the steps of one transaction that change a table to the desired one. None is no table."""
+    """Return the steps of one transaction that change a table to the desired one. None means no table."""
     if wanted is None:
         return (DeleteTable(found.family, found.name),) if found is not None else ()
     return tuple(_nft_steps((found,) if found is not None else (), (wanted,)))
@@ -200,7 +200,9 @@ def _build(table: Table) -> Iterator[NftStep]:
 
 
 def _compatible(have: Table, want: Table) -> bool:
-    """Return whether the table can be changed in place: the kernel alters no chain's hook and no set's type."""
+    """Return whether the table can be changed in place. The kernel cannot change the hook of a chain or the type
+    of a set.
+    """
     hooks = {chain.name: chain.hook for chain in have.chains}
     shapes = {item.name: item.shape for item in have.sets}
     return all(hooks.get(chain.name, chain.hook) == chain.hook for chain in want.chains) and all(
@@ -213,9 +215,10 @@ def _change(have: Table, want: Table) -> Iterator[NftStep]:
 
     All rules of a changed chain are rewritten. The transaction makes that invisible to packets.
     """
-    # References decide the order: rules are removed before the chains and sets that they name, and added
-    # afterwards. So are elements of verdict maps, which name chains. An unchanged set keeps its other elements, so
-    # that a new member costs one element, not the whole set. Identical objects on both sides are not compared.
+    # References determine the order: rules are removed before the chains and sets that they refer to, and added
+    # after them. The same holds for elements of verdict maps, which refer to chains. An unchanged set keeps its
+    # other elements, so that a new member costs one element, not the whole set. Identical objects on both sides
+    # are not compared.
     where = (want.family, want.name)
     old = {chain.name: chain for chain in have.chains}
     new = {chain.name: chain for chain in want.chains}

@@ -75,7 +75,7 @@ class UnknownInterface(TproxyError):
 
 
 class NotOurs(TproxyError):
-    """A foreign resource occupies the place of ours. It is left unchanged."""
+    """A foreign resource occupies the place of one of ours. The foreign resource is left unchanged."""
 
     def __init__(self, resource: object) -> None:
         super().__init__(resource)

@@ -1,4 +1,4 @@
-"""The expressions of an nftables rule: programs on registers, exactly as the kernel runs and reports them.
+"""The expressions of an nftables rule, in exactly the form in which the kernel executes and dumps them.
 
 A rule is a tuple of these values. A dump is parsed into the same values, so comparing a found rule with the
 desired one is ``==``, without interpreting text. The kernel's definitions are in
@@ -6,8 +6,8 @@ desired one is ``==``, without interpreting text. The kernel's definitions are i
 failed test ends the rule. The functions at the end build common sequences (``source_in(Family.IPV4,
 "mesh_pods4")``). ``render/text.py`` prints the tuples in nft's language.
 
-Byte order: marks are in host order, ports, addresses and protocol numbers in network order, interface
-names 16 bytes padded with zeros.
+Marks are in host byte order; ports, addresses and protocol numbers are in network byte order. Interface names have
+16 bytes, padded with zeros.
 """
 
 import sys
@@ -140,7 +140,7 @@ class Compare:
 class Lookup:
     """End the rule unless the register is an element of the set; ``flags`` 1 inverts.
 
-    With ``dreg`` the set is a map, whose value goes there; 0 is the register of verdicts.
+    With ``dreg`` the set is a map, whose value is stored in that register. Register 0 takes verdicts.
     """
 
     set_name: str
@@ -151,7 +151,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class Counter:
-    """Count the packets that reach this point of the rule. Found numbers are ignored in comparisons."""
+    """Count the packets that reach this point of the rule. Comparisons ignore the counts of found rules."""
 
     packets: int = field(default=0, compare=False)
     octets: int = field(default=0, compare=False)
@@ -175,7 +175,9 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Tproxy:
-    """Assign the packet to a transparent socket; without an address register, one on the primary local address."""
+    """Assign the packet to a transparent socket. Without an address register, this is a socket on the primary
+    local address.
+    """
 
     family: int
     reg_port: int | None = None
@@ -184,7 +186,7 @@ class Tproxy:
 
 @dataclass(frozen=True, slots=True)
 class Nat:
-    """Translate one address; the kernel reports ``max`` equal to ``min`` for a single one."""
+    """Translate one address. For a single address, the kernel reports ``max`` equal to ``min``."""
 
     kind: int
     family: int
@@ -254,17 +256,17 @@ _ORDER: Literal["little", "big"] = sys.byteorder
 
 
 def host_u32(value: int) -> bytes:
-    """Return a mark, uid or similar as the kernel keeps it in a register."""
+    """Return a value such as a mark or a uid in the form that the kernel has in a register."""
     return value.to_bytes(4, _ORDER)
 
 
 def host_u16(value: int) -> bytes:
-    """Return a conntrack zone as the kernel keeps it in a register."""
+    """Return a conntrack zone in the form that the kernel has in a register."""
     return value.to_bytes(2, _ORDER)
 
 
 def interface_bytes(name: str) -> bytes:
-    """Return an interface name as the kernel keeps it in a register."""
+    """Return an interface name in the form that the kernel has in a register."""
     return name.encode().ljust(16, b"\0")
 
 
@@ -332,7 +334,7 @@ def family_is(family: Family) -> Phrase:
 
 
 def protocol_is(protocol: int, *, negate: bool = False) -> Phrase:
-    """Match the transport protocol, behind IPv6 extension headers too: ``meta l4proto [!=] tcp``."""
+    """Match the transport protocol, also after IPv6 extension headers: ``meta l4proto [!=] tcp``."""
     return (Meta(MetaKey.L4PROTO, dreg=1), Compare(bytes((protocol,)), _test(negate=negate)))
 
 
@@ -371,7 +373,7 @@ def continues_unknown_connection() -> Phrase:
 
 
 def neighbour_discovery() -> Phrase:
-    """Match ICMPv6 types 133 to 137, without which no IPv6 neighbour is found (RFC 4861)."""
+    """Match ICMPv6 types 133 to 137, which IPv6 needs to find neighbours (RFC 4861)."""
     return (
         *protocol_is(ICMPV6),
         Payload(Base.TRANSPORT, 0, 1),
@@ -387,7 +389,9 @@ def icmp_is(kind: int, code: int | None = None, *, negate: bool = False) -> Phra
 
 
 def ports_between(offset: int, first: int, last: int) -> Phrase:
-    """Match ports in a range; ``offset`` 0 is the source's, 2 the destination's. A protocol's test precedes it."""
+    """Match ports in a range. ``offset`` is 0 for source ports and 2 for destination ports. A test of the protocol
+    must precede this.
+    """
     load = Payload(Base.TRANSPORT, offset, 2)
     if first == last:
         return (load, Compare(first.to_bytes(2, "big")))
@@ -415,8 +419,9 @@ def verdict_by_address(family: Family, map_name: str, *, source: bool) -> Phrase
     return (*family_is(family), load, Lookup(map_name, dreg=VERDICT_REGISTER))
 
 
-# A concatenation fills consecutive 32-bit registers. The kernel reports a register at the start of a 128-bit
-# register by the latter's number (nft_dump_register): 1 and 2, otherwise 8 plus the position, so 9 is the second.
+# A concatenation fills consecutive 32-bit registers. The kernel reports the first 32-bit register of a 128-bit
+# register by the number of the latter (nft_dump_register), 1 or 2. Other registers have the number 8 plus their
+# position, so 9 is the second.
 
 
 def address_and_port_in(family: Family, set_name: str, *, source: bool, negate: bool = False) -> Phrase:

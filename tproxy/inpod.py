@@ -1,29 +1,30 @@
-"""The desired resources of a pod whose TCP and DNS pass through a proxy with sockets in the pod's own namespace.
+"""The desired resources of a pod whose TCP and DNS traffic passes through a proxy with sockets in the pod's
+namespace.
 
 The proxy listens inside the pod. nftables in the pod redirects the application's outgoing connections to 15001
-and incoming ones to 15006. Tunnels arrive at 15008 and are not redirected. Packets with the proxy's mark 0x539
-are the proxy's own and never redirected.
+and incoming ones to 15006. Tunnels arrive at 15008 and are not redirected. Packets with the mark 0x539 were sent
+by the proxy and are never redirected.
 
-The proxy connects to the application with the client's source address. Such a packet loops through ``lo`` and
-enters PREROUTING with the proxy's mark, where a rule stores 0x111 as the connection's mark. The application's
-reply gets its packet mark 0x111 from the connection, and a policy rule routes 0x111 to ``lo``, where the proxy's
-socket is, instead of out to the client.
+The proxy connects to the application with the client's source address. Its packets pass through ``lo`` and enter
+PREROUTING with the proxy's mark, where a rule sets the connection mark to 0x111. The application's reply packets
+get the mark 0x111 from the connection, and a policy rule routes packets with this mark to ``lo``, where the
+proxy's socket is, and not to the client.
 
-Forwarded DNS over UDP is tracked in a conntrack zone of its own: the application's redirected query and the
+Forwarded DNS over UDP is tracked in a separate conntrack zone, because the application's redirected query and the
 proxy's forwarded query can have equal tuples.
 
-A pod leaves in two steps. Deleting a table also removes its nat hooks, so that every redirected connection stalls.
-``draining`` therefore first removes the redirects, and keeps the base chains, which translate open connections,
-and the marks, on which open connections to the application depend.
+A pod is removed from the mesh in two steps, because deleting a table also removes its nat hooks, and every
+redirected connection would stall. ``draining`` therefore first removes the redirects, but keeps the base chains,
+which translate open connections, and the marks, on which open connections to the application depend.
 
-The node has one table, for probes: connections of its kubelet to captured pods get a source address that the pods'
-rules accept. nftables cannot match the sending process, only its user. So all connections of that user to pods
-bypass the mesh.
+The node itself has one table, for probes: connections from its kubelet to captured pods get a source address that
+the pods' rules accept. nftables cannot match the sending process, only its user. So all connections of that user
+to pods bypass the mesh.
 
-Rules and numbers equal istio-cni's nftables variant, in one table for both IP versions, so that a change of rules
-is one transaction. If any rule is removed, some flow of ``tests/netns`` fails, with three exceptions: the two
-``accept`` for replies (nat chains see only the first packet of a tracked connection) and the zone of answers.
-These are kept for equality with istio-cni.
+The rules and numbers are those of istio-cni's nftables variant, but in one table for both IP versions, so that a
+change of rules is one transaction. If any rule is removed, some flow of ``tests/netns`` fails, with three
+exceptions: the two ``accept`` for replies (nat chains see only the first packet of a tracked connection) and the
+zone of answers. These exceptions are kept to match istio-cni.
 """
 
 from collections.abc import Iterable
@@ -118,9 +119,9 @@ class Capture:
         virtual_interfaces: devices whose incoming connections, of a virtual machine for example, count as sent by
             the pod.
         new_connections_only: connections that are open at enrolment bypass the proxy until they end. Otherwise
-            they break: conntrack takes their next packet for the first of a connection and redirects it.
+            they break: conntrack treats their next packet as the first of a connection and redirects it.
         probe_sources: the node's addresses for kubelet probes, one per version, which are not captured.
-        draining: the first step of leaving, see the module.
+        draining: the first step of the pod's removal, see the module.
     """
 
     versions: tuple[Version, ...] = (4, 6)
@@ -153,7 +154,8 @@ def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = P
     sets = []
     for source in sources:
         name = f"probed_pods{source.version}"
-        # A reused address belongs to two pods while the earlier one drains. A set has one element per key.
+        # A reused address belongs to two pods while the earlier one drains, but a set has only one element per
+        # key.
         owners = {address: member.uid for member in members for address in member.addresses}
         elements = frozenset(
             Element(address.packed, _comment(uid))
@@ -170,7 +172,7 @@ def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = P
             *translate_source(source),
         )
         rules.append(Rule(phrase, "probes"))
-    # Before masquerading, as istio-cni's jump at the head of POSTROUTING.
+    # This precedes masquerading, like istio-cni's jump at the head of POSTROUTING.
     chain = _base("postrouting", rules, "nat", HookPoint.POSTROUTING, SRCNAT - 10)
     table = Table(PROBE_TABLE, Family.INET, chains=(chain,), sets=tuple(sets))
     return State({HOST: Namespace(tables=(table,))})
@@ -203,7 +205,7 @@ def _table(wanted: Capture) -> Table:
     reply = Rule((*ct_mark_is(RETURN_MARK, MASK), *copy_ct_mark_to_mark()), "its reply")
     chains = [
         _base("mangle_prerouting", [from_proxy], "filter", HookPoint.PREROUTING, MANGLE),
-        # Type route: a filter chain would set the mark too late for routing.
+        # The chain has type route, because a filter chain would set the mark too late for routing.
         _base("mangle_output", [reply], "route", HookPoint.OUTPUT, MANGLE),
         _base("nat_prerouting", _received(wanted), "nat", HookPoint.PREROUTING, DSTNAT),
         _base("nat_output", _sent(wanted), "nat", HookPoint.OUTPUT, DSTNAT),
@@ -237,8 +239,8 @@ def _received(wanted: Capture) -> list[Rule]:
             Rule((*behind, *return_()), "nothing else from there"),
         ]
     if wanted.inbound:
-        # Probes keep plaintext, as kubelet has no certificate of the mesh. The rule comes before the redirect and
-        # matches the link-local source that the node's own table gave them; no other host can use it.
+        # Probes stay plain text, because kubelet has no mesh certificate. The rule precedes the redirect and
+        # matches the link-local source address that the node's table gave them, which no other host can use.
         rules += [Rule((*source_is(probe), *protocol_is(TCP), *accept()), "probe") for probe in _probes(wanted)]
         rules += [
             Rule(

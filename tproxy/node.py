@@ -1,19 +1,22 @@
-"""The desired resources of a node whose member pods' TCP passes through one ztunnel in a separate namespace.
+"""The desired resources of a node where the TCP traffic of member pods passes through one ztunnel in a separate
+namespace.
 
 This is the layout of the early ambient releases, with a veth pair in place of each Geneve tunnel. Packets from
-members are routed to the proxy's namespace ("out"), packets to members too ("in"). Replies to connections that the
-proxy opened with a pod's address are routed back to it by connection mark.
+members ("out") and packets to members ("in") are routed to the proxy's namespace. Replies to connections that the
+proxy opened with a pod's address are routed back to the proxy by their connection mark.
 
 The marks on the host share bits on purpose: 0x200 "route normally" is part of 0x210 "sent by the proxy with a
 foreign source" and of 0x220 "skip both directions of this connection". One test for 0x200 ends the chain for
 all three.
 
 If any resource is removed, some flow of ``tests/netns`` fails, with three exceptions: accept_local, the connection
-mark 0x220, and the ztunnel's rules 20001 and 20002. These are kept for hosts with less simple routes.
+mark 0x220, and the ztunnel's rules 20001 and 20002. These exceptions are kept for hosts with more complicated
+routes.
 
 IPv6 has the same rules, with three differences:
 
-- It has neither rp_filter nor accept_local, and needs neither: IPv6 input does not check the route to a source.
+- IPv6 has neither rp_filter nor accept_local, and needs neither, because its input path does not check the route
+  to a source.
 - A host answers neighbour solicitations only on the interface that has the address. So the route of the host's
   address directly on eth0 exists for IPv4 only; IPv6 replies return through the pair.
 - The pairs skip duplicate address detection, during which the kernel solicits no neighbours for forwarded packets.
@@ -188,8 +191,8 @@ def _host_table(wanted: Node) -> Table:
         ),
         Rule(skip),
         Rule((*input_interface(veth), *set_mark(CONNECTION_SKIP_MARK)), "the ztunnel's own"),
-        # Upstream matches UDP. "Not TCP" also sends echo requests for members to the pod, where the ztunnel would
-        # drop them. ICMP errors for spoofed connections have left the chain two rules above.
+        # Istio matches UDP here. Matching all but TCP also delivers echo requests to member pods, while the
+        # ztunnel would drop them. ICMP errors for spoofed connections have left the chain two rules above.
         Rule((*protocol_is(TCP, negate=True), *set_mark(CONNECTION_SKIP_MARK)), "only TCP is captured"),
         Rule(skip),
         *(
@@ -206,8 +209,9 @@ def _host_table(wanted: Node) -> Table:
         for address in wanted.host_addresses
         if address.version in versions
     ]
-    # An accept verdict ends this chain only; kube-proxy's, at the same hook, would still translate. netfilter
-    # translates a connection once, so translating the destination to itself makes it skip later nat chains.
+    # An accept verdict ends this chain only, and kube-proxy's chain at the same hook would still translate.
+    # netfilter translates a connection once, so translating the destination to itself makes it skip later nat
+    # chains.
     keep_vip = [
         Rule((*mark_is(OUTBOUND_MARK), *keep_destination(_family(version))), "before kube-proxy")
         for version in versions
@@ -224,7 +228,7 @@ def _host_table(wanted: Node) -> Table:
             _base("prerouting", prerouting, HookPoint.PREROUTING),
             _base("forward", [Rule(jump("save"))], HookPoint.FORWARD),
             _base("input", [Rule(jump("save"))], HookPoint.INPUT),
-            # Type route: a filter chain would set the mark too late for routing.
+            # The chain has type route, because a filter chain would set the mark too late for routing.
             Chain("output", tuple(output), Hook(kind="route", point=HookPoint.OUTPUT, priority=MANGLE)),
             Chain(
                 "keepvip",
@@ -344,9 +348,9 @@ def _ztunnel_table(wanted: Node) -> Table:
     )
     loopback: dict[Version, IpAddress] = {4: IPv4Address("127.0.0.1"), 6: IPv6Address("::1")}
     # TPROXY assigns the packet to the listener's socket without changing its addresses. Routing would still
-    # forward it, for the destination is not local; the mark selects a table whose only route is "local default",
-    # which delivers it here (Documentation/networking/tproxy.rst). The verdict must be accept: without one the
-    # rule for plaintext, which matches any TCP, would take the packets of tunnels, too.
+    # forward it, because the destination is not local. So the mark selects a table whose only route is "local
+    # default", which delivers the packet here (Documentation/networking/tproxy.rst). The verdict must be accept:
+    # otherwise the rule for plaintext, which matches any TCP, would also match the packets of tunnels.
     prerouting = [
         Rule(
             (

@@ -161,7 +161,7 @@ class DeleteAddress:
 
 @dataclass(frozen=True, slots=True)
 class AddRoute:
-    """Add a route, or with ``replace`` put it in the place of our route in the same slot."""
+    """Add a route. ``replace`` replaces our route in the same slot."""
 
     namespace: NamespaceName
     route: Route
@@ -194,7 +194,7 @@ class DeleteIpRule:
 
 @dataclass(frozen=True, slots=True)
 class Remember:
-    """Save the current values of sysctls in the memory table; always precedes their :class:`SetSysctl`."""
+    """Save the current values of sysctls in the memory table. This always precedes their :class:`SetSysctl`."""
 
     namespace: NamespaceName
     values: Mapping[SysctlKey, str]
@@ -202,7 +202,7 @@ class Remember:
 
 @dataclass(frozen=True, slots=True)
 class SetSysctl:
-    """Set a sysctl; with ``restore`` put the saved value back, and ignore a device that is gone."""
+    """Set a sysctl. ``restore`` means that the value is the saved one, and a missing device is ignored."""
 
     namespace: NamespaceName
     key: SysctlKey
@@ -212,7 +212,9 @@ class SetSysctl:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Delete values that :class:`Remember` saved; ``all`` says that none is left and the table can go."""
+    """Delete values that :class:`Remember` saved. ``all`` means that no value is left and the table can be
+    deleted.
+    """
 
     namespace: NamespaceName
     values: Mapping[SysctlKey, str]

@@ -1,7 +1,7 @@
-"""Evaluates a table for a packet like the kernel does: chains, rules, sets and maps. Pure.
+"""Evaluates an nftables table for a packet like the kernel: chains, rules, sets and maps. It does no I/O.
 
-It explains a decision without a packet, judges recorded connections again, and lets a test compare a table's
-meaning with a policy's thousands of times a second. Tests compare its verdicts with the kernel's.
+It is used to explain decisions without sending packets, and to evaluate recorded connections again. A test uses it
+to compare tables with policies, thousands of times a second. Other tests compare its verdicts with the kernel's.
 """
 
 from bisect import bisect_right
@@ -41,13 +41,12 @@ _WITH_PORTS: Final = frozenset({6, 17, 33, 132, 136})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packet:
-    """A forwarded packet.
+    """A forwarded packet. To evaluate a conntrack flow, use the addresses and ports of its first packet.
 
     Attributes:
-        state: its connection's state, ``CT_*``.
+        state: the state of the packet's connection, ``CT_*``.
         tcp_flags: a TCP packet's flags.
-        icmp_type, icmp_code: of an ICMP or ICMPv6 packet. A conntrack flow has the addresses and ports of its
-        first packet.
+        icmp_type, icmp_code: type and code of an ICMP or ICMPv6 packet.
     """
 
     source: IpAddress
@@ -63,7 +62,9 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A rule that matched. The last one decided, by its own verdict or by that of an element it looked up."""
+    """A rule that matched. The last step decided, by the rule's verdict or by the verdict of a looked-up map
+    element.
+    """
 
     chain: str
     rule: Rule
@@ -82,7 +83,7 @@ class Unreadable(Exception):
 
 
 class Interpreter:
-    """Evaluates the base chains of one table at one hook; sets are indexed when they are first looked in."""
+    """Evaluates the base chains of one table at one hook. Each set is indexed on its first look-up."""
 
     def __init__(self, table: Table, point: HookPoint = HookPoint.FORWARD) -> None:
         self._chains = {chain.name: chain for chain in table.chains}
@@ -97,7 +98,7 @@ class Interpreter:
         """Return the table's decision about a packet.
 
         Raises:
-            Unreadable: it reaches a rule that is not ours.
+            Unreadable: the packet reaches a rule with an expression that this module does not evaluate.
         """
         decision = Decision()
         for chain in self._base:
@@ -134,7 +135,7 @@ class Interpreter:
         return None
 
     def _rule(self, rule: Rule, packet: Packet) -> Verdict | None:
-        """Return the verdict of a rule that matches and has one."""
+        """Return the verdict of a rule. None if the rule does not match, or has no verdict."""
         registers = bytearray(80)
         for expression in rule.phrase:
             match expression:
@@ -185,7 +186,9 @@ class _Index:
 
 
 def _offset(register: int) -> int:
-    """Return where a register begins: 1 to 4 have 16 bytes, from 8 on they have 4 (``nft_parse_register``)."""
+    """Return the offset of a register. Registers 1 to 4 have 16 bytes, and registers from 8 on have 4
+    (``nft_parse_register``).
+    """
     return (register - 8) * 4 if register >= 8 else (register - 1) * 16
 
 
@@ -226,7 +229,7 @@ def _step(expression: Expression, registers: bytearray, packet: Packet) -> bool:
 
 
 def _header(packet: Packet, base: int, offset: int, length: int) -> bytes | None:
-    """Return bytes of a header, or None if the packet does not have it."""
+    """Return bytes of a header, or None if the packet does not have this header."""
     family = family_of(packet.source)
     if base == Base.NETWORK:
         places = {

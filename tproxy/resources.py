@@ -1,8 +1,10 @@
-"""Kernel resources as values. A :class:`State` is desired or found, and two states can be compared.
+"""Kernel resources as values. A :class:`State` holds the desired or the found resources, and states can be
+compared.
 
 A state covers several network namespaces, named by the caller ("host", "ztunnel"), and the veth pairs
-between them. All values are frozen and have an order only where the kernel has one. So two states are equal
-exactly if the kernel would behave the same. ``diff.py`` computes the operations from one to the other.
+between them. All values are frozen, and are ordered only where the kernel's objects are. So two states are equal
+if and only if the kernel behaves in the same way for both. ``diff.py`` computes the operations from one to the
+other.
 
 Ownership is explicit: :class:`Ownership` names our nftables tables and devices, and each of our rules and routes
 carries its ``protocol`` number. Foreign resources are neither read nor touched.
@@ -42,7 +44,9 @@ RAW, MANGLE, DSTNAT, SRCNAT = -300, -150, -100, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """The place where a base chain is attached. Ours have the policy accept; ``drop`` is only ever found."""
+    """The place where a base chain is attached. Our chains have the policy accept. The policy ``drop`` occurs only
+    in found chains.
+    """
 
     kind: ChainKind
     point: HookPoint
@@ -159,7 +163,9 @@ class IpRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """One route. The scope follows: local is host, without gateway is link, else universe."""
+    """One route. The other attributes determine its scope: host for local routes, link for routes without a
+    gateway, otherwise universe.
+    """
 
     table: int
     destination: IpNetwork
@@ -200,7 +206,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class VethPair:
-    """A veth pair. A found device of ours whose other end is unknown has no ``right``."""
+    """A veth pair. If the other end of a found device is unknown, ``right`` is None."""
 
     left: End
     right: End | None
@@ -229,9 +235,9 @@ class SysctlKey:
 class Namespace:
     """Our resources in one network namespace.
 
-    ``remembered`` has the values of sysctls before ours. It is found, never desired. It is stored in the kernel,
-    in an nftables table, so that any later process can restore the values, even after a crash. A file has a copy
-    in case another program flushes the ruleset.
+    ``remembered`` has the values that sysctls had before our change. Only found states have it. The values are
+    stored in the kernel, in an nftables table, so that any later process can restore them, even after a crash. A
+    file has a copy in case another program flushes the ruleset.
     """
 
     tables: tuple[Table, ...] = ()
@@ -268,5 +274,5 @@ class State:
 
 
 def nothing(state: State) -> State:
-    """Return the same namespaces, empty; wanting this removes all that is ours."""
+    """Return a state with the same namespaces and no resources. Applying it removes all our resources."""
     return State({name: Namespace() for name in state.namespaces})

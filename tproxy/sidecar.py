@@ -1,18 +1,19 @@
 """The desired rules of a pod with a proxy beside the application. The proxy needs no capability, because the rules
 match its user.
 
-An application's connections are redirected to 15001, connections to the pod to 15006, unless excluded. The proxy
-runs as its own user, whose packets pass. To the application the proxy connects from 127.0.0.6 or
-::6 (``PASSTHROUGH``), which the rules accept as well; without that source a connection of the proxy to the pod's
-own address would count as the application's call of itself through a service, and come back to 15006.
+Connections from the application are redirected to 15001, and connections to the pod to 15006, unless excluded. The
+proxy runs as a separate user, whose packets are not redirected. It connects to the application from 127.0.0.6 or
+::6 (``PASSTHROUGH``), which the rules accept. From another source address, a connection of the proxy to the pod's
+own address would look like the application's call to itself through a service, and return to 15006.
 
-Rules, their order and their numbers equal ``istio-iptables`` with REDIRECT, including flags and annotations, so
-that a pod written for Istio's sidecar keeps its exceptions. With several users or groups one rule lets the
-loopback traffic of all other users pass. Upstream has one such rule per user, and the first also matches traffic
-meant for later rules. IPv6 is captured if the namespace has it, and not only if the pod's first address is IPv6.
+The rules, their order and their numbers are the same as those of ``istio-iptables`` with REDIRECT. The flags and
+annotations are the same, too, so that the exceptions of a pod for Istio's sidecar stay valid. With several users
+or groups, one rule accepts the loopback traffic of all other users. istio-iptables has one such rule per user, and
+the first also matches traffic meant for later rules. IPv6 is captured if the namespace has it, and not only if the
+pod's first address is IPv6.
 
-The steps are data with two readers: :func:`sidecar` makes an nftables table for both IP versions, and
-``render/iptables.py`` makes the text that reviewers of iptables know.
+The steps are rendered in two ways: :func:`sidecar` makes an nftables table for both IP versions, and
+``render/iptables.py`` makes iptables text for reviewers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -77,7 +78,7 @@ class Sidecar:
     Attributes:
         versions: the IP versions. Leave out 6 where ``net.ipv6.conf.lo.disable_ipv6`` is 1.
         outbound_port, inbound_port, tunnel_port: the proxy's listening ports.
-        users, groups: the proxy's. Packets that they send are not captured.
+        users, groups: the users and groups of the proxy. Packets that they send are not captured.
         include_networks: destinations that are captured; ``None``: all.
         exclude_networks: destination networks that are not captured.
         include_inbound: ports of the pod whose connections are captured; ``None``: all.
@@ -86,11 +87,11 @@ class Sidecar:
         exclude_outbound: ports that are never captured.
         virtual_interfaces: devices whose incoming connections, of a virtual machine, count as sent by the pod.
         exclude_interfaces: devices whose traffic is not captured.
-        only_groups: if any, only packets that these groups send are captured.
+        only_groups: unless empty, only packets that these groups send are captured.
         except_groups: packets that these groups send are not captured.
         loopback4: IPv4 destinations that are the pod's own loopback.
         dns: capture port 53, UDP and TCP.
-        dns_servers: only queries to these; ``None``: to any.
+        dns_servers: only queries to these servers are captured; ``None``: to any server.
         drop_invalid: drop packets that conntrack cannot assign to a connection. Otherwise the application's kernel
             answers them with a reset.
     """
@@ -142,11 +143,12 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """The destination (or source) is in one of these, or negated, in none.
+    """The destination (or source) is in one of these networks, or if negated, in none of them.
 
     Attributes:
         name: the set's name, without the IP version.
-        networks: networks of both IP versions. A version that has none does not match; negated, it always does.
+        networks: networks of both IP versions. Packets of an IP version without networks never match, or if
+            negated, always.
     """
 
     name: str
@@ -189,7 +191,7 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Zone:
-    """Track the connection in its own zone, and continue."""
+    """Track the connection in a separate conntrack zone, and continue."""
 
     number: int
 
@@ -204,7 +206,7 @@ Deed: TypeAlias = Pass | Redirect | Zone | Drop
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rule: if every test holds, the action is done; ``why`` becomes the rule's comment."""
+    """One rule: if every test holds, the action is executed. ``why`` is the rule's comment."""
 
     tests: tuple[Test, ...]
     deed: Deed
@@ -213,11 +215,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepChain:
-    """The steps at one hook. The first step with a decision counts.
+    """The steps at one hook. The first matching step with a final action decides.
 
     Attributes:
         table: iptables' table, ``nat``, ``mangle`` or ``raw``.
-        incoming: at PREROUTING, else OUTPUT.
+        incoming: whether the hook is PREROUTING; otherwise it is OUTPUT.
     """
 
     table: str
@@ -226,7 +228,7 @@ class StepChain:
 
 
 def steps(wanted: Sidecar) -> tuple[StepChain, ...]:
-    """Return the rules of a pod in order; chains without any are left out."""
+    """Return the rules of a pod, in order. Chains without rules are omitted."""
     chains = [
         StepChain("nat", True, tuple(_received(wanted))),
         StepChain("nat", False, tuple(_sent(wanted))),
@@ -277,8 +279,8 @@ def _sent(wanted: Sidecar) -> Iterator[Step]:
         *(Owner(user) for user in wanted.users),
         *(Owner(group, group=True) for group in wanted.groups),
     )
-    # The application calls a service whose endpoint is this very pod: the proxy's connection to the pod's address
-    # comes in as from anywhere else. Tunnels have their own port, and DNS its own rule.
+    # If the application calls a service whose endpoint is this pod, the proxy's connection to the pod's address is
+    # redirected like one from another host. Tunnels have their own port, and DNS its own rule.
     itself = Transport(TCP, (wanted.tunnel_port, *((_DNS,) if wanted.dns else ())), negate=True)
     for owner in owners:
         yield Step((inside, outside, itself, owner), Redirect(wanted.inbound_port), "the pod calls itself")
@@ -294,7 +296,7 @@ def _sent(wanted: Sidecar) -> Iterator[Step]:
     for group in wanted.except_groups:
         yield Step((Owner(group, group=True),), Pass(), "excluded group")
     if wanted.dns:
-        # Before the rule that lets loopback pass, because a resolver can be a cache on 127.0.0.53.
+        # This precedes the rule that accepts loopback traffic, because a resolver can be a cache on 127.0.0.53.
         for protocol in (UDP, TCP):
             where = _dns_servers(wanted)
             if where is not None:
@@ -332,8 +334,8 @@ def _dns_servers(wanted: Sidecar) -> tuple[Networks, ...] | None:
     return (Networks("dns_servers", tuple(ip_network(server) for server in wanted.dns_servers)),)
 
 
-# The proxy forwards queries that it got by a redirect. The application's flow and the proxy's can have equal
-# tuples, and conntrack would drop one flow, so each has its own zone.
+# The proxy forwards redirected DNS queries. The application's flow and the proxy's flow can have equal tuples, of
+# which conntrack would drop one, so each has its own zone.
 
 
 def _asked_dns(wanted: Sidecar) -> Iterator[Step]:
@@ -358,7 +360,7 @@ def _answered_dns(wanted: Sidecar) -> Iterator[Step]:
 
 
 def sidecar(wanted: Sidecar) -> Table:
-    """Return the desired table of the pod. Besides it, the pod only needs ``::6`` on ``lo``."""
+    """Return the desired table of the pod. The pod also needs the address ``::6`` on ``lo``."""
     sets: dict[str, Set] = {}
     chains = []
     for chain in steps(wanted):
@@ -378,7 +380,7 @@ def _base(chain: StepChain, rules: Iterable[Rule]) -> Chain:
 
 
 def _phrases(step: Step, versions: tuple[Version, ...], sets: dict[str, Set]) -> Iterator[Phrase]:
-    """Yield the rules of a step: one, or one for each IP version whose addresses it compares."""
+    """Yield the rules of a step. A step that compares addresses needs one for each IP version."""
     compared = any(isinstance(test, Networks) for test in step.tests)
     deed = _deed(step.deed)
     for version in versions if compared else (None,):
@@ -388,7 +390,7 @@ def _phrases(step: Step, versions: tuple[Version, ...], sets: dict[str, Set]) ->
 
 
 def _words(test: Test, version: Version | None, sets: dict[str, Set]) -> Phrase | None:
-    """Return the expressions of a test; ``None``: it never holds in this IP version."""
+    """Return the expressions of a test, or ``None`` if the test never holds for this IP version."""
     match test:
         case Device(name, incoming):
             return input_interface(name) if incoming else output_interface(name)

@@ -1,6 +1,7 @@
-"""Encode and decode netlink attributes: nested type-length-value, padded to four bytes (``linux/netlink.h``).
+"""Encodes and decodes netlink attributes: nested type-length-value, padded to four bytes (``linux/netlink.h``).
 
-No sockets here. ``aio/netlink.py`` puts the header with length and sequence number before a :class:`Message`.
+This module uses no sockets. ``aio/netlink.py`` adds the header with length and sequence number to a
+:class:`Message`.
 """
 
 import struct
@@ -13,7 +14,7 @@ _NESTED = 0x8000
 
 
 class MalformedDump(Exception):
-    """A netlink answer breaks the layout of its headers; the bytes are in ``args``."""
+    """A netlink message does not have the layout of its headers. The bytes are in ``args``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class Message:
         kind: nlmsg_type.
         flags: NLM_F_*.
         body: the family's header and its attributes.
-        about: names the request in error messages.
+        about: describes the request in error messages.
     """
 
     kind: int

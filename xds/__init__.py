@@ -1,4 +1,4 @@
-"""Receives configuration from control planes and models the mesh. Has no part in sockets that carry traffic."""
+"""Receives configuration from control planes and models the mesh. It does not touch sockets that carry traffic."""
 
 import pkgutil
 

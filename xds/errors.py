@@ -15,7 +15,8 @@ class ConfigError(XdsError):
 
     Attributes:
         path: the location, as field names and indices from the resource's root (``filter_chains[0].filters[1]``);
-            the resource itself has an empty path. reason: the fault, without the path.
+            the resource itself has an empty path.
+        reason: the fault, without the path.
     """
 
     def __init__(self, reason: str, path: str = "") -> None:
@@ -33,5 +34,6 @@ class ConfigError(XdsError):
 
 
 class Unsupported(ConfigError):
-    """A field or extension of Envoy that this proxy does not implement. To obey it in part would mislead its
-    author."""
+    """A field or extension of Envoy that this proxy does not implement. Obeying it in part would mislead its
+    author.
+    """

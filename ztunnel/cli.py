@@ -38,10 +38,10 @@ _READER_IS_GONE = 141
 #: The lowest similarity of a mistyped command to a suggestion. Below it, "get" would resemble "agent".
 _NEAR: Final = 0.78
 
-#: Addons can call any library, and a sidecar's prober uses asyncio's TLS.
+#: If one of these variables is set, asyncio's TLS stays usable: for libraries of addons, and a sidecar's prober.
 _USE_ASYNCIO_TLS: Final = (ADDON_VARIABLES["addon"], "ISTIO_KUBE_APP_PROBERS")
 
-#: The commands that the packages add, beside ``proxy`` and ``version``.
+#: The commands that each package adds. ``proxy`` and ``version`` are defined here.
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "node.agent": ("agent",),
     "policy.authz": ("authz",),
@@ -162,8 +162,8 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 def _packages(named: str) -> list[str]:
     """Return the packages with the commands that a command line can name.
 
-    For a named command only its own package: the command starts sooner, and keeps no other modules in memory for
-    its life; some commands run in every pod. For the help, and for an unknown command, all packages.
+    A named command needs only its own package. So it starts sooner and keeps no other modules in memory, which
+    matters for commands that run in every pod. The help, and an unknown command, need all packages.
     """
     if named in ("proxy", "version"):
         return []
@@ -172,7 +172,7 @@ def _packages(named: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
-    # Roots with a serial number of 0 are common. The reason for refusing a certificate is given in our own words.
+    # Roots with a serial number of 0 are common, and each would cause this warning.
     warnings.filterwarnings("ignore", message="Parsed a serial number which wasn't positive", category=UserWarning)
     try:
         status = _run(argv)
@@ -203,7 +203,8 @@ def _run(argv: Sequence[str] | None) -> int:
     if given[0] == "worker" and given[1:2] and given[1].isdigit():  # internal: the proxy starts its workers so
         from ztunnel.runtime.process import end_with_parent
 
-        # A worker of a killed main process would accept connections from the sockets that the next one serves.
+        # A worker that outlived a killed main process would accept connections from sockets of the next main
+        # process.
         end_with_parent(signal.SIGKILL)
         if given[2:] == [WITHOUT_SSL]:
             leave_out()
@@ -234,7 +235,7 @@ def _run(argv: Sequence[str] | None) -> int:
         return _proxy(args)
     status = args.run(args)
     if isinstance(status, Awaitable):
-        import asyncio  # a proxy imports it later, without some of its own imports
+        import asyncio  # a proxy imports it later, without some of the modules that it imports
 
         status = asyncio.run(_result(status))
     return int(status)
@@ -257,7 +258,7 @@ def complete_for_kubectl() -> int:
 
 
 def _command_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of the innermost command that a command line names: its usage helps."""
+    """Return the parser of the innermost command that a command line names, whose usage is the most helpful."""
     for word in given:
         parser = subcommands(parser).get(word, parser)
     return parser

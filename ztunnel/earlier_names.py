@@ -1,6 +1,5 @@
-"""Modules under their names before the tree was grouped, for scripts outside of this repository that import them.
-
-Commands and entry points never had these names. A module that is found here is the one under its present name, not
+"""Finds modules by the names that they had before the tree was grouped, for scripts outside of this repository.
+Commands and entry points never had these names. An earlier name leads to the module under its present name, not to
 a second copy.
 """
 
@@ -11,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-#: Present packages of an earlier one, in the order of the search.
+#: The present packages of an earlier package, in the order of the search.
 _PACKAGES: Final = {
     "agent": ("node.agent",),
     "authz": ("policy.authz",),
@@ -50,8 +49,8 @@ _RENAMED: Final = {"half_open": "handshake_limiter", "log_fields": "line_renderi
 class EarlierNames:
     """A finder and loader of :data:`sys.meta_path`.
 
-    It comes first: the path of a package with an earlier name is that of the present package, where other finders
-    would find a second copy of each module.
+    It precedes other finders, because a package with an earlier name has the path of the present package, where
+    other finders would find a second copy of each module.
     """
 
     def find_spec(

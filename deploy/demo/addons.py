@@ -1,7 +1,7 @@
 """The demo of addons in an Istio mesh: the five of ``examples/addons``, or the addon named by ``ADDON``.
 
-Each of the five has a connection that shows its effect, and its line in ``explain``. Any other addon is shown by
-the calls of its hooks.
+For each of the five, the demo shows its effect on a connection and its line in ``explain``. For any other addon,
+it shows the calls of its hooks.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from deploy.demo.stage import NODES, OUTSIDE, PORT, SETTLE_S, VERSIONS, VIP, con
 from deploy.lab import Place
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "addons"
-#: In the order in which their hooks are called.
+#: The five addons, in the order in which their hooks are called.
 ADDONS = ("audit_log", "egress_allow_list", "fault_injection", "canary", "rate_limit")
 _CALLS = 60
 _BURST = 12
@@ -41,7 +41,7 @@ class AddonsDemo(InPodDemo):
 
     @property
     def own(self) -> str:
-        """The addon that is shown instead of the five. Empty without one."""
+        """The addon that is shown instead of the five, or empty."""
         return os.environ.get("ADDON", "")
 
     def addon_environment(self, node: str) -> Mapping[str, str]:
@@ -148,7 +148,7 @@ class AddonsDemo(InPodDemo):
         self.call_on(connection, "productpage", address)
         assert connection.sock is not None
         connection.sock.settimeout(SETTLE_S)
-        with contextlib.suppress(OSError):  # the end shows in the access line
+        with contextlib.suppress(OSError):  # the access line shows how it ended
             connection.sock.recv(1)
         connection.close()
         line = self._addon_line("fault-injection")
@@ -160,7 +160,7 @@ class AddonsDemo(InPodDemo):
         print(f"\ncanary: half of the connections to {HOSTNAME} prefer reviews-v2, {_CALLS} calls")
         answers = Counter(self.call("productpage", VIP).answered_by for _ in range(_CALLS))
         shares = ", ".join(f"{name or 'none'} {count}" for name, count in sorted(answers.items()))
-        # Two thirds are expected. Fewer than 0.4 come about once in a hundred thousand runs.
+        # Two thirds are expected. A share below 0.4 occurs once in a hundred thousand runs.
         most = answers["reviews-v2"] > _CALLS * 0.4 and set(answers) <= set(VERSIONS) and len(answers) > 1
         self.check(most, f"reviews-v2 has more than its third: {shares}")
         said = self._explained("productpage", f"{HOSTNAME}:{PORT}", "canary")

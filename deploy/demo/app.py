@@ -25,7 +25,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_POST(self) -> None:
-        """Answer as to GET."""
+        """Answer like a GET."""
         self.do_GET()
 
     def log_message(self, *args: object) -> None:

@@ -1,9 +1,10 @@
-"""The folder of a demo, with private keys in it, and a watcher that removes it however the demo ends.
+"""Makes the folder of a demo, which contains private keys, and a watcher process that removes it however the demo
+ends.
 
 Leaving the ``with`` removes the folder, also after SIGTERM and SIGHUP (a closed terminal). ``kill -9`` cannot be
 caught, so a second process in its own session waits for the end of a pipe held open by the demo only. Then it ends
-every process with the folder's name in its environment, and removes the folder. If both were killed, the next demo
-removes the folder, whose lock is then free.
+every process with the folder's name in its environment, and removes the folder. If both processes were killed, the
+next demo removes the folder, because its lock is free.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from deploy.lab import sweep
 #: The variable that marks the demo's programs and their children for the watcher.
 MARK = "DEMO_FOLDER"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-#: How long the watcher sends SIGKILL. A process that outlives it hangs in a system call.
+#: How long the watcher sends SIGKILL. A process that survives this hangs in a system call.
 _END_S = 5.0
 #: The longest address of a Unix socket (unix(7)), and the longest name of a demo's socket, in bytes.
 _LONGEST_ADDRESS = 107
@@ -45,7 +46,7 @@ class FolderTooDeep(Exception):
 def demo_folder(prefix: str) -> Iterator[Path]:
     """Yield a new folder. It and every marked process are removed when this process ends in any way.
 
-    Enter it in the main thread, before there is a second one: it forks.
+    Enter it in the main thread before another thread exists, because it forks.
 
     Args:
         prefix: the start of the folder's name. Folders left by killed demos with this prefix are removed first.
@@ -151,7 +152,7 @@ def _watched(path: Path, lock: int) -> tuple[int, int]:
 
 
 def _end_marked(path: Path) -> None:
-    """End the processes with the folder's mark until there is none, but not the demo or this process."""
+    """End all processes with the folder's mark, except the demo and this process."""
     mark = f"{MARK}={path}".encode()
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline:

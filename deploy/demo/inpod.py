@@ -1,6 +1,7 @@
 """The demo of an Istio mesh: interception in every pod's own namespace, with workloads and authorization.
 
-The proxies' environment is that of Istio's chart, plus the paths of this machine's control plane and agents.
+The proxies have the environment variables of Istio's chart, and in addition the paths of this machine's control
+plane and agents.
 """
 
 import json
@@ -40,9 +41,10 @@ from deploy.lab import Place
 from ztunnel.runtime.console.proxy_flags import ADDON_VARIABLES
 
 HOSTNAME = "reviews.default.svc.cluster.local"
-#: An address without a host. Only the pod's own proxy can answer queries sent to it.
+#: An address that no host has, so only the pod's own proxy can answer queries to it.
 NAME_SERVER = "10.96.0.10"
-#: Enough random draws for each of three endpoints to occur. One run in millions misses an endpoint.
+#: The number of calls after which each of three endpoints was almost certainly chosen. One run in millions misses
+#: an endpoint.
 _CALLS = 40
 _TUNNEL_PORT = 15008
 #: The namespace of worker2's second proxy. It has its own, like the next pod of a DaemonSet.
@@ -106,7 +108,7 @@ class InPodDemo(Demo):
 
     @property
     def hands_over(self) -> bool:
-        return not self.addon_environment("worker2")  # connections that addons were asked about stay
+        return not self.addon_environment("worker2")  # connections whose addon hooks were called do not move
 
     def addon_environment(self, node: str) -> Mapping[str, str]:
         """Return the variables of a node's addons."""
@@ -201,7 +203,7 @@ class InPodDemo(Demo):
             self._show(f"pod, IPv{version}", call, call.answered_by == "reviews-v1" and kept, self._records(2))
 
     def _act_node_local(self) -> None:
-        """Call a pod of the same node. Policies apply as on the wire, but no packet is on the wire."""
+        """Call a pod of the same node. Policies apply as between nodes, but no packet leaves the node."""
         print("\nproductpage calls a pod of its own node")
         before = self.wire.report.packets
         call = self.call("productpage", str(self.lab.pod("reviews-v2").ipv4))

@@ -1,4 +1,4 @@
-"""The demo of a cluster: a real API server, agents that enrol pods by label, network policy, a gate.
+"""The demo of a cluster: a real API server, agents that enrol pods by label, network policy, and admission review.
 
 Nodes and pods are network namespaces. The demo does the work of the scheduler and the kubelet (it creates pods and
 reports their addresses), and that of istiod's reader of annotations (it writes the annotated pods into the mesh
@@ -123,7 +123,7 @@ class KubeDemo(InPodDemo):
         return self.procs[node]
 
     def _relay(self, place: Place) -> None:
-        """Forward the API server's port into a node, which has a loopback of its own."""
+        """Forward the API server's port into a node, which has its own loopback device."""
         port = int(self.api.url.rpartition(":")[2])
         with place.netns.entered():
             listener = socket.create_server(("127.0.0.1", port))
@@ -208,7 +208,7 @@ class KubeDemo(InPodDemo):
     # The play
 
     def play(self) -> None:
-        """Run the acts. They include plain traffic, so the wire is not checked."""
+        """Run the acts. They include plain-text traffic, so the packets between the nodes are not checked."""
         self.acts()
 
     def acts(self) -> None:

@@ -1,4 +1,4 @@
-"""The demo of Envoy's dialect: interception on the node, with the listeners of the ambient mesh of 2022."""
+"""The demo of Envoy's xDS dialect: interception on the node, with the listeners of the ambient mesh of 2022."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ class NodeDemo(Demo):
         return proxy
 
     def _is_live(self, ztunnel: Place, epoch: int = 0) -> bool:
-        """Return whether a new proxy is live; until it is, its predecessor answers on the shared port."""
+        """Return whether a new proxy is live. Until then, its predecessor answers on the shared port."""
         info = json.loads(self.page(ztunnel, 15000, "/server_info")[1])
         return bool(info["state"] == "LIVE" and info["command_line_options"]["restart_epoch"] == epoch)
 
@@ -104,7 +104,7 @@ class NodeDemo(Demo):
         self.check(even, f"each version answered twice: {', '.join(answers)}")
 
     def _act_pod_address(self) -> None:
-        """Call a pod's own address on the other node: one hop less, and the client's address is kept."""
+        """Call a pod's own address on the other node. This is one hop less, and keeps the client's address."""
         print("\nproductpage calls a pod of the other node by its address")
         call = self.call("productpage", str(self.lab.pod("reviews-v1").ipv4))
         kept = call.peer == str(self.lab.pod("productpage").ipv4)
@@ -130,7 +130,7 @@ class NodeDemo(Demo):
         self._show("refused", call, bool(call.error) and denied, hops)
 
     def _act_move(self) -> None:
-        """Move traffic by the control plane while a connection stays open."""
+        """Move traffic to other pods by a change in the control plane, while a connection stays open."""
         print("\nthe mesh file changes: reviews is only reviews-v2 now; one connection stays open meanwhile")
         connection = connect(self.lab.pod("productpage"), VIP, PORT)
         before = self.call_on(connection, "productpage", VIP)

@@ -1,8 +1,8 @@
-"""The demo of application policy: a real Envoy asks the policy server, which follows policies served from files.
+"""The demo of application policy: a real Envoy queries the policy server, whose policies are served from files.
 
-Two service accounts call a backend through Envoy by mTLS. Envoy's HTTP and network filters put each request and
-each connection to the policy server. Then our own proxy judges connections by the same policies, with no Envoy, at
-both ends of its tunnels. Everything is on loopback addresses and Unix sockets of one folder.
+Two service accounts call a backend through Envoy by mTLS. Envoy's HTTP and network filters query the policy server
+about each request and each connection. Then our proxy enforces the same policies without Envoy, at both ends of
+its tunnels. Everything is on loopback addresses and Unix sockets of one folder.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ _FILTERS: Final = f"{_TYPE}/envoy.extensions.filters"
 _HTTP_OPTIONS: Final = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
 BACKEND: Final = "127.0.1.3"
 ADDRESSES: Final = {"frontend": "127.0.1.1", "batch": "127.0.1.2", "backend": BACKEND, "database": "127.0.1.4"}
-#: The pods that call in tunnels, and the called pods.
+#: The calls through tunnels: a calling pod and a called pod.
 CALLS: Final = (
     ("frontend", "backend"),
     ("batch", "backend"),
@@ -159,7 +159,7 @@ class PolicyDemo:
         print(f"  the answer changed after {time.monotonic() - began:.2f} s")
         self.check("frontend", "POST", "/public", 200)
         _replace(path, text.replace("action: Allow", "action: [Allow"))
-        time.sleep(0.5)  # long enough for the file to have an effect if it were read
+        time.sleep(0.5)  # long enough for the file to take effect if it were valid
         self.check(
             "frontend", "POST", "/public", 200, note="the file is unreadable: the last good policies answer"
         )

@@ -1,7 +1,7 @@
-"""The demo's policies without Envoy: our own proxy judges connections at both ends of its tunnels.
+"""Enforces the demo's policies without Envoy: our proxy evaluates them at both ends of its tunnels.
 
-One process has the listeners of two nodes: one for each calling pod, which opens tunnels with the pod's
-certificate and from its address, and one for each called pod, where tunnels end.
+One process has the listeners of two nodes. Each calling pod has a listener that opens tunnels with the pod's
+certificate and from its address, and each called pod has a listener where tunnels end.
 """
 
 import json
@@ -27,7 +27,7 @@ def bootstrap(
     """Return the bootstrap of the proxy, as JSON.
 
     Args:
-        folder: has ``NAME.pem``, ``NAME.key`` and ``root.pem``; the access log is written there.
+        folder: the folder of ``NAME.pem``, ``NAME.key`` and ``root.pem``, and of the access log.
         addresses: the pods' addresses.
         ports: the port of each pod for tunnels.
         calls: for each pair of pods, the port on which the caller's connections are captured.

@@ -41,7 +41,7 @@ ZTUNNEL_COMMAND = (sys.executable, "-m", "ztunnel")
 _QUIET_S = 0.35
 #: ... unless lines are known to be missing.
 _SLOW_S = 5.0
-#: The time limit for an expectation to come true.
+#: The time limit for an expectation to be met.
 SETTLE_S = 10.0
 #: The widest line of a table.
 COLUMNS = 120
@@ -133,7 +133,7 @@ class Demo(ABC):
     def tap(self, node: str, pod: str) -> str:
         """Return the command that captures a pod's streams, and shows them where tshark is installed.
 
-        It enters no namespace: the socket is a file.
+        The command need not enter a namespace, because the socket is a file.
         """
         command = f"{' '.join(ZTUNNEL_COMMAND)} tap {pod} --for 10s --socket {self.tap_socket(node)}"
         if shutil.which("tshark") is None:
@@ -328,7 +328,7 @@ class Demo(ABC):
     def new_lines(
         self, at_least: int = 0, wanted: Callable[[dict[str, object]], bool] = lambda line: True
     ) -> list[dict[str, object]]:
-        """Return the new JSON lines of all proxies, each with its node, once no more arrive.
+        """Wait until no more log lines arrive, and return the new JSON lines of all proxies, each with its node.
 
         Args:
             at_least: number of lines to wait for, within a limit.
@@ -357,7 +357,7 @@ class Demo(ABC):
         print(f"  {mark} {text}")
 
     def _act_wire(self, report: WireReport) -> None:
-        """Check that only TLS passed between the nodes."""
+        """Check that the nodes have sent each other only TLS."""
         print("\nthe wire between the nodes, during all of the above")
         text = f"{report.packets} packets with payload, {report.records} TLS records, {report.tls_bytes} bytes"
         self.check(
@@ -433,7 +433,7 @@ class Traffic:
     def _run(self) -> None:
         demo, connection = self._demo, None
         while not self._stopped.wait(_TRAFFIC_S):
-            # A person who experiments with the demo can end what these calls need.
+            # A user who experiments with the demo can stop programs that these calls need.
             with contextlib.suppress(OSError):
                 if connection is None:
                     connection = connect(demo.lab.pod("productpage"), VIP, PORT)

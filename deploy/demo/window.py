@@ -1,4 +1,4 @@
-"""A port of this machine that leads to the admin server of a proxy in the demo, for a browser.
+"""Forwards a port of this machine to the admin server of a proxy in the demo, for a browser.
 
 The proxies are in network namespaces, which a browser cannot reach. The port is opened before the demo leaves its
 initial namespace, and connections to it are forwarded to the proxy.
@@ -19,7 +19,9 @@ _VARIABLE: Final = "ZTUNNEL_DEMO_WINDOW"
 
 
 class Window:
-    """Opens the port. :meth:`towards` starts forwarding connections. The port is closed when the process ends."""
+    """Opens the port on creation. :meth:`towards` starts forwarding connections. The port is closed when the
+    process ends.
+    """
 
     def __init__(self) -> None:
         number = os.environ.pop(_VARIABLE, "")

@@ -1,4 +1,4 @@
-"""Captures the wire between two nodes, and separates TCP payloads into TLS records and other bytes."""
+"""Captures the packets between two nodes, and separates their TCP payloads into TLS records and other bytes."""
 
 import socket
 import struct

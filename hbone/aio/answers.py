@@ -11,13 +11,13 @@ from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, TlsError, TunnelBroken
 from hbone.events import Headers
 
-#: Called once with the tunnel after its 200, or with the error that there will be none. It runs in the middle of a
+#: Called once with the tunnel after its 200, or with the error if the request failed. It runs in the middle of a
 #: read, so it only records the result, and has the poller resume the caller.
 OnAnswer: TypeAlias = Callable[[Tunnel | None, Exception | None], None]
 
 
 class _Waiter:
-    """A waiter for an answer: a coroutine by its future, or an object by its callback."""
+    """The waiter for one response: a coroutine that awaits a future, or an object with a callback."""
 
     __slots__ = ("_future", "_on_answer", "tunnel")
 
@@ -43,7 +43,7 @@ class _Waiter:
 
 
 class PendingAnswers:
-    """One waiter for each request without a response. Each is notified once, and then removed."""
+    """The waiters for responses, one for each request. Each waiter is notified once and then removed."""
 
     __slots__ = ("_poller", "_waiting")
 
@@ -96,8 +96,8 @@ class PendingAnswers:
         """Report ``error`` to each waiter whose request the peer cannot have acted on.
 
         A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be
-        under way. The peer has not read these requests, so their early data can be sent again, unless the failure
-        is ours.
+        under way. The peer has not read these requests, so their early data can be sent again. This does not hold
+        if we have refused the peer.
         """
         for stream_id, waiter in list(self._waiting.items()):
             if error.by_peer or waiter.tunnel.early_sent is None:

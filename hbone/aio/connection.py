@@ -1,9 +1,9 @@
 """One HTTP/2 connection over a TCP socket, with TLS or without: the engine, run by the poller.
 
-Everything per chunk is a callback; coroutines wait for the handshake, for the response to CONNECT and for the
-connection to close. All output of a turn leaves in one TLS write (:meth:`Connection.flush`). The owner calls
-:meth:`Connection.close` or :meth:`Connection.abort`. An end by the network or the peer is reported through the
-tunnels and :meth:`Connection.wait_closed`.
+Callbacks process each chunk. Coroutines only wait for the handshake, for the response to CONNECT and for the
+connection to close. All output of a loop iteration is sent in one TLS write (:meth:`Connection.flush`). The owner
+calls :meth:`Connection.close` or :meth:`Connection.abort`. If the network or the peer ends the connection, its
+tunnels and :meth:`Connection.wait_closed` report this.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RequestSink(Protocol):
 
 
 class Connection(ConnectionTunnels):
-    """See the module. Made by :func:`connect` or :func:`hbone.aio.server.serve_connection`."""
+    """One HTTP/2 connection, made by :func:`connect` or :func:`hbone.aio.server.serve_connection`."""
 
     __slots__ = (
         "_bulk",
@@ -139,7 +139,7 @@ class Connection(ConnectionTunnels):
 
         Raises:
             TlsError: either side refused the handshake.
-            PeerSilent: not within ``handshake_timeout_s``.
+            PeerSilent: the handshake did not finish within ``handshake_timeout_s``.
             ConnectionBroken: the network ended it.
             Exception: raised by ``on_established``. No HTTP/2 frame was sent then, except for the SETTINGS of a
                 server that announces early data.
@@ -147,7 +147,9 @@ class Connection(ConnectionTunnels):
         return waits.handshake(self._begin, self._established, self.settings.handshake_timeout_s, self._end)
 
     def _begin(self) -> None:
-        """Send the first bytes. With TLS these are the client's, and have often arrived at the server already."""
+        """Send the first bytes. With TLS the client sends first, and its bytes have often already arrived at the
+        server.
+        """
         if self.error is not None:
             return
         if self.role is Role.CLIENT or self.link.tls is None:
@@ -234,7 +236,7 @@ class Connection(ConnectionTunnels):
     def _joins_line(self) -> bool:
         """Return whether to queue this event's work, because other connections are waiting.
 
-        A step of a handshake takes a millisecond. Each turn runs one, and further ones wait.
+        A handshake step takes a millisecond, so each loop iteration runs only one, and further steps wait.
         """
         poller = self.poller
         if self._established.done():
@@ -432,8 +434,8 @@ class Connection(ConnectionTunnels):
     def drain(self) -> None:
         """Take no new streams, and close with the last open one; idempotent.
 
-        A server announces it in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING, and
-        shortly after the PONG the final GOAWAY, so that no request which crossed the first GOAWAY is lost. The
+        A server announces the drain in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING,
+        and shortly after the PONG the final GOAWAY, so that no request which crossed the first GOAWAY is lost. The
         delay is for multi-threaded clients: one thread answers the PING while another has already taken this
         connection for a request that leaves later. (The Rust ztunnel's pool checks for GOAWAY when it hands out a
         connection, and fails the request if the final GOAWAY does not cover it.)
@@ -517,7 +519,7 @@ class Connection(ConnectionTunnels):
 
     @property
     def progress(self) -> Progress:
-        """The connection's own state for :class:`Progress`."""
+        """The state of this object, as :class:`Progress`."""
         return Progress(
             waiting=tuple(self._waiting),
             room=self._room,
@@ -545,7 +547,7 @@ class Connection(ConnectionTunnels):
             self.poller.requeue(self)
 
     def move_away(self) -> None:
-        """End without a word on the wire or to the tunnels, because another process continues. Idempotent."""
+        """End without sending anything or notifying the tunnels, because another process continues. Idempotent."""
         if self.error is None:
             self._tunnels.clear()
             self._end(TunnelClosed("moved to another process"))
@@ -623,7 +625,8 @@ class Connection(ConnectionTunnels):
         self._on_change = None
 
     def _changed(self) -> None:
-        # Drained. Called separately, because this can run inside a read whose events are not all dispatched.
+        # The connection is drained. Close it later, because this can run inside a read whose events are not all
+        # dispatched.
         if self._closing and self.error is None and not self.open_streams and self.engine.goaway_sent:
             self.poller.loop.call_soon(self.close)
         if self._on_change is not None:

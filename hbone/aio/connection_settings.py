@@ -18,9 +18,9 @@ class ConnectionSettings:
     ``first_request_timeout_s``: a server closes a connection without a request after this time. None disables it.
     ``windows``: the window budget shared by all connections of a pod. None means no limit. ``drain_grace_s``: a
     server accepts requests for this time after its peer has acknowledged the drain. ``ping_interval_s``: None
-    disables keepalive. The two ping times are kept to a quarter of the shorter timeout. They differ from the Rust
-    ztunnel's 10 and 20 s: a peer gone without a FIN is detected within 20 s instead of 35, and a peer that paused
-    for 10 s is kept.
+    disables keepalive. Both ping times are checked at intervals of a quarter of the shorter one. They differ from
+    the Rust ztunnel's 10 and 20 s: a peer gone without a FIN is detected within 20 s instead of 35, and a peer
+    that paused for 10 s is kept.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
@@ -51,7 +51,7 @@ class Progress:
 
     Attributes:
         waiting: streams that wait for room, in their order.
-        room: set when the output possibly has room again.
+        room: whether the output might have room again.
         closing: the connection accepts no new streams.
         grace: the drain is announced, and the delay before the final GOAWAY is running.
         unsent: sealed bytes that the network has not taken.

@@ -24,7 +24,7 @@ from hbone.settings import Role
 
 
 class ConnectionTunnels(TunnelCarrier):
-    """See the module."""
+    """Opens the tunnels of a connection and sends their payload."""
 
     __slots__ = (
         "_answers",
@@ -106,7 +106,7 @@ class ConnectionTunnels(TunnelCarrier):
                 self.link.send(views)
             except (OSError, TlsError) as error:
                 if len(views) > 1:
-                    self._unsent_from = 0  # the network can have taken the first of them
+                    self._unsent_from = 0  # the first of them can have been sent
                 self._end(network_error(error, "while sending"))
                 return
             output.taken()
@@ -124,7 +124,9 @@ class ConnectionTunnels(TunnelCarrier):
 
     @property
     def early_limit(self) -> int:
-        """The bytes held for a stream before its relay starts; few at a server, which has not accepted it yet."""
+        """The most bytes held for a stream before its relay starts. A server holds few, because it has not
+        accepted the stream yet.
+        """
         http2 = self.settings.http2
         return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
 
@@ -206,9 +208,9 @@ class ConnectionTunnels(TunnelCarrier):
 
         Args:
             headers: the request's headers.
-            client: its first bytes leave with the request, if the peer has announced that it holds them until its
-                answer (Setting.EARLY_BYTES): one round trip less. They are consumed when the 200 arrives;
-                without a 200 they stay for another attempt.
+            client: the source of early data. Its first bytes are sent with the request if the peer has announced
+                that it holds them until its answer (Setting.EARLY_BYTES). This saves one round trip. They are
+                consumed when the 200 arrives; without a 200 they stay for another attempt.
 
         Raises:
             ConnectRefused: another status.
@@ -221,8 +223,8 @@ class ConnectionTunnels(TunnelCarrier):
             if isinstance(self.error, TlsError):
                 raise self.error
             if self.error is not None and self.engine.unused:
-                # A server that judges after the handshake ends so. A retry would only meet the same verdict, hence
-                # not ``unprocessed``.
+                # A server that refuses us after the handshake closes in this way. It would refuse a retry too, so
+                # this is not ``unprocessed``.
                 raise ConnectionBroken(f"connection ended: {self.error}")
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
         tunnel = self._requested(self.engine.open_stream(headers), client)
@@ -234,7 +236,8 @@ class ConnectionTunnels(TunnelCarrier):
         Args:
             block: the CONNECT, an argument of :meth:`hbone.engine.Engine.open_tunnel`.
             client: see :meth:`open`.
-            on_answer: gets the errors that :meth:`open` raises. A tunnel that is closed before gets no answer.
+            on_answer: gets the errors that :meth:`open` raises. It is not called for a tunnel that was closed
+                before.
 
         Raises:
             LocalProtocolError: no stream can be opened, see :attr:`accepts_streams`.

@@ -1,8 +1,8 @@
 """A time limit for part of a coroutine, at a tenth of the cost of :func:`asyncio.timeout`.
 
-Each connection has one or two, and hardly any expires. Most of their cost would be creating and cancelling a timer
-of the loop per connection. Deadlines of one length share a timer (:mod:`hbone.aio.interval_timer`), and expire up
-to a 64th of their length late.
+Each connection has one or two time limits, and few of them expire. Most of their cost would be creating and
+cancelling a timer of the loop per connection. Deadlines of one length share a timer
+(:mod:`hbone.aio.interval_timer`), and expire up to a 64th of their length late.
 
 Not compiled: see :mod:`hbone.aio.waits`.
 """
@@ -28,7 +28,7 @@ class Deadline:
     Args:
         poller: the fiber's poller.
         after_s: the limit. Use few different values, such as a configuration's, because each has a timer.
-        began_s: the time from which it counts, by the loop's clock, if that is before the block is entered. Such a
+        began_s: the start of the limit, by the loop's clock, if it is earlier than the entry of the block. Such a
             deadline has a timer of its own.
     """
 

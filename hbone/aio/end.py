@@ -1,7 +1,7 @@
 """The base class of the two endpoints (ends) of a relay.
 
-Two ends, ``a`` and ``b``, are each other's ``peer``. Each is a source (what its network sends goes into the
-peer) and a sink (what the peer gives goes out to its network). Data moves by direct calls:
+Two ends, ``a`` and ``b``, are each other's ``peer``. Each is a source (bytes from its network go into the peer)
+and a sink (bytes from the peer go out to its network). Data moves by direct calls:
 
 - An end that *pulls* from a socket asks ``peer.reserve(limit)`` for room, reads straight into it, and calls
   ``peer.commit(n)``. Without room (None) it stops reading until ``peer`` calls ``resume()``.
@@ -11,8 +11,8 @@ peer) and a sink (what the peer gives goes out to its network). Data moves by di
 
 ``write_eof`` forwards a half-close, ``write_reset`` an abortive close, which ends both directions. A sink without
 a network discards its input until the relay is over, so that the other direction can still end in order. One table
-for all ends, :mod:`hbone.end_state`, has the result of each event. An end only implements how its network is
-notified.
+for all ends, :mod:`hbone.end_state`, has the result of each event. Each kind of end only implements how to signal
+the event to its network.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def failure_after_end(sock: socket.SocketType) -> OSError | None:
 
 
 class RelayObserver(ABC):
-    """Receives the events of an end: the relay that the end belongs to."""
+    """The interface of a relay that receives the events of its ends."""
 
     __slots__ = ()
 
@@ -115,8 +115,8 @@ class End(ABC):
 
     @abstractmethod
     def reserve(self, limit: int) -> memoryview | None:
-        """Return room for at most ``limit`` bytes, or None if there is none. This end then calls the caller's
-        ``resume``.
+        """Return room for at most ``limit`` bytes. Return None if there is none; this end then calls the caller's
+        ``resume`` later.
         """
 
     @property
@@ -211,8 +211,8 @@ class End(ABC):
         if peer is not None:
             if dropped:
                 peer.delivered(dropped)
-            # A peer that waited for room reads on, and its bytes are discarded: without reading, its
-            # own EOF would stay unseen.
+            # A peer that waited for room continues to read, and its bytes are discarded. If it did not read, it
+            # would never see its own EOF.
             if resumes:
                 peer.resume()
 
@@ -223,7 +223,7 @@ class End(ABC):
 
     @abstractmethod
     def _drop_pending(self) -> int:
-        """Drop pending bytes; return the number of bytes whose credit the peer has not got back."""
+        """Drop pending bytes; return the number of bytes whose credit is still due to the peer."""
 
     @abstractmethod
     def _send_eof(self) -> None:

@@ -169,8 +169,9 @@ class Fiber(asyncio.Future[None]):
             super().set_exception(error)
             raise
         except BaseException as error:  # noqa: BLE001  the waiters of the fiber get it
-            # Without this frame, through which fiber and error would keep each other alive until the next garbage
-            # collection. Errors are frequent (each reset is an error), and no object may outlive its connection.
+            # Remove this frame from the traceback. Through it, fiber and error would keep each other alive until
+            # the next garbage collection. Errors are frequent (each reset is an error), and no object may outlive
+            # its connection.
             super().set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         else:
             self._wait(waits_for)
@@ -190,9 +191,9 @@ class Fiber(asyncio.Future[None]):
             return
         future._asyncio_future_blocking = False
         self._waiting = future
-        # The only difference from a task. A OneShotFuture keeps the fiber and passes it to the poller. A done
-        # callback would pass through the loop and resume in its next iteration. The class is compared by identity,
-        # because a subclass can resolve differently.
+        # This is the only difference from a task. A OneShotFuture keeps the fiber and passes it to the poller. A
+        # done callback would pass through the loop and resume in its next iteration. The class is compared by
+        # identity, because a subclass can resolve differently.
         if type(future) is OneShotFuture and future.fiber is None and not future.done():
             future.fiber = self
         else:

@@ -1,13 +1,14 @@
-"""Open relays and their connection as a value that another process continues, with the sockets' descriptors.
+"""Turns open relays and their connection into a value and socket descriptors, with which another process continues
+them.
 
 The smallest movable part is a *unit*: one HTTP/2 connection with the relays of all its tunnels, or a relay of two
 plain sockets. :class:`Frozen` stops a unit and reads its :class:`UnitState`. Then either :meth:`Frozen.leave`
-releases it, because another process continues, or :meth:`Frozen.thaw` has it continue here. In between its sockets
-are neither read nor written. Something here can end it nevertheless, for example a policy. Then
-:attr:`Frozen.unchanged` is false, and only :meth:`Frozen.thaw` is allowed.
+releases it, because another process continues, or :meth:`Frozen.thaw` has it continue here. While the unit is
+frozen, its sockets are neither read nor written. This process can still end the unit, for example because of a
+policy. Then :attr:`Frozen.unchanged` is false, and only :meth:`Frozen.thaw` is allowed.
 
-:func:`resumed` makes the unit of a state. It is idle before :meth:`Resumed.start`, so the sockets still belong to
-the old process.
+:func:`resumed` recreates a unit from its state. The unit is idle until :meth:`Resumed.start`. Until then the
+sockets belong to the old process.
 
 Descriptors come with a state in this order: the connection's descriptor, then for each relay its plain sockets.
 """
@@ -61,7 +62,7 @@ class TunnelState(msgspec.Struct, frozen=True, kw_only=True, tag="tunnel"):
 
     Attributes:
         pending: bytes that wait for room.
-        owed: bytes given to the other end whose credit the peer has not got back.
+        owed: bytes passed to the other end whose credit was not yet returned to the peer.
     """
 
     stream_id: int
@@ -79,8 +80,8 @@ class RelayState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a relay and of its two ends.
 
     Attributes:
-        first: which end stopped first, 0 or 1. ``None``: neither has. open_sinks: for each end, whether we can
-            still send to it.
+        first: which end stopped first, 0 or 1. ``None``: neither has.
+        open_sinks: for each end, whether we can still send to it.
         sent, received: bytes moved until now.
         quiet, seen: see :class:`hbone.aio.relay.MovedRelay`.
     """
@@ -107,7 +108,7 @@ class CarrierState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnitState(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module."""
+    """The state of a unit, which the module describes."""
 
     carrier: CarrierState | None
     relays: tuple[RelayState, ...]
@@ -323,14 +324,14 @@ def resumed(
 
     Args:
         state: the unit's state.
-        sockets: non-blocking, in the order of the module; they belong to the result.
+        sockets: non-blocking, in the order that the module describes. They belong to the result.
         settings: this process's settings of connections. The settings that the old process announced to the
             peer stay in use.
         poller: this loop's poller.
         requests: takes the requests of a server's connection.
 
     Raises:
-        ValueError: the state cannot be used here, or comes with other sockets; these stay the caller's.
+        ValueError: the state cannot be used here, or does not match ``sockets``, which stay the caller's.
     """
     left = list(sockets)
     plain = sum(isinstance(end, PlainState) for relay in state.relays for end in relay.ends)

@@ -10,7 +10,7 @@ import asyncio
 from collections import OrderedDict
 from typing import Final, Protocol
 
-#: The largest delay of a check, as a fraction of its interval: it shares a timer with later checks.
+#: The largest delay of a check, as a fraction of its interval. Checks that are due within this time share a timer.
 _SLACK: Final = 1 / 64
 #: Checks in one turn of the loop, before other callbacks run: some hundred microseconds.
 CHECKS_PER_TURN: Final = 256
@@ -20,11 +20,11 @@ class Member(Protocol):
     """An object that is called once per interval."""
 
     def on_interval(self) -> None:
-        """Check; may unregister itself and other members."""
+        """Check whether anything is due. Can unregister itself and other members."""
 
 
 class IntervalTimer:
-    """Check whether anything is due. Can unregister itself and other members."""
+    """Calls each of its members once per interval, by one timer of the event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         self._loop = loop
@@ -64,7 +64,8 @@ class IntervalTimer:
                 due[member] = now_s + self._interval_s
                 member.on_interval()
         finally:
-            # Also after a member has raised (the loop logs it), because the other members must still be called.
+            # This also runs after a member has raised an error (the loop logs it), because the other members must
+            # still be called.
             if due:
                 next_s = due[next(iter(due))]
                 # A member that is overdue was left over by the limit per turn, so it must not wait for the slack.

@@ -9,7 +9,7 @@ from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.poller import Poller
 
 _CHECKS_PER_PERIOD = 4
-"""The checks per interval or limit, whichever is shorter: this sets how exactly both are kept."""
+"""The number of checks per ping interval or timeout, whichever is shorter. It sets the accuracy of both."""
 
 
 class Pinged(Protocol):
@@ -23,9 +23,10 @@ class Pinged(Protocol):
 
 
 class Keepalive:
-    """Member of a shared timer (:mod:`hbone.aio.interval_timer`) until :meth:`stop`.
+    """The keepalive of one connection, called by a shared timer (:mod:`hbone.aio.interval_timer`) until
+    :meth:`stop`.
 
-    A timer of its own per connection, moved with each PONG, would cost more than the checks.
+    A separate timer per connection, moved with each PONG, would cost more than these checks.
     """
 
     __slots__ = ("_connection", "_interval_s", "_payload", "_poller", "_sent_s", "_timeout_s", "_timer")
@@ -42,7 +43,7 @@ class Keepalive:
 
     def answered(self, payload: bytes) -> bool:
         """Process a PONG. Return False if it answers no PING of this keepalive."""
-        # The payload is random, so that a peer cannot answer in advance and pass for alive.
+        # The payload is random, so that a peer cannot answer in advance and appear to be alive.
         if not self._payload or payload != self._payload:
             return False
         self._payload = b""

@@ -1,8 +1,8 @@
 """Sockets of connections that were ended for breaking the protocol: kept open for a second, and not read.
 
-A peer that is asked to leave and finds its connection closed can return at once, and each time costs a handshake.
-While its old connection seems to be open, it waits, and what it sends meanwhile fills the kernel's buffer only.
-Envoy does the same.
+A peer whose connection is closed after GOAWAY can reconnect at once, and each time costs a handshake. While the
+old connection seems to be open, the peer waits, and the bytes that it sends meanwhile only fill the kernel's
+buffer. Envoy does the same.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ def network_error(error: Exception, when: str) -> HboneError:
 
 
 class Link:
-    """Owns the socket. Reads into the poller's scratch buffers; holds bytes only while the network is full."""
+    """Owns the socket. It reads into the poller's scratch buffers, and holds output only while the network accepts
+    no more.
+    """
 
     __slots__ = (
         "_hung_up",
@@ -53,7 +55,7 @@ class Link:
         self.readable = True
         """False: the socket is known to be empty until the next event."""
         self.overhead = 0
-        """Octets of the last read without payload, if they are more than an eighth of the read."""
+        """The TLS overhead of the last read in octets, if it is more than an eighth of the payload; else 0."""
         self.read_bytes = 0
         """Bytes read until now."""
         self.held = False
@@ -64,7 +66,7 @@ class Link:
 
     @property
     def blocked(self) -> bool:
-        """Whether the network took less than it was given: send no more for now."""
+        """Whether the network accepted only a part of the output, so that no more should be sent now."""
         return bool(self._unsent)
 
     @property
@@ -152,7 +154,7 @@ class Link:
         return bytes(self._unsent)
 
     def continue_with(self, unsent: bytes) -> None:
-        """Begin with bytes that the network has not taken in another process."""
+        """Begin with the bytes that another process could not send."""
         self._unsent += unsent
 
     def fit(self, size: int, took_s: float, wanted_s: float) -> None:
@@ -164,7 +166,7 @@ class Link:
         if size < BULK_BYTES:
             return
         fitting = int(size * wanted_s / took_s) if took_s > wanted_s else BUFFER_BYTES
-        # By half at most, because the processor can have run another process in between.
+        # Shrink by half at most, because the time can include other processes.
         smaller = max(BULK_BYTES, fitting, self._most >> 1)
         self._most = smaller if fitting < self._most else min(BUFFER_BYTES, 2 * self._most)
 

@@ -1,11 +1,11 @@
 """An end of a relay whose bytes are shown to an observer as they pass.
 
-The owner of a relay replaces one end by an :class:`ObservedEnd`. There is no other change, and
-relays without one pay no cost. It is the peer of the other end. The peer of the observed end is a
-:class:`_FarSide`. Both forward every call at once, so back pressure, half closes and resets work like between the
-two real ends, and no byte waits here. There are two differences. Plain sockets are not spliced, because their
-bytes must pass through this process (:mod:`hbone.aio.splice`). And first bytes that leave along with a CONNECT do
-not pass through a relay, so the owner opens the tunnel without them.
+The owner of a relay replaces one end by an :class:`ObservedEnd`. Nothing else changes, and relays without an
+observer have no additional cost. The :class:`ObservedEnd` is the peer of the other end, and a :class:`_FarSide` is
+the peer of the observed end. Both forward every call at once, so back pressure, half closes and resets work like
+between the two real ends, and no byte waits here. There are two differences. Plain sockets are not spliced,
+because their bytes must pass through this process (:mod:`hbone.aio.splice`). And first bytes that leave along with
+a CONNECT do not pass through a relay, so the owner opens the tunnel without them.
 """
 
 from __future__ import annotations
@@ -228,14 +228,16 @@ class _FarSide(End):
         return 0
 
     def _send_eof(self) -> None:
-        """Nothing: the real end applies its events."""
+        """Do nothing, because the real end applies its own events."""
 
     def _send_reset(self) -> None:
-        """Nothing: the real end applies its events."""
+        """Do nothing, because the real end applies its own events."""
 
 
 class _Reports(RelayObserver):
-    """The relay of an observed end: reports to the real relay, which only has the observed end."""
+    """The relay as the inner end sees it. It forwards reports to the real relay, which only contains the
+    :class:`ObservedEnd`.
+    """
 
     __slots__ = ("_observed",)
 

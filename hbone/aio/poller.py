@@ -6,15 +6,16 @@ sockets stopped by the fairness rule in the previous iteration, the events of ep
 :data:`EVENTS_PER_FLUSH` events. Code that queues output outside an iteration (a task, a timer) uses the same list,
 and schedules an iteration. This works on uvloop and on asyncio's own loop, because it only needs ``add_reader``.
 
-An iteration survives any callback. An edge is reported once, so an error that ended the iteration would leave the
-other sockets of the batch without their event. Each error is reported to its own handler only.
+An exception in a callback does not end the iteration. An edge is reported once, so an error that ended the
+iteration would leave the other sockets of the batch without their event. Each error is reported to its own handler
+only.
 
-Buffers: a turn handles one read to its end before the next, so that one set of scratch buffers serves all sockets
-(:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`). Output buffers are borrowed while
-there is something to write. Idle connections hold none.
+Each read is processed completely before the next one, so that one set of scratch buffers serves all sockets
+(:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`). Connections borrow output buffers
+only while they have output.
 
-Adaptive spin: for a short time after activity the poller polls again instead of sleeping, because a wake-up costs
-more than a small request. :class:`hbone.aio.spin.Spin` decides when it does not.
+For a short time after activity the poller polls again instead of sleeping (adaptive spin), because a wake-up costs
+more than a small request. :class:`hbone.aio.spin.Spin` decides whether it spins.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 READS_PER_TURN: Final = 4  # reads of one socket before others are read
 REQUEUED_S: Final = 0.001
-"""The time per iteration for all sockets with much to read together."""
+"""The total time per iteration for all sockets that have much to read."""
 BULK_BYTES: Final = 32 * 1024
 """A socket that read this much in its last turn puts its next event into the run queue, once :data:`REQUEUED_S` is
 used up.
@@ -109,7 +110,7 @@ class Running(Protocol):
 
 
 class Poller:
-    """One per event loop; create it inside the loop, close it last."""
+    """Watches the sockets of one event loop. Create it inside the loop, and close it last."""
 
     def __init__(self, spin: SpinSettings | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -209,8 +210,8 @@ class Poller:
             self._epoll.unregister(fd)
 
     def suspend(self, fd: int, handler: Handler) -> None:
-        """Stop watching, and do not call ``handler`` any more: its bytes stay in the kernel. :meth:`register` and
-        :meth:`requeue` end that.
+        """Stop watching, and do not call ``handler`` before :meth:`register` or :meth:`requeue`. Received bytes
+        stay in the kernel.
         """
         self.unregister(fd)
         if handler in self._in_line:
@@ -238,7 +239,7 @@ class Poller:
             self._schedule()
 
     def defers_bulk(self) -> bool:
-        """Whether a socket that has much to read waits in line with its event: the caller then calls
+        """Whether a socket that has much to read must wait in the run queue. If so, the caller calls
         :meth:`requeue`.
 
         Events are served at once, so small flows never wait. Without this limit, twenty bulk flows
@@ -309,7 +310,7 @@ class Poller:
             self._free.append(buffer)
 
     def drop_buffers(self) -> int:
-        """Free the buffers that were not used since the last call, but for a few; return how many."""
+        """Free all but a few of the buffers not used since the last call; return how many were freed."""
         dropped = max(0, self._unused - _FEW_BUFFERS)
         del self._free[:dropped]  # acquire() takes the last one, so the first are the unused ones
         self._unused = len(self._free)

@@ -1,4 +1,4 @@
-"""Tunnels over shared connections: :class:`hbone.pool.PoolState` decides, this dials, opens and closes."""
+"""Tunnels over shared connections: :class:`hbone.pool.PoolState` decides, this module dials, opens and closes."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Pool(PoolConnections):
         Raises:
             ConnectRefused: answered with something else than 200.
             TunnelBroken: the stream or the connection ended before the answer.
-            PoolClosed: drained or closed meanwhile.
-            PoolFull: too many wait already.
+            PoolClosed: the pool was drained or closed meanwhile.
+            PoolFull: too many tunnels already wait.
             Exception: what ``dial`` raised, if it dialled for this caller.
         """
         headers = tuple(request)
@@ -126,7 +126,7 @@ class Pool(PoolConnections):
                 return  # CancelDial: no tunnel waits for this dial any more
             self._dial_over(key, TunnelBroken("dial was cancelled"))
             raise
-        except Exception as error:  # noqa: BLE001  any error of a dial is the caller's that asked for it
+        except Exception as error:  # noqa: BLE001  the caller that asked for the dial gets any error
             self._dial_over(key, error)
             return
         if self._dials.get(key) is not task:

@@ -1,5 +1,5 @@
-"""The open connections of a pool, and the tunnels on them. :class:`hbone.pool.PoolState` decides, this opens and
-closes.
+"""The open connections of a pool, and the tunnels on them. :class:`hbone.pool.PoolState` decides, this module
+opens and closes.
 
 All methods return at once. :class:`hbone.aio.pool.Pool` adds the coroutines, which dial and wait.
 """
@@ -33,7 +33,7 @@ from hbone.pool import (
     WaiterId,
 )
 
-#: A reserved place on a connection, and the connection unless it has ended meanwhile.
+#: A reserved slot on a connection, and the connection, or None if it has ended meanwhile.
 Assigned: TypeAlias = tuple[ConnectionId, Connection | None]
 
 
@@ -99,8 +99,8 @@ class PoolConnections:
         return self._state.has(key)
 
     def reserve(self, key: Hashable) -> ConnectionId | None:
-        """Reserve a place on an open connection of ``key`` for :meth:`open_on`, which follows at once, or else
-        :meth:`release`.
+        """Reserve a slot on an open connection of ``key``. The caller must call :meth:`open_on` or :meth:`release`
+        next.
 
         Returns:
             None: no open connection has room, so a tunnel would have to wait.
@@ -115,13 +115,14 @@ class PoolConnections:
         return connection_id
 
     def release(self, connection_id: ConnectionId) -> None:
-        """Release a place reserved by :meth:`reserve` on which no tunnel was opened."""
+        """Release a slot reserved by :meth:`reserve` on which no tunnel was opened."""
         self._released(connection_id)
 
     def open_on(
         self, connection_id: ConnectionId, block: bytes, client: PlainSocket | None, on_answer: OnAnswer
     ) -> Tunnel:
-        """Request a tunnel on a reserved place, without a coroutine; the caller closes it, answered or not.
+        """Request a tunnel on a reserved slot, without a coroutine. The caller closes the tunnel, with or without
+        a response.
 
         Args:
             connection_id: from :meth:`reserve`.
@@ -142,8 +143,8 @@ class PoolConnections:
 
         Args:
             key: the connection's key.
-            connection: it continues here.
-            tunnels: the open ones.
+            connection: the connection, which continues here.
+            tunnels: its open tunnels.
             idle_s: from :meth:`idle_s` of the other process's pool.
         """
         opened = list(tunnels)
@@ -188,8 +189,7 @@ class PoolConnections:
                     if future.done():
                         self._loop.call_soon(self._released, connection_id)
                     else:
-                        # Should the connection end before the waiter runs, its ``error``
-                        # still says why.
+                        # If the connection ends before the waiter runs, its ``error`` has the reason.
                         future.set_result((connection_id, self._connections.get(connection_id)))
                 case Fail(waiter=waiter, error=error):
                     future = self._waiting.pop(waiter)

@@ -26,7 +26,7 @@ class ByteCounts:
     """Live counters of a relay: ``sent`` from ``a`` to ``b``, ``received`` from ``b`` to ``a``.
 
     Args:
-        sent_before, received_before: of the same relay in other processes, which have counted them.
+        sent_before, received_before: bytes that other processes have counted for the same relay.
     """
 
     __slots__ = ("_a", "_b", "_received", "_received_before", "_sent", "_sent_before")
@@ -188,7 +188,9 @@ class Relay(RelayObserver):
         self._finish()
 
     def finish(self, reason: str) -> None:
-        """Like :meth:`abort`, but by :meth:`End.end_in_order`, which no network takes for a failure."""
+        """Like :meth:`abort`, but ends both directions by :meth:`End.end_in_order`, which does not look like a
+        failure.
+        """
         a, b = self._a, self._b
         self.abort(reason)
         for end in (a, b):
@@ -303,12 +305,12 @@ def relay(
         a: by convention the client's side.
         b: the other end.
         counts: follows the bytes from now on.
-        idle_timeout_s: end when no byte came from either side for this time, or up to a seventh more.
+        idle_timeout_s: the relay ends if neither side has sent a byte for this time, or up to a seventh more.
         on_end: called at the end, possibly before this returns. ``None``: the caller awaits the relay.
     """
     return Relay(a, b, counts, idle_timeout_s, on_end)
 
 
 def continued(a: End, b: End, counts: ByteCounts, moved: MovedRelay, idle_timeout_s: float | None = None) -> Relay:
-    """Continue a relay of another process, whose ends are in their states already."""
+    """Continue a relay of another process. The states of both ends were already restored."""
     return Relay(a, b, counts, idle_timeout_s, None, moved)

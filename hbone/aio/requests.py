@@ -1,5 +1,5 @@
-"""The requests of a server's connection, from their arrival until they are over. Each is handled by a fiber, or by
-an object without a coroutine (:data:`TakeNow`).
+"""The requests of a server's connection, from their arrival until their streams are released. Each is handled by a
+fiber, or by an object without a coroutine (:data:`TakeNow`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class Request:
         self._tunnel.close()
 
     def over(self) -> None:
-        """Release the stream. Whoever took the request by :data:`TakeNow` calls this once, as its last step."""
+        """Release the stream. An object that accepted the request by :data:`TakeNow` calls this once, as its last
+        step.
+        """
         self._requests._over(self, self._tunnel)
 
     def _answer(self) -> None:

@@ -1,4 +1,4 @@
-"""The server's side of a connection: each request is handled by a fiber, and the connection owns them."""
+"""The server side of a connection. A fiber handles each request, and the connection owns the fibers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def serve_connection(
     """Serve one accepted, non-blocking socket until the connection and all its handlers are over.
 
     Args:
-        sock: belongs to this call.
-        tls_context: None: cleartext HTTP/2 with prior knowledge.
+        sock: the accepted socket, which belongs to this call.
+        tls_context: the server's TLS parameters. None means cleartext HTTP/2 with prior knowledge.
         settings: times and windows.
         poller: this loop's poller.
         on_request: runs as a fiber per request, and must answer it. Owns the accepted tunnel, which is closed when
@@ -55,7 +55,7 @@ async def serve_connection(
 
 
 async def serve_to_end(connection: Connection, requests: Requests) -> None:
-    """Wait until an established connection and all its handlers are over. Cancelling ends both."""
+    """Wait until an established connection and all its handlers are over. Cancelling this ends both."""
     try:
         await connection.wait_closed()
         # The connection has ended, but its received bytes are not all delivered. An application that reads slowly

@@ -17,9 +17,9 @@ from hbone.errors import TunnelClosed, bare
 
 CROWD_SOCKETS: Final = 128
 CROWDED_UNSENT_BYTES: Final = 128 * 1024
-"""The kernel's send buffer, besides bytes in flight, for an application that does not read, while this many
-sockets are open. It would grow up to 4 MiB (tcp_wmem), which is charged to our cgroup: 2,000 such streams took 1.3
-GB.
+"""The limit of unsent bytes in the kernel, besides bytes in flight, while :data:`CROWD_SOCKETS` sockets are open.
+For an application that does not read, the kernel's buffer would otherwise grow up to 4 MiB (tcp_wmem), which is
+charged to our cgroup: 2,000 such streams took 1.3 GB.
 """
 LASTING_S: Final = 10.0
 """The age after which a connection gets options that few connections need, see
@@ -547,7 +547,9 @@ class PlainSocket(End):
                 self.broken = bare(error)
 
     def _send_reset(self) -> None:
-        """Nothing yet: SO_LINGER makes the kernel send RST when the owner closes, which follows at once."""
+        """Send nothing yet: SO_LINGER makes the kernel send RST when the owner closes the socket, which follows at
+        once.
+        """
 
     def end_in_order(self) -> None:
         """Send FIN now: the kernel would reset a socket that is closed while received bytes are unread."""

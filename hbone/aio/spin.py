@@ -5,13 +5,13 @@ processor for the duration of the wait. Which is cheaper depends on the machine,
 the load. If a client waits for each answer before its next request, a proxy that spins can double its rate. If
 requests arrive at their own rate, the same spin has no benefit.
 
-So it is measured. A proxy has one of two habits, sleeping or spinning, and sometimes tries the other for some
-iterations. It adopts the habit with the smaller product of CPU time per byte and the third power of elapsed time
-per byte, once that habit has won twice in a row. (Circuit design weighs energy against delay with such products.)
-The power is the worth of a faster answer: 2.3 times the CPU time for two thirds of the elapsed time is a gain, and
-a tenth less elapsed time is worth 1.15 times the CPU time. Requests at a fixed rate take the same time per byte
-either way, so the habit with less CPU time wins. While the other habit does not win and the load stays the same,
-it is tried less and less often.
+So the poller measures which is cheaper. A proxy has one of two habits, sleeping or spinning, and sometimes tries
+the other for some iterations. It adopts the habit with the smaller product of CPU time per byte and the third
+power of elapsed time per byte, once that habit has won twice in a row. (Circuit design weighs energy against delay
+with such products.) The third power sets the value of faster answers: 2.3 times the CPU time for two thirds of the
+elapsed time is a gain, and a tenth less elapsed time is worth 1.15 times the CPU time. Requests at a fixed rate
+take the same time per byte either way, so the habit with less CPU time wins. While the other habit does not win
+and the load stays the same, it is tried less and less often.
 
 In a chain of proxies on one machine each wait is short only while the other proxies are awake. So trials start at
 the same time in all processes of a machine: at multiples of the period on the monotonic clock.

@@ -1,8 +1,8 @@
 """Moves bytes between two sockets inside the kernel, through a pipe (splice(2)).
 
-Large flows between two plain sockets then skip the copy through this process, the main cost of a relay: 0.36
-instead of 0.60 CPU seconds per GiB (``bench.compare --only node-local``). Short flows would pay for a pipe that
-they hardly use.
+Large flows between two plain sockets then avoid the copy through this process, which is the main cost of a relay:
+0.36 instead of 0.60 CPU seconds per GiB (``bench.compare --only node-local``). For short flows, creating a pipe
+would cost more than it saves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLAGS: Final = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 
 
 class SplicePipe:
-    """Owns a pipe; ``held`` bytes are in it.
+    """Owns a pipe, which contains ``held`` bytes.
 
     Raises:
         OSError: out of descriptors or memory.

@@ -50,7 +50,7 @@ async def _begin(coroutine: Coroutine[Any, Any, T], start: _Start) -> T:
 
 
 def _cancel_now(start: _Start) -> None:
-    """Ask again from inside the task, where a cancellation waits for the next await."""
+    """Cancel the task from inside, where a cancellation takes effect at the next await."""
     task = asyncio.current_task()
     assert task is not None
     for message in start.cancellations:

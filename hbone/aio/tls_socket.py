@@ -1,4 +1,4 @@
-"""A TLS byte stream without HTTP/2, as one end of a relay; both roles."""
+"""A TLS byte stream without HTTP/2, client or server, as one end of a relay."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class TlsSocket(End):
         """Finish the handshake.
 
         Raises:
-            TlsError: either side refused.
-            PeerSilent: not within ``timeout_s``.
+            TlsError: either side refused the handshake.
+            PeerSilent: the handshake did not finish within ``timeout_s``.
             ConnectionBroken: the network ended it.
         """
         await waits.handshake(self._handshake_step, self._established, timeout_s, self._give_up)
@@ -293,7 +293,8 @@ class TlsSocket(End):
     def _drained(self) -> None:
         """Continue a requested shutdown as far as the network accepts output; idempotent."""
         if self.sink is SinkState.EOF_PENDING and not self.link.blocked:
-            # The alert is pending output, too: the FIN follows when the network has taken it, in a later call.
+            # The close_notify alert is pending output, too. A later call sends the FIN, when the network has
+            # accepted the alert.
             assert self.link.tls is not None
             self.link.tls.close()
             self._send_tls()
@@ -336,7 +337,9 @@ class TlsSocket(End):
                 self.broken = bare(error)
 
     def _send_reset(self) -> None:
-        """Nothing yet: SO_LINGER makes the kernel send RST when the owner closes, which follows at once."""
+        """Send nothing yet: SO_LINGER makes the kernel send RST when the owner closes the socket, which follows at
+        once.
+        """
 
     def close(self, error: Exception | None = None) -> None:
         """Send close_notify if the network takes it, and close; idempotent."""

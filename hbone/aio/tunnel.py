@@ -88,7 +88,7 @@ class TunnelCarrier(ABC):
 
 
 class Tunnel(End):
-    """A stream after its 200; both roles.
+    """One CONNECT stream, of a client or of a server.
 
     Bytes that arrive before the relay starts are held. A server can send a full window. A client without an answer
     can send at most ``early_bytes`` of the connection's HTTP/2 settings. More bytes reset the stream.

@@ -24,7 +24,7 @@ class Closable(Protocol):
 
 
 class Abortable(Protocol):
-    """A relay that runs."""
+    """A running relay."""
 
     def abort(self, reason: str) -> None:
         """End the relay in both directions."""

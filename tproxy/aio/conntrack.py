@@ -12,7 +12,7 @@ from tproxy.errors import KernelRefused, MissingFeature
 def forget_flows(unwanted: Callable[[Flow], bool], netns: Netns | None = None) -> list[Flow]:
     """Delete the entries of unwanted connections and return them; blocks.
 
-    nftables then treats the next packet of each as that of a new connection.
+    nftables then treats the next packet of each deleted connection as the first of a new connection.
 
     Raises:
         MissingFeature: the kernel has no ctnetlink.

@@ -1,8 +1,10 @@
-"""Listening sockets that outlive this process: a holder has a copy of each, and gives them to the next one.
+"""Listening sockets that outlive this process. A holder process keeps a copy of each and passes them to the next
+process.
 
-While this process is dead its ports stay open, so connections wait in the queues of the sockets instead of being
+After this process has ended, its ports stay open, so connections wait in the sockets' queues instead of being
 refused. The holder (:mod:`ztunnel.runtime.holder`) is the parent of this process, and its end of the channel is a
-descriptor that ``ZTUNNEL_HOLDER_FD`` names. Each packet of the channel (``SOCK_SEQPACKET``) is a letter and a key:
+descriptor that ``ZTUNNEL_HOLDER_FD`` names. Each packet on the channel (``SOCK_SEQPACKET``) consists of a letter
+and a key:
 
 ======  ================  ===============================================================
 letter  sent by           meaning
@@ -39,7 +41,7 @@ MOST_BYTES: Final = 256
 _MEMORY: Final = "memory/"
 _SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h
 _COOKIE: Final = struct.Struct("=Q")
-#: The longest wait for the holder, which has no other work and answers at once.
+#: The longest wait for an answer of the holder, which has no other work and usually answers at once.
 _ANSWERS_S: Final = 5.0
 
 
@@ -48,7 +50,7 @@ class Holder:
 
     Args:
         channel: owned by this object.
-        crashes: how often the holder has started a process again.
+        crashes: how often the holder has restarted the process after a crash.
     """
 
     def __init__(self, channel: socket.socket, crashes: int = 0) -> None:
@@ -102,7 +104,8 @@ class Holder:
         """Return a socket left by an earlier process, now owned by the caller. ``None`` if there is none."""
         found = self._held.pop(key, None)
         if found is not None:
-            # The caller can close the socket without a message until it listens. A copy would keep the port then.
+            # Until the socket listens, the caller can close it without notifying the holder. A copy would then
+            # keep the port in use.
             self._send(DROP, key)
         return found
 
@@ -145,7 +148,7 @@ class Holder:
         try:
             self._channel.sendmsg([letter + key.encode()], rights)
         except OSError as error:
-            # Its end of the channel is closed, and so are its copies.
+            # The holder's end of the channel is closed, and so are its copies.
             log.error("the holder of listening sockets has gone: %s", error.strerror or error)
             self.close()
 
@@ -195,12 +198,12 @@ def holder() -> Holder | None:
 
 
 def held(sock: socket.socket, host: str, port: int) -> tuple[socket.socket, bool]:
-    """Return a held socket in place of a new one, or the new one; and whether it is bound already.
+    """Return a held socket in place of a new one, or the new one, and whether the result is already bound.
 
     Args:
-        sock: owned by the result.
-        host: to bind.
-        port: to bind; 0 is no port that another process could continue.
+        sock: the new socket, which belongs to this function from now on.
+        host: the address to bind.
+        port: the port to bind. For 0 there is no held socket.
     """
     if _holder is None or not port:
         return sock, False

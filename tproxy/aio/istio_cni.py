@@ -1,12 +1,13 @@
 """Takes over istio-cni's rules and routes in a pod's network namespace without breaking connections.
 
-istio-cni's routes and policy rules equal :mod:`tproxy.inpod`'s under another protocol number. A route is
-replaced in one request. A policy rule cannot be replaced, so our rule is added first.
+istio-cni's routes and policy rules are the same as those of :mod:`tproxy.inpod`, except for the protocol number. A
+route is replaced in one request. A policy rule cannot be replaced, so our rule is added first.
 
-Its nftables tables, or its chains in the tables of ``iptables-nft``, are removed after our table was added. Open
-connections survive: conntrack keeps their translation and their mark, and translates as long as any nat chain is
-registered (nf_nat_inet_fn in net/netfilter/nf_nat_core.c). Chains of ``iptables-legacy`` are outside nftables, and
-stay; they have the same effect as ours. All are found by name in the kernel's dump of these tables.
+The nftables tables of istio-cni, or its chains in the tables of ``iptables-nft``, are removed after our table was
+added. Open connections survive: conntrack keeps their translation and their mark, and translates as long as any
+nat chain is registered (nf_nat_inet_fn in net/netfilter/nf_nat_core.c). Chains of ``iptables-legacy`` are outside
+nftables and are not removed; they have the same effect as ours. All these chains are found by name in the kernel's
+dumps.
 """
 
 import contextlib
@@ -32,7 +33,8 @@ from tproxy.wire import Message, attribute, read_text, text
 
 _TABLES, _CHAINS = "istio-ambient-", "ISTIO_"
 _FAMILIES = {int(family): family for family in Family}
-#: Of ``iptables-legacy``: family, level of its socket options, and where the kernel lists its tables.
+#: For each IP version of ``iptables-legacy``: the family, the level of its socket options, and the file that lists
+#: its tables.
 _LEGACY = (
     (socket.AF_INET, socket.IPPROTO_IP, "/proc/thread-self/net/ip_tables_names"),
     (socket.AF_INET6, socket.IPPROTO_IPV6, "/proc/thread-self/net/ip6_tables_names"),
@@ -49,7 +51,8 @@ def take_over_routing(netns: Netns, wanted: Namespace, protocol: int) -> int:
 
     Args:
         netns: the pod's namespace.
-        wanted: the pod's desired state. protocol: our number.
+        wanted: the pod's desired state.
+        protocol: our protocol number.
 
     Returns:
         The number of routes and rules that were taken over.
@@ -94,7 +97,7 @@ def _take_over_rule(route: NetlinkSocket, rule: IpRule, protocol: int) -> None:
 
 
 def foreign_chains(netns: Netns) -> set[str]:
-    """Return istio-cni's chains in the namespace, each with its table, whichever program wrote them.
+    """Return istio-cni's chains in the namespace, each with its table, for all variants of iptables and nftables.
 
     Raises:
         TproxyError: the kernel refused to list them.
@@ -104,7 +107,7 @@ def foreign_chains(netns: Netns) -> set[str]:
 
 
 def _legacy_chains(netns: Netns) -> set[str]:
-    """Return istio-cni's chains in the tables of ``iptables-legacy``, as far as the kernel shows these."""
+    """Return istio-cni's chains in the tables of ``iptables-legacy``, if the kernel lists these tables."""
     found = set()
     with netns.entered():
         for family, level, path in _LEGACY:
@@ -120,7 +123,7 @@ def _legacy_chains(netns: Netns) -> set[str]:
 
 
 def _legacy_entries(sock: socket.socket, level: int, table: str) -> bytes:
-    """Return the rules of a table as the kernel has them; the names of its chains are in the text.
+    """Return the rules of a table in the kernel's binary form, which contains the names of its chains.
 
     Raises:
         OSError: the kernel refuses.
@@ -190,7 +193,7 @@ def _jumps(link: NetlinkSocket, family: int, table: str, chains: list[str]) -> l
         _, parts = nft_parts(body)
         of = read_text(parts.get(nf.NFTA_RULE_CHAIN, b""))
         expressions = parts.get(nf.NFTA_RULE_EXPRESSIONS, b"")
-        # The kernel does not filter dumps by their table in every release.
+        # Some kernel releases do not filter dumps by the table.
         if read_text(parts.get(nf.NFTA_RULE_TABLE, b"")) != table or of.startswith(_CHAINS):
             continue
         if any(text(nf.NFTA_VERDICT_CHAIN, chain) in expressions for chain in chains):

@@ -1,11 +1,11 @@
-"""Read our resources from the kernel, apply the desired state, and watch for changes by others.
+"""Reads our resources from the kernel, applies the desired state, and detects changes by others.
 
-:class:`Kernel` owns one thread. Netlink, sysctls and namespace changes happen only there, one after the
-other, so the event loop never waits for the kernel's RTNL or nftables lock. :class:`BlockingKernel` does the
-same work without a loop.
+:class:`Kernel` owns one thread. Netlink requests, sysctl writes and namespace changes happen only in that thread,
+one after the other, so the event loop never waits for the kernel's RTNL or nftables lock. :class:`BlockingKernel`
+does the same work without a loop.
 
-Every apply ends with a read-back that is compared with the desired state. A kernel that acknowledges a rule and
-stores a different one is therefore an error of the apply, not a fault discovered later through traffic.
+Every apply finally reads the resources back and compares them with the desired state. If the kernel acknowledges a
+rule but stores a different one, the apply therefore fails, and the fault is not discovered later through traffic.
 """
 
 import asyncio
@@ -63,11 +63,11 @@ _GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL}
 # RTNLGRP_ LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE; NFNLGRP_NFTABLES
 _ROUTE_GROUPS = (1, 5, 7, 8, 9, 11, 19)
 _NFT_GROUPS = (7,)
-# A burst of notifications (kube-proxy rewriting its tables, our own changes) leads to one read; the length is a
-# guess.
+# The time to collect a burst of notifications (kube-proxy rewriting its tables, our own changes), which leads to
+# one read. A guess.
 _SETTLE_S = 0.05
 _MAX_ROUNDS = 4
-# linkwatch handles what it finds not urgent once a second (net/core/link_watch.c).
+# linkwatch handles non-urgent devices once a second (net/core/link_watch.c).
 _RUNNING_S = 1.5
 _RUNNING_POLL_S = 0.005
 
@@ -86,7 +86,7 @@ class _OpenNamespace:
             raise
         self.links: list[rtnetlink.Link] = []
         self.memory = SysctlMemory(cookie_of(netns))
-        #: Of the remembered values, those in the nftables table at the last read.
+        #: The keys of the saved values that were in the nftables table at the last read.
         self.in_table: frozenset[SysctlKey] = frozenset()
 
     def read_links(self) -> list[rtnetlink.Link]:
@@ -95,7 +95,7 @@ class _OpenNamespace:
         return self.links
 
     def index(self, device: str) -> int:
-        # A device that was created after the cache was filled is found by the second attempt.
+        # The second attempt finds devices that were created after the cache was filled.
         for attempt in range(2):
             for link in self.links:
                 if link.name == device:
@@ -113,7 +113,7 @@ class BlockingKernel:
     """Reads and changes the kernel's state of the named namespaces; use it from one thread only.
 
     Args:
-        netns: the namespaces that states name. The caller closes them, after this object.
+        netns: the namespaces by the names used in states. The caller closes them, after this object.
         ownership: the tables, devices and protocol number that mark a resource as ours.
 
     Raises:
@@ -136,7 +136,7 @@ class BlockingKernel:
             place.close()
 
     def read(self, wanted: State | None = None) -> State:
-        """Return our resources as the kernel holds them.
+        """Return our resources that exist in the kernel.
 
         Sysctls have no owner in the kernel, so only names in the desired state or in the memory table are read.
 
@@ -153,7 +153,7 @@ class BlockingKernel:
         return State(namespaces, pairs)
 
     def _pairs(self) -> frozenset[VethPair]:
-        """Return our devices as pairs, joined where both ends name each other's index.
+        """Return our devices as pairs. Two devices form a pair if each one's IFLA_LINK is the index of the other.
 
         IFLA_LINK of a veth device is the index of its peer in the peer's own namespace, which is not unique: two
         pairs can have equal numbers. So both directions must agree, and each device is used once.
@@ -220,7 +220,7 @@ class BlockingKernel:
             return [body for body in place.nft.dump(message) if _table_name(body) in ours]
 
         # Dumps of chains and sets cover every table, including kube-proxy's with thousands of chains. So tables
-        # are dumped first, and without a table of ours no more is requested.
+        # are dumped first, and if none of them is ours, no further dumps are requested.
         tables = get(nftables.NFT_GETTABLE)
         if not tables:
             return nftables_dump.NftDump((), (), (), (), {})
@@ -249,7 +249,7 @@ class BlockingKernel:
         done: list[Operation] = []
         # Each round reads, applies the difference and reads again. Only an empty difference is success, because it
         # proves that the kernel stored the sent values. Further rounds are needed if others change the same
-        # resources meanwhile, and if one operation removes another's result: without its last IPv4 address a
+        # resources meanwhile, or if one operation undoes the result of another: without its last IPv4 address a
         # device loses its routes (fib_inetaddr_event in net/ipv4/fib_frontend.c). A difference that remains after
         # four rounds is a resource stored by the kernel in another form. More rounds would not help.
         for _ in range(_MAX_ROUNDS):
@@ -347,7 +347,8 @@ class BlockingKernel:
         unsupported: MissingFeature | None = None,
     ) -> None:
         place = self._places[namespace]
-        # A pair changes the links of two namespaces, and the kernel may give a deleted index to a new device.
+        # A pair changes the links of two namespaces, and the kernel can give a deleted device's index to a new
+        # device.
         if isinstance(operation, CreatePair | DeletePair):
             for other in self._places.values():
                 other.links = []
@@ -465,8 +466,9 @@ class Kernel:
         return await self._in_thread(lambda: blocking.read(wanted))
 
     async def apply(self, wanted: State) -> tuple[Operation, ...]:
-        """Run :meth:`BlockingKernel.apply` in the thread. Cancelling it does not stop an apply that is already
-        running in the thread."""
+        """Run :meth:`BlockingKernel.apply` in the thread. Cancelling the call does not stop an apply that is
+        already running in the thread.
+        """
         blocking = self._ready()
         return await self._in_thread(lambda: blocking.apply(wanted))
 
@@ -480,8 +482,9 @@ class Kernel:
         recheck.
 
         Args:
-            wanted: returns the desired state, before each apply. recheck_s: seconds between checks. changed: set
-            by the caller when the desired state has possibly changed. Cleared here.
+            wanted: returns the desired state. It is called before each apply.
+            recheck_s: seconds between checks.
+            changed: set by the caller when the desired state might have changed. This method clears it.
         """
         changed = changed or asyncio.Event()
         with contextlib.ExitStack() as stack:

@@ -20,7 +20,7 @@ def put_address(address: IpAddress, netns: Netns | None = None) -> bool:
 
     Raises:
         NeedCapability: CAP_NET_ADMIN is missing.
-        KernelRefused: EACCES or EINVAL, the namespace has no IPv6.
+        KernelRefused: EACCES or EINVAL if the namespace has no IPv6.
     """
     return _change(rtnetlink.RTM_NEWADDR, address, netns, errno.EEXIST)
 

@@ -1,7 +1,7 @@
 """Netlink over plain sockets: requests, transactions, dumps and notifications.
 
-The calls block, because the kernel handles a request inside ``sendmsg`` and its answer is queued when that
-returns (netlink_rcv_skb in net/netlink/af_netlink.c). One thread owns a socket.
+The calls block. They are short, because the kernel handles a request inside ``sendmsg``, and the answer is queued
+when ``sendmsg`` returns (netlink_rcv_skb in net/netlink/af_netlink.c). A socket must be used by one thread only.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ _NLM_F_MULTI, _NLM_F_ACK, _NLM_F_DUMP_INTR = 0x2, 0x4, 0x10
 _BATCH_BEGIN, _BATCH_END = 16, 17
 _HEADER = struct.Struct("=IHHII")
 _RECEIVE_BYTES = 1 << 20
-# A transaction is one sendmsg. The default limit (net.core.wmem_default, 208 KiB) allows about 1,500 members.
+# A transaction is sent by one sendmsg. The default limit (net.core.wmem_default, 208 KiB) allows about 1,500
+# members.
 _SEND_BUFFER_BYTES = 8 << 20
 _SO_SNDBUFFORCE = 32
 _ANSWER_TIMEOUT_S = 5.0
@@ -36,7 +37,7 @@ class DumpInterrupted(KernelRefused):
 
 
 class NetlinkSocket:
-    """One netlink socket, bound to the namespace that it was made in."""
+    """One netlink socket, bound to the namespace in which it was created."""
 
     def __init__(self, protocol: int, netns: Netns | None = None) -> None:
         self.protocol = protocol
@@ -78,8 +79,8 @@ class NetlinkSocket:
             NeedCapability: EPERM or EACCES.
             KernelRefused: for the first refused message, named by ``about``.
         """
-        # A refusal is always reported. Of thousands of acknowledgements most would not fit into the receive
-        # buffer. So only the last message requests one, which arrives when the whole transaction was committed.
+        # The kernel always reports a refusal. Thousands of acknowledgements would not fit into the receive buffer,
+        # so only the last message requests one. It arrives when the whole transaction was committed.
         last = max((at for at, message in enumerate(messages) if not _is_frame(message)), default=-1)
         if last < 0:
             return
@@ -141,7 +142,9 @@ class NetlinkSocket:
             raise failure
 
     def _make_room(self, octets: int) -> None:
-        """Let one message of this size be sent: the kernel refuses what exceeds the send buffer (EMSGSIZE)."""
+        """Enlarge the send buffer for one message of this size. The kernel refuses messages that exceed the buffer
+        (EMSGSIZE).
+        """
         if octets * 2 > self._room:
             self._room = self._set_buffer(octets * 2)
 
@@ -212,7 +215,7 @@ class NetlinkSocket:
 def monitor_socket(protocol: int, groups: Sequence[int], netns: Netns | None = None) -> socket.socket:
     """Return a non-blocking socket that becomes readable when the kernel's state changes.
 
-    The notifications are hints only: callers drain them and read the state itself. The caller closes the socket.
+    The notifications are only hints. Callers drain them and then read the state. The caller closes the socket.
 
     Raises:
         NeedCapability: no CAP_NET_ADMIN.
@@ -237,8 +240,8 @@ def monitor_socket(protocol: int, groups: Sequence[int], netns: Netns | None = N
 def drain(sock: socket.socket) -> None:
     """Discard the notifications of a monitor socket.
 
-    ENOBUFS says that the kernel dropped some because the queue was full. They were changes as well, and the
-    caller reads the whole state anyway.
+    ENOBUFS means that the kernel dropped some notifications because the queue was full. This makes no difference,
+    because the caller reads the whole state anyway.
     """
     while True:
         try:

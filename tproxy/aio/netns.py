@@ -1,9 +1,9 @@
-"""Network namespaces: open them, create them, and enter one to make a socket there.
+"""Opens, creates and enters network namespaces, so that sockets can be created in them.
 
-A socket belongs for life to the namespace that its thread was in when it was made, so a process enters a
-namespace only for the few microseconds of ``socket()``. setns(2) moves the calling thread and no other.
-:meth:`Netns.entered` is therefore synchronous: with an ``await`` inside, other tasks of this thread would run
-in the wrong namespace.
+A socket always belongs to the namespace in which its thread was when it created the socket, so a process enters a
+namespace only for the few microseconds of ``socket()``. setns(2) affects only the calling thread.
+:meth:`Netns.entered` is therefore synchronous: with an ``await`` inside, other tasks of this thread would run in
+the wrong namespace.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ class _Thread(threading.local):
     """The calling thread's own namespace and how deeply it has entered others.
 
     Attributes:
-        home: descriptor of the namespace to return to, opened once per thread rather than once per socket; -1
-            until then.
-        depth: the number of nested :meth:`Netns.entered`. From an inner one the way back leads to a namespace
-            that ``home`` does not name.
+        home: the descriptor of the thread's own namespace, opened once per thread and not once per socket; -1
+            before that.
+        depth: the number of nested :meth:`Netns.entered` blocks. An inner block returns to the namespace of the
+            outer block, not to ``home``.
     """
 
     home = -1
@@ -125,7 +125,7 @@ class Netns:
 
         Raises:
             NeedCapability: no CAP_SYS_ADMIN.
-            KernelRefused: among others EEXIST, the name is taken.
+            KernelRefused: for example EEXIST if the name is taken.
         """
         fds: list[int] = []
         failures: list[BaseException] = []
@@ -139,8 +139,8 @@ class Netns:
             except BaseException as error:  # noqa: BLE001 - carried to the calling thread, raised there
                 failures.append(error)
 
-        # unshare(2) moves the thread that calls it. A thread that ends afterwards needs no way back, which could
-        # fail and leave the caller's thread in the new namespace.
+        # unshare(2) moves the calling thread. A separate thread that ends afterwards need not return. A failed
+        # return would leave the caller's thread in the new namespace.
         thread = threading.Thread(target=make, name="make netns")
         thread.start()
         thread.join()
@@ -169,7 +169,7 @@ class Netns:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Run the ``with`` block in this namespace, in this thread; about 3 µs there and back.
+        """Run the ``with`` block in this namespace, in this thread. Entering and leaving take about 3 µs.
 
         The block must be synchronous. Blocks can be nested.
 
@@ -177,8 +177,8 @@ class Netns:
             NeedCapability: no CAP_SYS_ADMIN.
         """
         # The thread's own namespace is opened once, and its descriptor kept. That saves an open and a close per
-        # socket. A busy node creates thousands of sockets a second. Inside another block the previous namespace is
-        # that block's, which only /proc names.
+        # socket. A busy node creates thousands of sockets a second. Inside another block, the previous namespace
+        # is that block's, which is opened through /proc.
         inner = _thread.depth > 0
         if inner:
             home = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
@@ -243,7 +243,7 @@ def _publish(name: str) -> None:
     try:
         mount("", str(RUN), None, _MS_SHARED | _MS_REC)
     except KernelRefused as error:
-        # EINVAL says that it is no mount point yet; os.path.ismount does not recognise bind mounts.
+        # EINVAL means that the path is not a mount point yet. os.path.ismount does not recognise bind mounts.
         if error.code != errno.EINVAL:
             raise
         mount(str(RUN), str(RUN), None, _MS_BIND | _MS_REC)

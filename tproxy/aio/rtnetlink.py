@@ -1,12 +1,12 @@
-"""Links, addresses, routes and rules as rtnetlink messages, both ways, with pyroute2's message classes.
+"""Converts links, addresses, routes and rules to rtnetlink messages and back, with pyroute2's message classes.
 
-pyroute2 has the layouts of ``linux/{rtnetlink,if_link,if_addr,fib_rules}.h``. The sockets are ours
-(:class:`~tproxy.aio.netlink.NetlinkSocket`): pyroute2's start an event loop of their own and refuse a thread
-that already runs one. The import costs 10 MiB and 0.12 s. Only the agent and ``ztunnel intercept`` pay them, the
-proxy does not import this module.
+pyroute2 defines the layouts of ``linux/{rtnetlink,if_link,if_addr,fib_rules}.h``. Its sockets are not used,
+because they start their own event loop and cannot be used in a thread that already runs one.
+:class:`~tproxy.aio.netlink.NetlinkSocket` is used instead. The import costs 10 MiB and 0.12 s. Only the agent and
+``ztunnel intercept`` import this module, and the proxy does not.
 
-Readers return None for resources that are not ours. Device indexes and namespace descriptors, which only the
-running kernel has, are arguments.
+Readers return None for resources that are not ours. Device indexes and namespace descriptors are arguments,
+because only the running kernel defines them.
 """
 
 import struct
@@ -98,7 +98,7 @@ def _decoded(kind: type, body: bytes) -> Any:
     try:
         found = kind(header + body)
         found.decode()
-    except Exception as error:  # pyroute2 raises whatever its unpacking runs into
+    except Exception as error:  # pyroute2 raises any error of its unpacking code
         raise MalformedDump(body) from error
     return found
 
@@ -127,7 +127,7 @@ def dump_request(kind: int, *, protocol: int = 0) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A device as RTM_GETLINK shows it.
+    """A network device in an answer to RTM_GETLINK.
 
     Attributes:
         up: the administrative state, IFF_UP.
@@ -151,7 +151,7 @@ def read_link(body: bytes) -> Link:
     times the time of these four.
 
     Raises:
-        MalformedDump: it is cut.
+        MalformedDump: the message is cut short.
     """
     if len(body) < _IFINFOMSG.size:
         raise MalformedDump(body)
@@ -183,10 +183,10 @@ def create_pair(pair: VethPair, peer_namespace_fd: int, *, index: int = 0, peer_
     Args:
         pair: the left end is created in the namespace of the socket that sends the request.
         peer_namespace_fd: the namespace of the right end.
-        index, peer_index: the interface indexes of both ends, or 0 twice: the kernel chooses, and it ignores one
-            without the other. Ends with different indexes are operational at once. linkwatch takes a device whose
-            IFLA_LINK equals its own index for a plain one and may defer it for a second (linkwatch_urgent_event in
-            net/core/link_watch.c).
+        index, peer_index: the interface indexes of both ends, or 0 for both, and the kernel chooses. It ignores
+            one index without the other. Ends with different indexes are operational at once. If the IFLA_LINK of a
+            device equals its own index, linkwatch does not treat the device as urgent and can defer it for a
+            second (linkwatch_urgent_event in net/core/link_watch.c).
 
     Raises:
         ValueError: the pair has no right end.
@@ -271,7 +271,7 @@ def route_message(kind: int, route: Route, protocol: int, index: Index, *, repla
     """Return the request to add or delete a route; ``kind`` is RTM_NEWROUTE or RTM_DELROUTE.
 
     Args:
-        protocol: goes into rtm_protocol and marks the route as ours.
+        protocol: the value of rtm_protocol, which marks the route as ours.
         index: called with the name of the route's device.
         replace: replace the route in the same slot instead of failing with EEXIST.
     """
@@ -319,15 +319,15 @@ def read_route(body: bytes, protocol: int, names: Mapping[int, str]) -> Route | 
     """Parse one route.
 
     Returns:
-        None for routes with another protocol number, for cached ones, and for types that we never add.
+        None for routes with another protocol number, for cached routes, and for route types that we never add.
 
     Raises:
         MalformedDump: not the layout of ``struct rtmsg`` and its attributes.
     """
     if len(body) < _RTMSG_BYTES:
         raise MalformedDump(body)
-    # Foreign routes are many, and pyroute2 walks the attributes of one with an encapsulation without end where a
-    # length is 0. None of ours has one.
+    # Skip foreign routes, of which there can be many, and routes with an encapsulation, which ours never have:
+    # pyroute2 loops forever over the attributes of an encapsulation if a length is 0.
     if body[_RTMSG_PROTOCOL] != protocol or any(kind == _RTA_ENCAP for kind, _ in attributes(body[_RTMSG_BYTES:])):
         return None
     found = _decoded(rtmsg, body)

@@ -1,4 +1,4 @@
-"""System calls of sockets for a transparent proxy that every connection needs, without waiting.
+"""The non-blocking socket calls that a transparent proxy needs for every connection.
 
 Socket options that :mod:`socket` does not name have their numbers here (``linux/in.h``, ``linux/in6.h``,
 ``linux/netfilter_ipv4.h``, ``linux/netfilter_ipv6/ip6_tables.h``).
@@ -28,10 +28,10 @@ SO_ORIGINAL_DST = 80
 SOL_IPV6 = socket.IPPROTO_IPV6
 _TYPE = int(socket.SOCK_STREAM)
 STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-#: Source ports for connections in a client's name. The client itself can open a connection to the same destination
-#: from the same port. Connection tracking cannot distinguish the two, and delivers the packets of the second
-#: connection to the first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only when
-#: those are used up (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
+#: Source ports for connections from a client's address. The client itself can open a connection to the same
+#: destination from the same port. Connection tracking cannot distinguish the two, and delivers the packets of the
+#: second connection to the first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only
+#: when those are used up (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
 _FOREIGN_PORTS = range(32769, 61000, 2)
 _FOREIGN_PORT_COUNT = len(_FOREIGN_PORTS)
 #: The port and the address in ``sockaddr_in`` and ``sockaddr_in6``.
@@ -48,7 +48,9 @@ class SocketAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
-    """Settings of TCP keepalive; the defaults are Rust ztunnel's: 180 s idle, then 9 probes 180 s apart."""
+    """Settings of TCP keepalive. The defaults are those of the Rust ztunnel: 180 s idle, then 9 probes 180 s
+    apart.
+    """
 
     idle_s: int = 180
     interval_s: int = 180
@@ -71,15 +73,15 @@ def canonical(address: IpAddress | str) -> IpAddress:
 
 
 def accept(listener: socket.socket, family: int) -> tuple[socket.SocketType, tuple[str, int]]:
-    """Accept a connection by TCP; the caller owns the socket, and has to make it non-blocking.
+    """Accept a TCP connection. The caller owns the socket, and must make it non-blocking.
 
     Args:
         listener: the listening socket.
         family: its family, as a number.
 
-    The socket is of C's base class. Python's subclass, which :meth:`socket.socket.accept` returns, wraps every
-    method and converts the family, type and protocol to enumerations, which took an eighth of a connection's
-    calls.
+    The result is an instance of the base class written in C. Its Python subclass, which
+    :meth:`socket.socket.accept` returns, wraps every method and converts the family, type and protocol to
+    enumerations, which took an eighth of a connection's calls.
 
     Raises:
         OSError: see accept(2).
@@ -95,7 +97,7 @@ def connect_at_once(
     source: str | None = None,
     own_source: bool = False,
 ) -> bool:
-    """Connect an unconnected socket by TCP, and return whether that is done; otherwise :func:`finish_connect`
+    """Begin to connect a TCP socket, and return whether it is already connected. If not, :func:`finish_connect`
     completes it. The caller closes the socket, also after an error.
 
     Args:
@@ -105,8 +107,8 @@ def connect_at_once(
         own_source: see :func:`connect`.
 
     Raises:
-        ConnectFailed, KernelRefused, NeedCapability: see :func:`connect`. A port in use at the source is an error,
-            too: the next socket gets another port.
+        ConnectFailed, KernelRefused, NeedCapability: see :func:`connect`. A source port in use is an error, too;
+            the caller can retry with a new socket, which gets another port.
     """
     if source is not None:
         port = 0 if own_source else foreign_port()
@@ -130,7 +132,7 @@ def prepared(
         count: how many.
         version: 4 or 6, of the addresses to dial.
         mark: SO_MARK.
-        netns: make them in this namespace instead of the thread's own.
+        netns: create them in this namespace instead of the thread's own.
         keepalive: TCP keepalive, off if None.
         socket_options: further (level, name, value).
 
@@ -168,9 +170,9 @@ def connects_at_once(sock: socket.SocketType, address: tuple[str, int]) -> bool:
     Raises:
         ConnectFailed: refused, unreachable or reset at once.
     """
-    # Over links inside the machine the SYN-ACK has arrived by the time connect(2) returns, but a non-blocking call
-    # returns EINPROGRESS all the same. A second call costs a microsecond and saves the timer, the watch and a turn
-    # of the loop: 25 of 300 microseconds per connection (``bench.compare --only crr``).
+    # On links inside the machine the SYN-ACK has arrived when connect(2) returns, but a non-blocking call returns
+    # EINPROGRESS nevertheless. A second call costs a microsecond and saves the timer, the watch and a loop
+    # iteration: 25 of 300 microseconds per connection (``bench.compare --only crr``).
     code = sock.connect_ex(address)
     if code in (errno.EINPROGRESS, errno.EINTR):
         code = sock.connect_ex(address)
@@ -216,7 +218,9 @@ def appear_as(
     *,
     foreign: bool,
 ) -> None:
-    """Bind to an address, of another host if ``foreign``; with port 0 the kernel chooses one at connect."""
+    """Bind to an address, which is another host's if ``foreign``. With port 0 the kernel chooses a port at
+    connect.
+    """
     try:
         if foreign:
             set_transparent(sock, family)
@@ -231,13 +235,15 @@ def appear_as(
 
 
 def foreign_port() -> int:
-    """Return a random source port for a connection in a client's name."""
+    """Return a random source port for a connection from a client's address."""
     # Like random.choice, with one call instead of six; each connection needs a port.
     return _FOREIGN_PORTS[int(random() * _FOREIGN_PORT_COUNT)]
 
 
 def port_is_taken(error: BaseException) -> bool:
-    """Return whether a listener (at bind) or a connection to the same destination (at connect) has the port."""
+    """Return whether the error means that a listener (at bind) or a connection to the same destination (at
+    connect) uses the port.
+    """
     if isinstance(error, KernelRefused):
         return error.code == errno.EADDRINUSE
     return (
@@ -258,12 +264,12 @@ def set_keepalive(sock: socket.SocketType, keepalive: Keepalive) -> None:
 
 
 def dialled_address(sock: socket.SocketType, version: int) -> tuple[str, int]:
-    """Return the address that the peer of an accepted socket dialled, like :func:`original_destination`, without
-    further system calls.
+    """Return the address that the peer of an accepted socket connected to, like :func:`original_destination` but
+    without further system calls.
 
     Args:
         sock: an accepted socket.
-        version: as of :func:`tracked_address`; the peer's address has the same.
+        version: see :func:`tracked_address`. The peer's address has the same version.
 
     Raises:
         OSError: the socket is closed.
@@ -316,7 +322,7 @@ def local_address(sock: socket.SocketType) -> SocketAddress:
 
 
 def set_transparent(sock: socket.SocketType, family: socket.AddressFamily) -> None:
-    """Let a socket have foreign addresses.
+    """Let a socket use foreign addresses (IP_TRANSPARENT).
 
     Raises:
         NeedCapability: no CAP_NET_ADMIN.
@@ -343,7 +349,7 @@ def set_mark(sock: socket.SocketType, mark: int) -> None:
 
 
 def translated(error: OSError, doing: str) -> TproxyError:
-    """Return the error of this package for an error of a system call that was ``doing`` something."""
+    """Convert the error of a system call to an error of this package. ``doing`` describes the call."""
     if error.errno == errno.EACCES:
         return NeedCapability("CAP_NET_BIND_SERVICE", doing)
     if error.errno == errno.EPERM:

@@ -1,7 +1,7 @@
 """TCP and UDP sockets for a transparent proxy: foreign addresses, marks, other namespaces.
 
-:mod:`tproxy.aio.socket_calls` has the calls that do not wait and that every connection needs; most are also names
-of this module.
+:mod:`tproxy.aio.socket_calls` has the non-blocking calls that every connection needs. This module also exports
+most of them.
 """
 
 import asyncio
@@ -83,10 +83,10 @@ FOREIGN_PORTS_TRIED = 8
 
 
 class OriginalDestination(NamedTuple):
-    """The destination that a client addressed.
+    """The address and port that a client connected to.
 
-    ``restored`` is false if that is the socket's own name and the socket is not transparent: the client addressed
-    the proxy itself.
+    ``restored`` is false if this is the socket's own name and the socket is not transparent. The client then
+    connected to the proxy itself.
     """
 
     ip: IpAddress
@@ -108,8 +108,8 @@ def listen(
 ) -> socket.socket:
     """Return a listening, non-blocking TCP socket; the caller closes it.
 
-    On ``::`` it accepts IPv4 too, with mapped addresses (see :func:`canonical`). If an earlier process has left a
-    socket for this address, it is returned with its waiting connections (:mod:`tproxy.aio.held_sockets`).
+    A socket on ``::`` accepts IPv4 too, with mapped addresses (see :func:`canonical`). If an earlier process has
+    left a socket for this address, it is returned with its waiting connections (:mod:`tproxy.aio.held_sockets`).
 
     Args:
         address: the address to bind.
@@ -120,8 +120,9 @@ def listen(
         reuse_port: SO_REUSEPORT, so that the next process can bind the port before this one leaves.
         freebind: bind an address that the host does not have yet (IP_FREEBIND).
         socket_options: further (level, name, value), set before bind.
-        netns: make the socket in this namespace instead of the thread's own.
-        backlog: connections waiting to be accepted; 0 binds only, and the caller listens when it is ready.
+        netns: create the socket in this namespace instead of the thread's own.
+        backlog: the number of connections that can wait to be accepted. 0 only binds the socket, and the caller
+            calls ``listen`` later.
 
     Raises:
         PortTaken: another socket is bound to the port.
@@ -164,10 +165,11 @@ def listen(
 def leave_to_newer(sock: socket.SocketType) -> bool:
     """Direct new connections of a port that two sockets share to the newer socket; idempotent.
 
-    A process that leaves calls this, accepts what its queue still holds, and closes. Then no connection is lost.
+    A process that is being replaced calls this, accepts the connections that are still in its queue, and closes
+    the socket. Then no connection is lost.
 
     Returns:
-        False if the socket is not in a SO_REUSEPORT group, or the kernel has no such filters.
+        False if the socket is not in a SO_REUSEPORT group, or the kernel has no SO_ATTACH_REUSEPORT_CBPF.
 
     Raises:
         KernelRefused: any other refusal.
@@ -223,7 +225,7 @@ def datagrams(
     reuse_port: bool = False,
     netns: Netns | None = None,
 ) -> socket.socket:
-    """Return a bound, non-blocking UDP socket; arguments and errors as of :func:`listen`."""
+    """Return a bound, non-blocking UDP socket. Arguments and errors are the same as those of :func:`listen`."""
     where = ip_address(address) if isinstance(address, str) else address
     family = socket.AF_INET if where.version == 4 else socket.AF_INET6
     sock, is_bound = held(unbound(family, socket.SOCK_DGRAM, mark=mark, netns=netns), str(where), port)
@@ -258,12 +260,13 @@ async def connect(
 
     Args:
         destination: address and port; names are not resolved.
-        source: send from this address, which need not be the host's, and from a port that its owner hardly uses
-            itself. One port may serve several destinations, so the 14,000 ports are no limit on connections.
+        source: the source address, which need not be the host's. The source port is one that the address's owner
+            rarely uses. Connections to several destinations can share a port, so the 14,000 ports do not limit the
+            number of connections.
         own_source: ``source`` is one of the host's addresses; no capability is needed then.
         mark: SO_MARK.
-        timeout_s: for the handshake.
-        netns: make the socket in this namespace instead of the thread's own.
+        timeout_s: the time limit for the handshake.
+        netns: create the socket in this namespace instead of the thread's own.
         keepalive: TCP keepalive, off if None.
         nodelay: TCP_NODELAY.
         socket_options: further (level, name, value), set before bind.
@@ -305,10 +308,10 @@ async def finish_connect(sock: socket.SocketType, destination: tuple[str, int], 
 
 
 async def _connected(sock: socket.SocketType, address: tuple[str, int], timeout_s: float) -> None:
-    """Wait for the handshake, as ``loop.sock_connect`` does; on return the loop does not watch the socket.
+    """Wait for the handshake, like ``loop.sock_connect``. On return the loop does not watch the socket.
 
-    That also holds after a cancellation, on any loop: ``finally`` runs before the caller closes the socket, whose
-    number the kernel may reuse at once.
+    After a cancellation the loop does not watch it either: ``finally`` runs before the caller closes the socket,
+    whose number the kernel can reuse at once.
 
     Raises:
         ConnectTimedOut: no answer within ``timeout_s``.
@@ -335,7 +338,7 @@ async def _connected(sock: socket.SocketType, address: tuple[str, int], timeout_
 
 
 def original_destination(sock: socket.SocketType) -> OriginalDestination:
-    """Return the destination that the peer of an accepted socket addressed.
+    """Return the address and port that the peer of an accepted socket connected to.
 
     ``restored`` is true if it differs from the socket's own name (REDIRECT or DNAT translated it), or if the
     socket is transparent (TPROXY).
@@ -343,9 +346,9 @@ def original_destination(sock: socket.SocketType) -> OriginalDestination:
     Raises:
         OSError: the socket is closed.
     """
-    # conntrack answers for every tracked connection, translated or not, so an answer that equals the socket's own
-    # name is no proof. TPROXY does not translate, so there the socket's own name is the destination, with and
-    # without conntrack.
+    # conntrack returns a destination for every tracked connection, translated or not, so a destination equal to
+    # the socket's own name does not prove a redirect. TPROXY does not translate, so there the socket's own name is
+    # the destination, with and without conntrack.
     own = local_address(sock)
     tracked = tracked_address(sock, own.ip.version)
     if tracked is not None and tracked != (str(own.ip), own.port):

@@ -1,4 +1,4 @@
-"""The earlier values of changed sysctls, in a file: a copy of the nftables table that stores them.
+"""Keeps the earlier values of changed sysctls in a file, as a copy of the nftables table that stores them.
 
 ``nft flush ruleset`` by another program deletes the table, including the values that a later removal must restore.
 The file is named by the namespace's cookie, which is unique while the machine runs (``SO_NETNS_COOKIE``, Linux
@@ -39,7 +39,7 @@ class SysctlMemory:
         self._path = None if cookie is None else folder / f"{cookie}.json"
 
     def load(self) -> dict[SysctlKey, str]:
-        """Return the remembered values, which are empty for a missing or damaged file."""
+        """Return the saved values. They are empty if the file is missing or damaged."""
         if self._path is None:
             return {}
         try:
@@ -55,7 +55,7 @@ class SysctlMemory:
             return {}
 
     def save(self, values: Mapping[SysctlKey, str]) -> None:
-        """Add values to the file. A key that it already has keeps its first value."""
+        """Add values to the file. A key that is already in the file keeps its first value."""
         self._write({**values, **self.load()})
 
     def forget(self, keys: Iterable[SysctlKey]) -> None:

@@ -1,9 +1,9 @@
 """Keeps one nftables table in its desired state with minimal changes, and detects changes by others.
 
-:class:`~tproxy.aio.kernel.BlockingKernel` reads all resources before and after each change, which is right for a
-few dozen rules. A table of policies has thousands of sets: this class remembers the table's content, sends the
-difference in one transaction, and reads back only the changed chains and sets. Changes by others arrive as
-notifications. Then, and after any failure, it reads the whole table.
+:class:`~tproxy.aio.kernel.BlockingKernel` reads all resources before and after each change, which is suitable for
+a few dozen rules. A table of policies has thousands of sets, so this class remembers the table's content, sends
+the difference in one transaction, and reads back only the changed chains and sets. Changes by others arrive as
+notifications. After such a notification, and after any failure, it reads the whole table.
 """
 
 import asyncio
@@ -116,8 +116,8 @@ class BlockingTable:
         """Make the table equal to the desired one, with None for no table, and return the steps. Idempotent.
 
         Raises:
-            TproxyError: the table is unchanged. Or, if the kernel stored other values than those sent
-                (KernelRefused with EAGAIN), the next call starts by reading the whole table.
+            TproxyError: the kernel refused, and the table is unchanged. If the kernel stored other values than
+                those sent (KernelRefused with EAGAIN), the next call starts by reading the whole table.
         """
         if not self._known:
             self._found = self.read()
@@ -137,10 +137,10 @@ class BlockingTable:
         return steps
 
     def _check(self, wanted: Table | None, steps: tuple[NftStep, ...]) -> None:
-        """Read back what the steps have changed.
+        """Read the changed chains and sets back and compare them with the desired table.
 
         Raises:
-            KernelRefused: the kernel holds something else.
+            KernelRefused: the kernel's table differs.
         """
         if wanted is None:
             return
@@ -189,12 +189,12 @@ def _touched(steps: tuple[NftStep, ...]) -> tuple[set[str], set[str]]:
 
 
 def _table_of(body: bytes) -> str:
-    """Return the table of a message: attribute 1 of all messages except generation messages."""
+    """Return the table name in a message. It is attribute 1 of all messages except generation messages."""
     return read_text(attribute_map(body[4:]).get(nf.NFTA_TABLE_NAME, b""))
 
 
 class KeptTable:
-    """Runs a :class:`BlockingTable` in a thread of its own, and listens for changes by others.
+    """Runs a :class:`BlockingTable` in a separate thread, and detects changes by other programs.
 
     Use it as ``async with KeptTable(...) as table``.
 
@@ -269,7 +269,7 @@ class KeptTable:
             except OSError as error:
                 if error.errno != errno.ENOBUFS:
                     log.error("watching nftables failed error=%s", error.strerror)
-                self._disturb()  # some were dropped, and may have been about our table
+                self._disturb()  # the kernel dropped some, which can have been about our table
                 return
             if self._foreign(data):
                 self._disturb()

@@ -1,1 +1,1 @@
-"""Resources in other formats: as netlink messages, in both directions, and as the text of nft, ip and iptables."""
+"""Converts resources to netlink messages and back, and to the text of nft, ip and iptables."""

@@ -1,8 +1,8 @@
-"""Encode and decode expressions as ``NFTA_EXPR_*`` attributes, with one table for both directions.
+"""Encodes and decodes expressions as ``NFTA_EXPR_*`` attributes, with one table for both directions.
 
 An expression with attributes missing from the table is decoded as :class:`~tproxy.expressions.Opaque`, so that a
-rule changed by another program is never mistaken for ours. Attributes added by the kernel itself are ignored:
-zeros (NFTA_BITWISE_OP), and the two range flags derived from the registers.
+rule changed by another program is never mistaken for ours. Attributes that the kernel adds are ignored: zeros
+(NFTA_BITWISE_OP), and the two range flags that it derives from the registers.
 """
 
 from dataclasses import fields
@@ -33,7 +33,9 @@ from tproxy.wire import MalformedDump, attribute, attribute_map, attributes, be3
 
 
 class _Layout(NamedTuple):
-    """The kernel's name of an expression, its fields' attribute numbers, and that of an attribute to ignore."""
+    """The kernel's name of an expression, the attribute numbers of its fields, and the number of an attribute to
+    ignore.
+    """
 
     name: str
     numbers: dict[str, int]
@@ -123,7 +125,8 @@ def encode(expression: Expression) -> bytes:
             ]
             return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "immediate"), nest(nf.NFTA_EXPR_DATA, *data))
         case Counter():
-            # The kernel requires the nest, and starts at zero if it is empty (nft_counter_do_init).
+            # The kernel requires the nested attribute, and starts counting at zero if it is empty
+            # (nft_counter_do_init).
             return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "counter"), nest(nf.NFTA_EXPR_DATA))
         case _:
             layout = _LAYOUTS[type(expression)]
@@ -194,7 +197,8 @@ def _decode(element: bytes) -> Expression:
 
 def _checked(cls: type[Any], values: dict[str, Any]) -> Expression:
     missing = [item.name for item in fields(cls) if item.name not in values]
-    # Defaults serve writing only. A dump without the register of a comparison, for example, is not of our rule.
+    # Default values are for encoding only. A dumped comparison without a register, for example, cannot be from our
+    # rule.
     optional = {"flags", "dreg", "sreg", "reg_port", "reg_addr", "reg_addr_min", "reg_addr_max"}
     optional |= {"reg_proto_min", "reg_proto_max"}
     if any(name not in optional for name in missing):
@@ -216,7 +220,7 @@ def _verdict(found: dict[int, bytes]) -> Verdict | None:
 
 
 def read_verdict(payload: bytes) -> Verdict | None:
-    """Return the verdict in data, or None if data has a value.
+    """Return the verdict in a data attribute, or None if the attribute has a value.
 
     Raises:
         MalformedDump: a verdict without its code.
@@ -228,7 +232,7 @@ def read_verdict(payload: bytes) -> Verdict | None:
 
 
 def verdict_of(payload: bytes) -> Verdict:
-    """Return the verdict whose attributes these are, as trace events have it.
+    """Return the verdict with these attributes, which is the form of trace events.
 
     Raises:
         MalformedDump: its code is missing.

@@ -1,7 +1,7 @@
 """A sidecar's rules in iptables' language, for reviewers and for comparison. It is never loaded.
 
-One document for each IP version, as ``iptables-restore --noflush`` and ``ip6tables-restore --noflush`` read it:
-the rules in chains of their own, and one jump to each of these.
+There is one document for each IP version, in the format of ``iptables-restore --noflush`` and ``ip6tables-restore
+--noflush``. It has the rules in separate chains, and one jump to each of these chains.
 """
 
 from collections.abc import Iterator
@@ -55,7 +55,9 @@ def _table(chains: list[StepChain], version: Version) -> Iterator[str]:
 
 
 def _lines(step: Step, version: Version) -> Iterator[tuple[str, ...]]:
-    """Yield the tests of each line that a step needs: iptables compares one network a line."""
+    """Yield the tests of each line of a step. A step can need several lines, because an iptables rule compares one
+    network.
+    """
     # Protocol and ports first, the canonical order of iptables-save.
     ordered = sorted(step.tests, key=lambda test: not isinstance(test, Device | Networks | Transport))
     yield from product(*(list(_words(test, version)) for test in ordered))

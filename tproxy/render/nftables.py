@@ -1,4 +1,4 @@
-"""Encode operations as nfnetlink messages (``linux/netfilter/nf_tables.h``)."""
+"""Encodes operations as nfnetlink messages (``linux/netfilter/nf_tables.h``)."""
 
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,8 @@ NFT_NEWSETELEM, NFT_GETSETELEM, NFT_DELSETELEM = 12, 13, 14
 BATCH_BEGIN, BATCH_END = 16, 17
 NF_DROP, NF_ACCEPT = 0, 1
 
-# An attribute's length has 16 bits. An element with a full comment and a verdict takes under 250 bytes.
+# The number of elements per message. An attribute's length has 16 bits, and an element with a full comment and a
+# verdict takes under 250 bytes.
 ELEMENTS_PER_MESSAGE = 256
 _COMMENT_BYTES = 120
 
@@ -161,7 +162,9 @@ def _chunks(elements: Sequence[Element]) -> Iterator[Sequence[Element]]:
 
 
 def _element(item: Element, *, whole: bool) -> Iterator[bytes]:
-    """Yield an element in the kernel's form. An interval is two elements; the second marks its end."""
+    """Yield an element in the kernel's form. An interval consists of two elements, and the second one marks its
+    end.
+    """
     parts = [nest(nf.NFTA_SET_ELEM_KEY, attribute(nf.NFTA_DATA_VALUE, item.key))]
     if item.verdict is not None:
         parts.append(nest(nf.NFTA_SET_ELEM_DATA, verdict_data(item.verdict)))

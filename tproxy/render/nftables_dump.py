@@ -1,4 +1,4 @@
-"""Decode dumps of nftables as resources, the inverse of ``nftables.py``; foreign tables are left out."""
+"""Decodes nftables dumps to resources, the inverse of ``nftables.py``. Foreign tables are omitted."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -50,7 +50,7 @@ def nft_parts(body: bytes) -> tuple[int, dict[int, bytes]]:
 
 
 def _name(parts: Mapping[int, bytes], kind: int) -> str:
-    """Return a text that every message of its type has."""
+    """Return a text attribute that every message of this type has."""
     if kind not in parts:
         raise MalformedDump(b"".join(parts.values()))
     return read_text(parts[kind])
@@ -70,7 +70,7 @@ def read_tables(dump: NftDump, ownership: Ownership) -> tuple[tuple[Table, ...],
     """Return our tables, and the sysctl values that the memory table stores.
 
     Raises:
-        MalformedDump: a body breaks the layout of its headers, or lacks an attribute that all of its type have.
+        MalformedDump: a body does not have the kernel's layout, or lacks an attribute that its type always has.
     """
     rules: dict[tuple[int, str, str], list[Rule]] = {}
     for body in dump.rules:
@@ -171,7 +171,9 @@ def read_elements(bodies: Iterable[bytes], *, interval: bool) -> frozenset[Eleme
 
 
 def _joined(starts: Iterable[Element], ends: Iterable[bytes]) -> Iterator[Element]:
-    """Yield intervals: each start with the key before the next end, or with the highest key where none comes."""
+    """Yield intervals: each start is joined with the key before the next end, or with the highest key if there is
+    no end.
+    """
     waiting = sorted(ends, reverse=True)
     for start in sorted(starts, key=lambda element: element.key):
         while waiting and waiting[-1] <= start.key:

@@ -1,8 +1,8 @@
-"""Print resources for operators: tables as nft prints them, rules and routes as ip does.
+"""Prints resources for operators: tables in the form of nft, rules and routes in the form of ip.
 
 Register programs are translated back into nft's language by tracking the content of each register. The result is
-valid input for ``nft -f``. Where the language has no words for a program, it is printed like nft's own debug
-output, in brackets.
+valid input for ``nft -f``. A program that nft's language cannot express is printed like nft's debug output, in
+brackets.
 """
 
 from collections.abc import Iterable, Iterator
@@ -114,7 +114,7 @@ _PORTS = {0: "sport", 2: "dport"}
 _ICMP = {"icmp": "icmp", "ipv6-icmp": "icmpv6"}
 _TCP_FLAGS = {"fin": FIN, "syn": SYN, "rst": RST, "ack": ACK}
 _PRIORITIES = {-300: "raw", -150: "mangle", 0: "filter"}
-# nft takes these names on one hook each.
+# nft accepts each of these names on one hook only.
 _NAT_PRIORITIES = {(HookPoint.PREROUTING, -100): "dstnat", (HookPoint.POSTROUTING, 100): "srcnat"}
 _SET_TYPES = {
     SetKey.IPV4_ADDRESS: "ipv4_addr",
@@ -130,7 +130,7 @@ _SET_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """The symbolic content of a register: a property, masked or not, or a constant."""
+    """The symbolic content of a register: a packet property, possibly masked, or a constant."""
 
     text: str
     kind: _Kind
@@ -144,7 +144,9 @@ class _Untranslatable(Exception):
 
 
 def rule_text(phrase: Phrase) -> str:
-    """Return a rule without its comment in nft's language, or as raw expressions if it has no equivalent there."""
+    """Return a rule in nft's language without its comment, or as raw expressions if nft's language cannot express
+    it.
+    """
     try:
         return " ".join(_tidy(_clauses(phrase)))
     except (_Untranslatable, KeyError, ValueError):
@@ -160,7 +162,7 @@ def _raw(expression: Expression) -> str:
 def _clauses(phrase: Phrase) -> Iterator[str]:
     registers: dict[int, _Value] = {}
     protocol: str | None = None
-    #: The loaded and still unused values, in order. Several are a concatenation.
+    #: The loaded values that are still unused, in order. Several of them form a concatenation.
     loaded: list[str] = []
     for expression in phrase:
         if isinstance(expression, Compare | Immediate):
@@ -175,7 +177,7 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
                 registers[register] = _Value(_ADDRESSES[offset, length], "address")
                 loaded.append(registers[register].text)
             case Payload(Base.TRANSPORT, 0, 2, register) if protocol in _ICMP:
-                # nft has no name for type and code as one value, only for each.
+                # nft has no name for type and code as a single value.
                 registers[register] = _Value("@th,0,16", "hex")
             case Payload(Base.TRANSPORT, offset, 2, register):
                 registers[register] = _Value(f"{protocol or 'th'} {_PORTS[offset]}", "port")
@@ -245,7 +247,7 @@ def _tidy(clauses: Iterable[str]) -> list[str]:
 def _number(data: bytes) -> int:
     if len(data) == 1:
         return data[0]
-    # Reading host order by means of its writer keeps the byte order in one place.
+    # Decode host order with the encoder, so that only one place determines the byte order.
     write = host_u16 if len(data) == 2 else host_u32
     return next(
         value for value in (int.from_bytes(data, "little"), int.from_bytes(data, "big")) if write(value) == data

@@ -1,4 +1,6 @@
-"""Decodes nftables' trace events (``enum nft_trace_attributes``): the rules that a marked packet matches. Pure."""
+"""Decodes nftables' trace events (``enum nft_trace_attributes``): the rules that a marked packet matches. It does
+no I/O.
+"""
 
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -35,7 +37,7 @@ class TraceEvent:
     Attributes:
         packet: identifies one packet at one hook.
         handle: the rule's handle, 0 for a policy.
-        header: with the first event of a packet only.
+        header: the packet's header; only in the first event of a packet.
     """
 
     packet: int
@@ -50,7 +52,7 @@ def read_event(kind: int, body: bytes) -> TraceEvent | None:
     """Decode one notification. Return None if it is neither a match of a rule nor a policy.
 
     Raises:
-        MalformedDump: it breaks the layout.
+        MalformedDump: the notification does not have the kernel's layout.
     """
     if kind != _TRACE:
         return None

@@ -4,5 +4,5 @@
 ``server``  the embedded control plane
 ``file``    configuration from watched files
 
-gRPC is imported when the first channel or server opens: a node configured by files never loads it.
+gRPC is imported when the first channel or server opens, so a node that is configured by files never loads it.
 """

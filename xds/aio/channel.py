@@ -1,7 +1,7 @@
-"""Calls to one address: a channel that connects when it is used, and again when it must.
+"""A gRPC channel to one address, which connects on first use and reconnects when necessary.
 
-:class:`Channel` owns one connection at a time and those it replaced, until their calls have ended. The protocol's
-decisions are in :mod:`xds.grpc.connection`; here are sockets, time and waiting tasks.
+:class:`Channel` owns its current connection, and replaced connections until their calls have ended.
+:mod:`xds.grpc.connection` implements the protocol; this module has the sockets, timers and waiting tasks.
 
 No HTTP proxy is used, and ``http_proxy``, ``grpc_proxy`` and ``no_proxy`` are ignored: a node proxy must not reach
 its control plane through a proxy served by itself. ``GRPC_*`` variables have no effect either.
@@ -62,10 +62,10 @@ _TCP_PROBES: Final = (
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Keepalive:
-    """PINGs to one server, over all its connections.
+    """The keepalive PINGs to one server, on all connections to it.
 
-    During a call a server that was quiet for ``interval_s`` gets a PING, and must send at least one byte within
-    ``timeout_s``. After a complaint (``too_many_pings``) the interval is doubled, as in gRPC's proposal A8. A
+    If the server sends no bytes for ``interval_s`` during a call, it gets a PING, and must send at least one byte
+    within ``timeout_s``. After the error ``too_many_pings`` the interval is doubled, as in gRPC's proposal A8. A
     client that reconnects to a server keeps this object for the new connection.
     """
 
@@ -78,7 +78,7 @@ class Keepalive:
 
 
 class Call:
-    """One call. The owner writes, reads until None or RpcFailed, and cancels the call if it is not over by then.
+    """One call. The owner writes, reads until None or RpcFailed, and cancels the call if it stops reading earlier.
 
     Messages received before a failure are read first. One task can read while another writes.
 
@@ -118,7 +118,7 @@ class Call:
 
         Args:
             message: any length up to 4 GiB.
-            ended: it is our last.
+            ended: whether it is our last message.
 
         Raises:
             RpcFailed: the call is over, with its own failure or CANCELLED.
@@ -166,7 +166,7 @@ class Call:
         self._arrived.set()
 
     def room(self) -> None:
-        """Wake the writer, because there is possibly room again."""
+        """Wake the writer, because the connection might accept more bytes."""
         self._room.set()
 
     def ended(self, failure: RpcFailed | None) -> None:
@@ -183,9 +183,9 @@ class _Connection:
     def __init__(self, keepalive: Keepalive | None) -> None:
         loop = asyncio.get_running_loop()
         self.opening: asyncio.Future[None] = loop.create_future()
-        """Done when calls are possible or never will be."""
+        """Resolves when calls are possible, or when they can no longer become possible."""
         self.closed: asyncio.Future[None] = loop.create_future()
-        """Done when the transport is closed. Calls can have failed before."""
+        """Resolves when the transport is closed. Calls can have failed before."""
         self._core = ClientConnection()
         self._keepalive = keepalive
         self._calls: dict[int, Call] = {}
@@ -212,7 +212,7 @@ class _Connection:
         """Open a call as soon as the server allows one more. Return None if the connection takes no more calls.
 
         Raises:
-            RpcFailed: UNAVAILABLE, the server allowed none for ``limit_s``.
+            RpcFailed: UNAVAILABLE, the server allowed no further call for ``limit_s``.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -233,7 +233,9 @@ class _Connection:
     # Calls
 
     def send(self, call_id: int, data: memoryview) -> int:
-        """Send what flow control and the network accept. If that is not all, :meth:`Call.room` is called later."""
+        """Send as many bytes as flow control and the network accept. If some are left, :meth:`Call.room` is called
+        later.
+        """
         sent = 0
         while sent < len(data) and not self._paused:
             taken = self._core.send(call_id, data[sent:])
@@ -310,8 +312,8 @@ class _Connection:
         if self._core.state is State.CLOSED:
             self._transport.close()
         elif self._transport.get_write_buffer_size() > _UNSENT_BYTES:
-            # Messages stop long before this limit. The rest is answers to a server that sends PING or SETTINGS and
-            # does not read.
+            # Flow control stops messages long before this limit. The other bytes are replies to a server that
+            # sends PING or SETTINGS and does not read.
             self._cut("the server does not read what it asked for")
 
     def pause_writing(self) -> None:
@@ -323,7 +325,7 @@ class _Connection:
             call.room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # Control planes end streams by EOF or reset, and operators of xDS clients know these messages.
+        # Control planes close connections by EOF or reset. Operators of xDS clients know these messages.
         text = "socket closed" if exc is None else (getattr(exc, "strerror", None) or str(exc)).lower()
         self._dispatch(self._core.lost(text))
         self._stop_timer()
@@ -415,10 +417,10 @@ class Channel:
         tls: a context of :func:`xds.grpc.tls.client_tls`, which includes the server's names. None means plain
             text.
         message_limit_bytes: the longest received message. None allows the protocol's maximum of 4 GiB.
-        keepalive: the server's keepalive, for a caller with several channels to it; by default this channel's own.
-            None sends no PING.
-        connect_timeout_s: to connect, TLS and the server's SETTINGS included, and then for a server that allows no
-            more calls at once.
+        keepalive: the keepalive that several channels to one server share. The default is a separate one. None
+            sends no PING.
+        connect_timeout_s: the time limit for connecting, including TLS and the server's SETTINGS, and then for
+            waiting until the server allows one more call.
         source: the local address to connect from. None leaves the choice to the kernel.
 
     Raises:
@@ -480,8 +482,7 @@ class Channel:
             timeout_s: sent to the server. The caller must enforce it.
 
         Raises:
-            RpcFailed: UNAVAILABLE, there is no connection that takes calls; INVALID_ARGUMENT, the metadata cannot
-                be sent.
+            RpcFailed: UNAVAILABLE, no connection accepts calls; INVALID_ARGUMENT, the metadata cannot be sent.
         """
         try:
             fields = request_fields(
@@ -507,7 +508,8 @@ class Channel:
     async def unary(
         self, path: str, message: bytes, *, metadata: Iterable[tuple[str, str]] = (), timeout_s: float
     ) -> bytes:
-        """Send one message and return the one answer, within ``timeout_s`` including the connection.
+        """Send one message and return the response message. ``timeout_s`` limits the whole call, including the
+        connect.
 
         Raises:
             RpcFailed: the server's status, or DEADLINE_EXCEEDED.
@@ -567,8 +569,8 @@ class Channel:
         try:
             if isinstance(outer, Secured):
                 await outer.established
-            # The server's SETTINGS are its first frame (RFC 9113, 3.4). Before they arrive, its limit of calls is
-            # unknown, and even whether it speaks HTTP/2.
+            # The server's SETTINGS are its first frame (RFC 9113, 3.4). Before they arrive, it is unknown how many
+            # calls it allows, and whether it supports HTTP/2 at all.
             await connection.opening
         except BaseException:
             transport.abort()

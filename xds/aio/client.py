@@ -57,7 +57,7 @@ Connect = Callable[[], AbstractAsyncContextManager[Channel]]
 #: Returns the metadata of a new stream, such as a bearer token read from its file.
 Metadata = Callable[[], Sequence[tuple[str, str]]]
 
-#: Longer responses are unpacked in steps; this much takes a few milliseconds.
+#: Longer responses are unpacked in steps. A response of this length takes a few milliseconds.
 _BIG_BYTES = 2**20
 
 
@@ -67,7 +67,7 @@ class StreamBroken(XdsError):
     Attributes:
         reason: gRPC's status and its text, or our own text.
         answered: whether the stream had received a message.
-        end: the same for metrics and back-off.
+        end: the reason in the form of metrics and back-off.
     """
 
     def __init__(self, reason: str, *, answered: bool, end: StreamEnd = StreamEnd.ERROR) -> None:
@@ -88,7 +88,7 @@ class ControlPlaneStats:
         lost_at_s: the loop's time when the last working stream ended. None while a stream works and before the
             first one.
         received_at_s: the loop's time of the last response. None before the first one.
-        ended: how often streams ended, by reason.
+        ended: the number of ended streams, by reason.
     """
 
     connected_state: int = 0
@@ -179,7 +179,7 @@ class _Stream:
         self._arm_expiry()
 
     async def run(self) -> None:
-        """Keep the stream until cancelled."""
+        """Keep the stream open until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for type_url, feed in self._feeds.items():
@@ -198,8 +198,8 @@ class _Stream:
             try:
                 await feed.deliver_forever()
             except Exception:
-                # A bug of ours. The current response was neither accepted nor refused, and the server can be
-                # waiting for the answer. A new stream, after its back-off, starts with the current state.
+                # This is a bug of ours. The current response was neither accepted nor refused, and the server can
+                # be waiting for the answer. A new stream, after its back-off, starts with the current state.
                 logger.exception("delivery of configuration failed target=%s", self._name)
                 if self._call is not None:
                     self._call.cancel()
@@ -357,7 +357,7 @@ class _Stream:
                 broken,
             )
         elif str(broken) != self._away_because:
-            # After one fault is fixed, the next one must be logged.
+            # The error has changed: after one fault is fixed, the next one must be logged.
             logger.warning("control plane still does not answer target=%s error=%s", self._name, broken)
         self._away_because = str(broken)
 
@@ -410,13 +410,13 @@ class AdsClient:
 
     Args:
         target: ``host:port`` or ``unix:/path``.
-        node: goes into the first request of each stream, or into all with ``node_on_first_only=False``.
-        delta: the incremental variant.
+        node: sent in the first request of each stream, or in every request with ``node_on_first_only=False``.
+        delta: whether to use the incremental variant.
         metadata: called for each new stream. Its errors (``OSError``, ``XdsError``) count as errors of the
             connection.
         dialect: the control plane's dialect. :data:`xds.protocol.client.ISTIO` needs ``delta``.
-        connect: how to reach it, if not in plain text; called for each attempt, its ``XdsError`` is one of the
-            connection.
+        connect: opens the channel if it is not plain text. It is called for each attempt. Its ``XdsError`` counts
+            as an error of the connection.
     """
 
     def __init__(

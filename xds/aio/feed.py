@@ -1,4 +1,4 @@
-"""One type on one stream: its subscriptions, their waiting updates, and the task that delivers updates.
+"""Delivers the updates of one type on one stream to its subscriptions.
 
 Receivers are called one after the other, so calls of one subscription never overlap. The stream sends its ACK or
 NACK after the last receiver has returned. While resources of the response are still warming, the ACK waits. So a
@@ -23,7 +23,7 @@ from xds.protocol.resource import Receive, Settling, SubscriptionStats, Update, 
 logger = logging.getLogger(__name__)
 
 
-#: Receivers called in one loop iteration: one response can have 10,000 updates and more.
+#: The number of receivers called in one loop iteration. One response can cause 10,000 calls and more.
 _AT_ONCE = 20
 
 #: Resources of an update that are freed in one turn. Freeing all 200,000 of a mesh at once would take a tenth of a
@@ -59,7 +59,7 @@ class GrpcSubscription:
         self._feed.set(self, names)
 
     def ask(self, names: Iterable[str]) -> None:
-        """Request names of an on-demand type. A response, or its ``removed`` list, will mention each."""
+        """Request names of an on-demand type. Each will be in a response, or in the ``removed`` list of one."""
         self._feed.ask(names)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Feed:
         self._wake.set()
 
     def expired(self, update: Update) -> None:
-        """Deliver the removal of resources whose time to live has passed. No response needs an ACK for it."""
+        """Deliver the removal of resources whose time to live has passed. There is no response to acknowledge."""
         self._expired.append(update)
         self._wake.set()
 
@@ -215,7 +215,7 @@ class Feed:
             subscription.initial_fetch.failed()
             logger.exception("configuration not applied type=%s version=%s", update.type_url, update.version)
             return UpdateRejected(f"internal error: {type(error).__name__}: {error}")
-        subscription.initial_fetch.over()  # a refused update does not count: the wait continues to its limit
+        subscription.initial_fetch.over()  # a refused update does not end the wait, which continues to its limit
         stats.accepted(update.version, time.time())
         if warming is not None:
             settling.append(warming)

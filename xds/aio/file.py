@@ -23,8 +23,7 @@ from xds.protocol.resource import Receive, SubscriptionStats, UpdateRejected
 
 logger = logging.getLogger(__name__)
 
-#: Called with the path of a file and the paths of its unknown fields. Returns the number of fields that cause a
-#: refusal of the file.
+#: Called with the number of unknown fields of a file that is refused because of them.
 OnUnknownFields = Callable[[int], None]
 
 
@@ -123,7 +122,8 @@ class _File:
         except ConfigError as error:
             failure = error
         except Exception as error:
-            # Our bug, or a library's. A failure of this task would end its task group and so the process.
+            # This is a bug of ours or of a library. A failure of this task would end its task group and so the
+            # process.
             logger.exception("configuration file not read path=%s", self.path)
             failure = ConfigError(f"internal error: {type(error).__name__}")
         else:
@@ -132,8 +132,8 @@ class _File:
                 return content
             if self._on_unknown_fields is not None:
                 self._on_unknown_fields(len(unknown))
-            # Like Envoy with --reject-unknown-dynamic-fields: without these fields the file would have another
-            # meaning.
+            # Refuse the file, like Envoy with --reject-unknown-dynamic-fields. Without these fields it would have
+            # another meaning.
             failure = ConfigError(", ".join(map(str, unknown[:10])))
         logger.warning("configuration file refused path=%s error=%s", self.path, failure)
         return failure
@@ -165,7 +165,7 @@ class _File:
             subscription.initial_fetch.failed()
             logger.exception("configuration not applied path=%s type=%s", self.path, subscription.type_url)
             return
-        subscription.initial_fetch.over()  # a refused update does not count: the wait continues to its limit
+        subscription.initial_fetch.over()  # a refused update does not end the wait, which continues to its limit
         stats.accepted(update.version, time.time())
 
 

@@ -1,8 +1,8 @@
-"""gRPC servers: addresses, Unix sockets that replace stale ones, and handlers whose bugs are logged.
+"""gRPC servers on TCP addresses and Unix sockets. They replace stale sockets, and log exceptions of handlers.
 
-gRPC's own library serves, because its hardening against hostile clients counts here, and its 13 MiB and its
-thread do not. Where speed counts, in the server of ``ext_authz``, it does not serve. No proxy imports this module.
-It runs on asyncio's loop and on uvloop's. Messages are bytes.
+This uses the gRPC library, because its hardening against hostile clients matters here, and its 13 MiB and its
+thread do not. The server of ``ext_authz``, where speed matters, does not use it. No proxy imports this module. It
+works with the event loops of asyncio and uvloop. Messages are bytes.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ _ENDED_S: Final = 1.0
 
 Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
 
-#: Serves a call: reads and writes messages through the context.
+#: The handler of a call, which reads and writes messages through the context.
 Serve: TypeAlias = Callable[[Context], Awaitable[None]]
 
 #: Returns the handler of a method such as ``/package.Service/Method``, or None for an unknown method.
@@ -53,20 +53,21 @@ Answer: TypeAlias = Callable[[bytes], bytes]
 
 
 class GrpcServer:
-    """A gRPC server; ``async with`` serves.
+    """A gRPC server, which serves inside ``async with``.
 
     Args:
-        addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
-            gRPC takes ``0.0.0.0`` and ``[::]`` for one another: either serves IPv4 and IPv6.
-        route: methods whose calls are streams, or None.
-        unary: methods that take one message and answer with one, by path. They are three times as fast as streams.
+        addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; :attr:`addresses` has the chosen ports.
+            gRPC treats ``0.0.0.0`` and ``[::]`` alike: both accept IPv4 and IPv6.
+        route: returns the handlers of streaming methods.
+        unary: methods with one request message and one response message, by path. They are three times as fast as
+            streams.
         tls: credentials of :func:`server_tls` for TCP addresses. Unix sockets always use plain text.
         socket_mode: file mode of Unix sockets. None leaves the mode given by the umask.
         options: further options of grpcio, beside :data:`OPTIONS`.
         stop_grace_s: the time for open calls to end after the server stops. None ends them at once.
 
     Raises:
-        ServeError: raised on entering. No address is served then.
+        ServeError: raised on entering, if an address cannot be used. The server then listens on no address.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class GrpcServer:
         except BaseException:
             self._remove_sockets()
             await server.stop(None)
-            del server  # the error's traceback holds this frame: see __aexit__
+            del server  # the error's traceback refers to this frame: see __aexit__
             raise
         self.addresses = tuple(bound)
         self._server = server
@@ -134,11 +135,11 @@ class GrpcServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def _listen_on_path(self, server: grpc.aio.Server, path: str) -> None:
-        """Serve a Unix socket in place of a stale one; refuse to replace any other file.
+        """Listen on a Unix socket in place of a stale one; refuse to replace any other file.
 
-        gRPC removes its bound path when it stops, even if another server has replaced the file. So it binds
-        another name in the same folder, and that file is then moved to the path. Thus the path always has a socket
-        with the right mode.
+        gRPC removes its bound path when it stops, even if another server has replaced the file. So gRPC binds
+        another name in the same folder, and that file is then renamed to the path. Thus the socket at the path
+        always has the right mode.
         """
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.stat(path).st_mode):
@@ -203,10 +204,10 @@ def _stream_handler(path: str, serve: Serve, running: set[asyncio.Task[Any]]) ->
             raise  # the call already has its status
         except grpc.aio.BaseError:
             # A read or write found its call ended: the client has disconnected, or the deadline has passed. gRPC
-            # also cancels this handler in that case. Which of the two comes first is chance.
+            # also cancels this handler in that case. Either can happen first.
             logger.debug("call ended by its client method=%s", path)
         except Exception:
-            # Our bug. gRPC would send the exception's text to the client.
+            # This is a bug of ours. gRPC would send the exception's text to the client.
             logger.exception("handler failed method=%s", path)
             await context.abort(grpc.StatusCode.INTERNAL, "internal error of the server")
 
@@ -226,7 +227,7 @@ def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
 
 
 def server_tls(key_pem: bytes, chain_pem: bytes) -> grpc.ServerCredentials:
-    """Return server credentials with ``chain_pem``, leaf first. Clients authenticate by other means than TLS."""
+    """Return server credentials with ``chain_pem``, leaf first. Clients authenticate without certificates."""
     return grpc.ssl_server_credentials([(key_pem, chain_pem)])
 
 
@@ -258,7 +259,7 @@ def mutual_tls(folder: Path) -> grpc.ServerCredentials:
 
 
 async def read(context: Context) -> bytes | None:
-    """Return the client's next message, None after its last."""
+    """Return the client's next message, or None after the last one."""
     message: object = await context.read()
     return message if isinstance(message, bytes) else None  # grpc.aio.EOF
 

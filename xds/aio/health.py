@@ -13,8 +13,8 @@ async def serves(channel: Channel, service: str, timeout_s: float) -> bool:
     """Return whether a server reports SERVING for a service. An empty name stands for the server as a whole.
 
     Raises:
-        RpcFailed: no answer in time, or an invalid one; NOT_FOUND for a service that the server does not know.
-        XdsError: no connection.
+        RpcFailed: the answer is late or invalid; NOT_FOUND for a service that the server does not know.
+        XdsError: there is no connection to the server.
     """
     name = service.encode()
     request = b"\x0a" + _varint(len(name)) + name if name else b""

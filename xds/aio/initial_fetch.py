@@ -7,7 +7,7 @@ from xds.protocol.resource import SubscriptionStats
 
 
 class InitialFetch:
-    """Waits from the subscription to the first accepted update. Reports a timeout at most once."""
+    """The wait from a subscription to its first accepted update. It reports a timeout at most once."""
 
     __slots__ = ("_on_timeout", "_stats", "_timer")
 
@@ -26,8 +26,8 @@ class InitialFetch:
             self._timer = None
 
     def failed(self) -> None:
-        """The received update cannot be given to the receiver. Like in Envoy, this ends the wait like a timeout,
-        but is not counted.
+        """Record that the received update could not be passed to the receiver. Like in Envoy, this ends the wait
+        in the same way as a timeout, but is not counted.
         """
         on_timeout = self._on_timeout
         self.over()

@@ -1,6 +1,6 @@
 """Reports renames onto files, by inotify(7) through ctypes, with one descriptor per watcher.
 
-Directories are watched, not files: a rename puts another inode in a file's place.
+It watches directories and not files, because a rename puts another inode in a file's place.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The embedded control plane: serves snapshots over gRPC, aggregated and per type, both variants.
+"""The embedded control plane. It serves snapshots over gRPC, on aggregated and per-type streams, in both variants.
 
 One task per stream and direction. A response is computed when it can be written, and never queued. So a slow
 client costs the memory of one response, and gets the newest state when it catches up. The rules of the protocol
@@ -24,7 +24,7 @@ from xds.protocol.types import type_of_method
 logger = logging.getLogger(__name__)
 
 REQUEST_BYTES: Final = 64 * 1024 * 1024
-"""The size limit of one request. A request with 200,000 names has a third of it."""
+"""The size limit of one request. A request with 200,000 names takes a third of it."""
 
 #: Chooses the key of :meth:`SnapshotServer.publish` for a client; the default is its node id.
 KeyOf = Callable[[Node], str]
@@ -35,12 +35,12 @@ OnAnswer = Callable[[str, Answered], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The client of a call, as far as gRPC knows it.
+    """The properties of a call's client that gRPC reports.
 
     Attributes:
         metadata: the call's metadata, names in lower case; values under one name are joined with commas.
-        local: the call came over a Unix socket, or to a plain-text address that only this host's processes can
-            reach.
+        local: whether the call arrived on a Unix socket, or on a plain-text address that only processes of this
+            host can reach.
     """
 
     metadata: Mapping[str, str]
@@ -48,13 +48,13 @@ class Caller:
 
 
 class NotAdmitted(XdsError):
-    """The caller is not authorised for its request. The text is sent to it."""
+    """The caller is not authorised for its request. The error's text is sent to the caller."""
 
 
-#: Judges a client when its first request names its node; raises :class:`NotAdmitted` to end the stream.
+#: Authorises a client by its first request, which names its node. Raises :class:`NotAdmitted` to end the stream.
 Admit = Callable[[Node, Caller], Awaitable[None] | None]
 
-#: Answers a request of another service on the same addresses; raises :class:`NotAdmitted` to refuse.
+#: Handles a request to another service on the same addresses. Raises :class:`NotAdmitted` to refuse it.
 Answer = Callable[[bytes, Caller], Awaitable[bytes] | bytes]
 
 
@@ -68,18 +68,18 @@ class _Client:
 
 
 class SnapshotServer:
-    """Serves each node the snapshot published under its key.
+    """Serves each node the snapshot that was published under the node's key.
 
     Args:
-        addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; see :attr:`addresses` for the outcome.
-            gRPC takes ``0.0.0.0`` and ``[::]`` for one another: either serves IPv4 and IPv6.
+        addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; :attr:`addresses` has the chosen ports.
+            gRPC treats ``0.0.0.0`` and ``[::]`` alike: both accept IPv4 and IPv6.
         tls: credentials of :func:`~xds.aio.grpc_server.server_tls` for TCP addresses. Unix sockets always use
             plain text.
         identifier: the server's name, which clients print as ``control_plane.identifier``.
-        key_of: may raise ``ConfigError`` for a node it cannot serve.
+        key_of: see :data:`KeyOf`. It can raise ``ConfigError`` for a node without a snapshot.
         on_answer: see :data:`OnAnswer`.
         admit: see :data:`Admit`.
-        unary: more methods by gRPC path, each one message in and one out.
+        unary: additional unary methods by gRPC path.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SnapshotServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses served, with the ports that the kernel picked."""
+        """The addresses of the server, with the ports that the kernel chose."""
         return self._server.addresses
 
     async def __aenter__(self) -> Self:
@@ -126,7 +126,7 @@ class SnapshotServer:
         self._tell(key, snapshot)
 
     def withdraw(self, key: str) -> None:
-        """Remove the snapshot of a key. For connected clients, the types sent in full become empty."""
+        """Remove the snapshot of a key. For connected clients, types with complete responses become empty."""
         self._snapshots.pop(key, None)
         self._tell(key, Snapshot())
 

@@ -1,4 +1,4 @@
-"""TLS for gRPC connections, with the tunnels' implementation, between an asyncio transport and a connection."""
+"""TLS for gRPC connections, between an asyncio transport and the connection, by the implementation of tunnels."""
 
 import asyncio
 from typing import Final, Protocol, cast
@@ -42,9 +42,9 @@ class Inner(Protocol):
 class Plain(asyncio.BufferedProtocol):
     """A connection in plain text, read in slices.
 
-    A slice is the work of one loop iteration. A transport alone has no such bound: libuv, and therefore uvloop,
-    reads up to 32 times in a row while bytes keep arriving. After a full slice, reading pauses until the next
-    iteration.
+    A slice bounds the work of one loop iteration. A transport alone has no such bound: libuv, and therefore
+    uvloop, reads up to 32 times in a row while bytes keep arriving. After a full slice, reading pauses until the
+    next iteration.
     """
 
     def __init__(self, inner: Inner) -> None:
@@ -89,7 +89,8 @@ class Secured(Plain):
     The dial limits the duration of the handshake, and aborts the transport at the limit.
 
     Attributes:
-        established: done when the handshake is; its exception is ``TlsError``, or ``OSError`` of the network.
+        established: resolves at the end of the handshake. Its exception is ``TlsError``, or an ``OSError`` of the
+            network.
     """
 
     def __init__(self, context: TlsContext, inner: Inner) -> None:

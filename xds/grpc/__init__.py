@@ -1,4 +1,4 @@
-"""gRPC's client side without input or output: the form of a call on HTTP/2, and one connection with its calls.
+"""The client side of gRPC without I/O: how a call is encoded in HTTP/2, and one connection with its calls.
 
 ``address``     ``host:port`` and ``unix:/path``
 ``heads``       the header fields of a request, and whether an answer is one of gRPC

@@ -1,7 +1,7 @@
 """The client's end of an HTTP/2 connection of calls, as a state machine on ``h2``: bytes in, events out.
 
-A shell gives what it received to :meth:`ClientConnection.receive_data`, hands the events to the calls they
-name, and sends :meth:`ClientConnection.data_to_send` after every other method.
+The caller passes received bytes to :meth:`ClientConnection.receive_data`, passes each event to its call, and sends
+:meth:`ClientConnection.data_to_send` after every other method.
 
 States of a connection::
 
@@ -10,10 +10,10 @@ States of a connection::
     DRAINING the server sent GOAWAY: calls up to its last stream continue, new calls need a new connection
     CLOSED   the connection is of no more use; :attr:`ClientConnection.reason` says why
 
-The server is trusted: there is no budget of frames that a busy control plane could exceed. Memory is bounded
-without one. Flow control limits what is unread: credit returns when bytes are part of an unfinished message,
-which the message limit bounds, or when the caller has read what came before. ``h2`` bounds header lists and
-CONTINUATION frames.
+The server is trusted, so its frames are not charged to a budget, which a busy control plane could exceed. Memory
+is bounded nevertheless. Flow control limits the unread bytes: credit returns when bytes are part of an unfinished
+message, which the message limit bounds, or when the caller has read what came before. ``h2`` bounds header lists
+and CONTINUATION frames.
 """
 
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ _GOAWAY_BYTES: Final = 16 * 1024
 
 
 class State(Enum):
-    """See the module."""
+    """The states of a connection, which the module describes."""
 
     OPENING = "opening"
     OPEN = "open"
@@ -105,7 +105,7 @@ CallEvent: TypeAlias = Opened | CallsPossible | MessageReceived | WritePossible 
 class _Call:
     reader: MessageReader
     unread_bytes: int = 0
-    """Bytes received and not yet credited, because messages wait for their reader."""
+    """Received bytes whose credit is not yet returned, because messages wait for their reader."""
     waiting_messages: bool = False
     trailers: Headers | None = None
 
@@ -115,7 +115,7 @@ class ClientConnection:
 
     Attributes:
         state: see :class:`State`.
-        reason: in DRAINING and CLOSED: why, in words.
+        reason: the reason for DRAINING or CLOSED, as text.
         too_many_pings: the server ended the connection because of our PINGs.
     """
 
@@ -185,8 +185,8 @@ class ClientConnection:
         """Queue ``data`` up to the limit of flow control, and return the number of queued bytes. 0 if the call has
         ended.
 
-        If fewer bytes were queued, try again at :class:`WritePossible`; if the limit of one step was reached, at
-        once.
+        If fewer bytes were queued, try again after :class:`WritePossible`, or at once if the limit per call was
+        reached.
         """
         if call_id not in self._calls:
             return 0

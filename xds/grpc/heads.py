@@ -51,8 +51,8 @@ def request_fields(
 
 
 def failure_of_answer(status: int, fields: Headers) -> RpcFailed | None:
-    """Return why the head of a response is not valid gRPC. None if it is valid; the call's status can still be in
-    it.
+    """Return the failure if the head of a response is not valid gRPC, otherwise None. A valid head can also
+    contain the call's status.
     """
     if status != 200:
         return failure_of_http(status)

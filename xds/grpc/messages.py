@@ -1,4 +1,6 @@
-"""Messages in DATA: a flag and a length precede each ("Length-Prefixed-Message" of the protocol)."""
+"""Reads and writes gRPC messages in DATA frames. A flag and a length precede each message
+("Length-Prefixed-Message" of the protocol).
+"""
 
 from io import BytesIO
 from struct import Struct

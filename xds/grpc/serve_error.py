@@ -1,6 +1,6 @@
 """The error of a gRPC server that cannot listen on an address.
 
-It has its own module, so that commands that catch it need not import gRPC's library, which takes 13 MiB.
+This is a separate module, so that commands can catch the error without importing the gRPC library (13 MiB).
 """
 
 from xds.errors import XdsError

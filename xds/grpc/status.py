@@ -36,7 +36,8 @@ class RpcFailed(Exception):
     """A call ended with another status than OK.
 
     Attributes:
-        status: the status code. details: the peer's or our explanation. Can be empty.
+        status: the status code.
+        details: the peer's or our explanation. Can be empty.
     """
 
     def __init__(self, status: Status, details: str = "") -> None:

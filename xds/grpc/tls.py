@@ -1,4 +1,4 @@
-"""TLS settings for connections to control planes: what we offer, and the check of server names (RFC 9525)."""
+"""TLS settings for connections to control planes, and the check of the server's name (RFC 9525)."""
 
 import ipaddress
 from collections.abc import Callable, Sequence
@@ -40,10 +40,10 @@ def client_tls(
 
 
 def named(names: Sequence[str]) -> Callable[[Sequence[x509.Certificate]], str | None]:
-    """Return a check of verified chains: the leaf must be for one of ``names``, host names or IP addresses.
+    """Return a check of verified chains: the leaf must be valid for one of ``names``, host names or IP addresses.
 
-    The check returns why it refuses, or None. Only subject alternative names count. A wildcard stands for a whole
-    first label.
+    The check returns the reason for a refusal, or None. Only subject alternative names count. A wildcard stands
+    for a whole first label.
     """
     addresses = {address for name in names if (address := _address(name)) is not None}
     hosts = {name.lower().removesuffix(".") for name in names if _address(name) is None}

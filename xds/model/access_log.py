@@ -12,7 +12,7 @@ JsonValue: TypeAlias = "FormatString | Mapping[str, JsonValue] | Sequence[JsonVa
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """One JSON object per line; values are format strings, nested objects or lists of such."""
+    """A format of one JSON object per line. Its values are format strings, nested objects, or lists of these."""
 
     fields: Mapping[str, JsonValue]
 
@@ -36,7 +36,7 @@ class StatusFilter:
 
 @dataclass(frozen=True, slots=True)
 class DurationFilter:
-    """Lets lines through by comparing the duration in whole milliseconds with ``value``."""
+    """Selects lines by comparing the duration in whole milliseconds with ``value``."""
 
     comparison: Comparison
     value: int
@@ -89,7 +89,7 @@ class LogStream:
     Attributes:
         cluster: a static cluster of the bootstrap.
         http: the entries describe requests, not TCP connections.
-        flush_interval_s: the longest that an entry waits.
+        flush_interval_s: the longest time that an entry waits before it is sent.
         buffer_bytes: entries are sent when they reach this size. While they cannot be sent, at most this many
             bytes are kept.
     """

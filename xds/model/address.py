@@ -13,8 +13,8 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 class SocketAddress(NamedTuple):
     """Host and port. ``host`` is the canonical text of an IP address (IPv4-mapped IPv6 already unmapped).
 
-    Text, not an :mod:`ipaddress` object: it is what sockets return, what matcher inputs compare and what logs
-    print, once per connection each.
+    The host is text and not an :mod:`ipaddress` object, because sockets return text, matchers compare text and
+    logs print text, for each connection.
     """
 
     host: str
@@ -50,8 +50,8 @@ class SocketAddress(NamedTuple):
             return None
 
 
-# These caches replace about 20 microseconds of work per connection by look-ups. A peer that invents addresses only
-# makes them useless.
+# These caches replace about 20 microseconds of work per connection by look-ups. A peer that uses many addresses
+# can only make these caches useless.
 @lru_cache(maxsize=16384)
 def _parse(text: str) -> SocketAddress:
     host, colon, port = text.rpartition(":")

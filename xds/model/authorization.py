@@ -27,8 +27,8 @@ class AuthorizationPolicy:
     """One policy.
 
     Attributes:
-        condition: the rules compiled; :class:`~xds.model.policy.Never` in an allow and
-            :class:`~xds.model.policy.Always` in a deny take the place of what could not be understood.
+        condition: the compiled rules. :class:`~xds.model.policy.Never` in an allow policy, and
+            :class:`~xds.model.policy.Always` in a deny policy, replace parts that could not be understood.
         rules: the rules as ``/config_dump`` shows them, JSON-ready.
         faults: the parts that could not be understood, each with its place. Empty if all were understood.
     """

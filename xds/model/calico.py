@@ -32,7 +32,7 @@ class Direction(StrEnum):
 class Action(StrEnum):
     """The action of a matching rule.
 
-    Texts of the wire are read in any case; ``next-tier`` is Felix's for ``pass``.
+    Texts from the wire are read in any case. Felix writes ``next-tier`` for ``pass``.
     """
 
     ALLOW = "allow"
@@ -45,7 +45,7 @@ class Action(StrEnum):
     def may_deny(self) -> bool:
         """Whether omitting a rule with this action could allow traffic that the rule is meant to stop.
 
-        A rule that passes keeps the rest of its tier from allowing.
+        A rule that passes to the next tier prevents later rules of its tier from allowing the traffic.
         """
         return self in (Action.DENY, Action.PASS, Action.UNKNOWN)
 
@@ -81,7 +81,7 @@ class EndpointId:
 class PathMatch:
     """A path of an HTTP clause. With ``prefix`` it also matches every path below it.
 
-    A path of an HTTP rule, read by :mod:`ztunnel.policy.calico.http_path`.
+    :mod:`ztunnel.policy.calico.http_path` compares it with a request's path.
     """
 
     path: str
@@ -116,7 +116,7 @@ class PeerMatch:
         not_ip_sets: ids of sets without the address.
         ip_port_sets: ids of sets that all contain address, protocol and port; of destinations only.
         selector: the pod selector, which ``ip_sets`` realises; its presence confines the peer to a namespace.
-        not_selector: like it, realised by ``not_ip_sets``.
+        not_selector: a pod selector for excluded peers, which ``not_ip_sets`` realises.
         namespace_selector: selects the labels of the peer's namespace.
         account_names: names of service accounts; at least one must match.
         account_selector: selects the labels of the peer and its service account.
@@ -282,7 +282,7 @@ class NamespaceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class InSync:
-    """Everything that existed when the stream began has been sent."""
+    """All objects that existed when the stream began have been sent."""
 
 
 Update: TypeAlias = (
@@ -338,7 +338,7 @@ class FlowReport:
         protocol: number or name.
         policy: the policy that decided. A profile's id has the kind ``Profile``. None if no rule decided.
         index: the rule's index, -1 for the end of a tier.
-        packets, octets: since the last report; 0 where they are not known.
+        packets, octets: the counts since the last report; 0 if unknown.
     """
 
     source_ip: str

@@ -1,8 +1,8 @@
 """Chooses a filter chain by ``filter_chain_match``, without a matcher tree.
 
-Criteria are fixed one after the other, most specific value first, and never reconsidered: destination port,
-destination address, server name, transport protocol, application protocol, direct source address, source type,
-source address, source port (Envoy's order).
+The criteria are applied one after the other. Each keeps the chains with the most specific matching value, and is
+never reconsidered. The order is Envoy's: destination port, destination address, server name, transport protocol,
+application protocol, direct source address, source type, source address, source port.
 """
 
 import ipaddress
@@ -39,7 +39,7 @@ class ChainMatch:
 
 
 class ChainSelector:
-    """Chains of one listener, indexed: cost does not grow with the number of per-pod chains.
+    """The indexed chains of one listener. The cost of a choice does not grow with the number of per-pod chains.
 
     Chains are grouped by port, which is the first criterion. Within a group, chains that name single addresses are
     found by dictionary. The remaining chains of a group are narrowed down criterion by criterion.
@@ -49,7 +49,7 @@ class ChainSelector:
 
     def __init__(self, matches: Sequence[ChainMatch]) -> None:
         self._matches = tuple(matches)
-        #: Whether there is one chain, without criteria, as internal listeners have it.
+        #: Whether there is only one chain, without criteria. This is usual for internal listeners.
         self._only = self._matches == (ChainMatch(),)
         self._by_port: dict[int | None, _Group] = {}
         for index, match in enumerate(self._matches):
@@ -66,7 +66,7 @@ class ChainSelector:
         return host in self._hosts
 
     def select(self, facts: ConnectionFacts) -> int | None:
-        """Return the index of a connection's most specific match, the first of equals; ``None`` without any."""
+        """Return the index of the most specific match for a connection, the first of equal ones, or ``None``."""
         if self._only:
             return 0
         group = self._by_port.get(facts.destination.port) or self._by_port.get(None)
@@ -100,8 +100,8 @@ class ChainSelector:
 class _Group:
     """Chains that share the port criterion.
 
-    ``sole`` has the hosts that need no further narrowing: a single chain names the address and has no other
-    criterion, and no other chain can be as specific. A node's per-pod chains are of this kind.
+    ``sole`` has the addresses that need no further narrowing: exactly one chain names the address, this chain has
+    no other criterion, and no other chain can be as specific. A node's per-pod chains are of this kind.
     """
 
     __slots__ = ("_by_host", "_mixed", "_rest", "sole")

@@ -84,7 +84,8 @@ class LocalityGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadAssignment:
-    """All endpoints of a cluster, and the health below which a priority level passes load to the next.
+    """All endpoints of a cluster, and the overprovisioning factor that decides when a priority level passes load
+    to the next.
 
     ``drop`` are the categories of ``policy.drop_overloads`` with their share, 0 to 1. With
     ``weighted_priority_health`` hosts count by their weights when the usable share of a priority is computed.
@@ -265,7 +266,7 @@ class Cluster:
     """One cluster.
 
     Attributes:
-        http2: present when requests to it travel as HTTP/2 (``explicit_http_config.http2_protocol_options``).
+        http2: present if requests to the cluster use HTTP/2 (``explicit_http_config.http2_protocol_options``).
         eds_source: the source of endpoints, requested by :attr:`eds_name`.
         assignment: inline endpoints (STATIC and DNS clusters).
         breakers: limits of priority DEFAULT and HIGH.

@@ -38,7 +38,7 @@ class PeerCertificate:
 
     @property
     def principal(self) -> str:
-        """The identity in the form of Istio's policies, ``td/ns/N/sa/S``. Empty without an identity."""
+        """The mesh identity in the form of Istio's policies, ``td/ns/N/sa/S``, or the empty string."""
         return _identified(self.uri_sans)[1]
 
 

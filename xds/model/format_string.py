@@ -1,4 +1,4 @@
-"""Substitution format strings (``%DOWNSTREAM_REMOTE_ADDRESS%``), parsed; rendering is the application's.
+"""Parses substitution format strings (``%DOWNSTREAM_REMOTE_ADDRESS%``). The application renders them.
 
 Syntax: ``%NAME%``, ``%NAME(argument)%``, ``%NAME(argument):length%``; ``%%`` is a percent sign. The header
 syntax of 2022, ``%DYNAMIC_METADATA(["tunnel", "destination"])%``, is read as its colon form.
@@ -177,7 +177,8 @@ class FormatString:
 
 @lru_cache(maxsize=1024)
 def parse_format(text: str) -> FormatString:
-    """Parse a format string; equal texts give one object, since every filter chain of a mesh has the same few.
+    """Parse a format string. Equal texts return the same object, because all filter chains of a mesh share a few
+    formats.
 
     Raises:
         ConfigError: unknown command, missing or unexpected argument, or a lone ``%``.

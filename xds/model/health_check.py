@@ -22,7 +22,7 @@ class HttpCheck:
         headers: headers added to the request, in order.
         host: the request's host. Empty means the cluster's name.
         expected: ranges of statuses, ends excluded, that count as healthy.
-        retriable: statuses that count as no answer: a single one does not decide.
+        retriable: statuses that count as no answer, so that a single one does not make a host unhealthy.
     """
 
     path: str

@@ -63,7 +63,9 @@ class RouteTable:
 
     @property
     def chosen_by_heads(self) -> bool:
-        """Whether equal requests have equal routes: headers can be written by the proxy, once per request."""
+        """Whether equal requests have equal routes. This is false if routes match headers, because the proxy can
+        write other header values for each request.
+        """
         return not any(route.headers for host in self.virtual_hosts for route in host.routes)
 
 

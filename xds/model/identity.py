@@ -25,8 +25,8 @@ class SpiffeId(NamedTuple):
 
         Raises:
             ValueError: the name has not exactly five segments, or a segment is empty or has characters that SPIFFE
-                ids exclude (SPIFFE-ID, 2.1 and 2.2). A query, a port, an escape or a NUL would deceive the next
-                reader of the name.
+                ids exclude (SPIFFE-ID, 2.1 and 2.2). Another parser could misread a query, a port, an escape or a
+                NUL in the name.
         """
         parts = text.removeprefix(_PREFIX).split("/") if text.startswith(_PREFIX) else []
         if len(parts) != 5 or parts[1] != "ns" or parts[3] != "sa" or not all(map(_SEGMENT.fullmatch, parts)):

@@ -45,7 +45,7 @@ class OriginalSrc:
 
 @dataclass(frozen=True, slots=True)
 class SetDstAddress:
-    """``istio.set_internal_dst_address.v1.Config``: addresses out of the ``tunnel`` metadata."""
+    """``istio.set_internal_dst_address.v1.Config``: takes the addresses from the ``tunnel`` metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class ProxyProtocol:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadMetadata:
-    """``envoy.filters.listener.workload_metadata``: baggage of the client by its address.
+    """``envoy.filters.listener.workload_metadata``: looks up the client's baggage by its address.
 
     ``baggage`` maps an address to the header value that travels with its tunnels.
     """
@@ -82,7 +82,7 @@ class Discovered:
 
     Attributes:
         type_urls: full names of the accepted message types.
-        without_warming: the default serves until it arrives; the listener does not wait.
+        without_warming: the default is used until the configuration arrives; the listener does not wait for it.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Discovered:
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredFilter(Discovered):
-    """A listener filter from ECDS; without a default connections are closed until it arrives."""
+    """A listener filter from ECDS. Without a default, connections are closed until its configuration arrives."""
 
     default: "ListenerFilter | None" = None
 
@@ -113,7 +113,7 @@ ListenerFilter = (
 
 @dataclass(frozen=True, slots=True)
 class FilterDisabled:
-    """Predicate that skips a listener filter: a port range, or a combination of predicates."""
+    """A predicate that disables a listener filter: a port range, or a combination of predicates."""
 
     kind: str  # "port", "any", "or", "and", "not"
     inner: "tuple[FilterDisabled, ...]" = ()
@@ -199,7 +199,7 @@ class SharedWithUpstream(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FilterStateValue:
-    """One object ``set_filter_state`` sets when a connection begins.
+    """One filter state object that ``set_filter_state`` sets when a connection begins.
 
     With ``omit_empty_values`` a missing value is empty. Otherwise it is ``-``.
     """
@@ -250,7 +250,7 @@ class Tunneling:
 class TcpProxy:
     """``envoy.filters.network.tcp_proxy``. A single cluster is one weighted cluster.
 
-    ``idle_timeout_s`` 0 never expires.
+    An ``idle_timeout_s`` of 0 means no timeout.
     """
 
     stat_prefix: str
@@ -272,7 +272,7 @@ ChainFilter = Rbac | ConnectionLimit | LocalRateLimit | SetFilterState
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredChainFilter(Discovered):
-    """A network filter from ECDS; without a default connections are closed until it arrives."""
+    """A network filter from ECDS. Without a default, connections are closed until its configuration arrives."""
 
     default: ChainFilter | None = None
 

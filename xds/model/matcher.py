@@ -45,7 +45,8 @@ class Input:
     key: str = ""
     path: tuple[str, ...] = ()
     read: Callable[[ConnectionFacts], str | None] = field(init=False, repr=False, compare=False)
-    """Returns the input's text, ``None`` without a value; the function is chosen once, not per connection."""
+    """Returns the input's text, or ``None`` if it has no value. The function is chosen once, not per connection.
+    """
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "read", partial(_READERS[self.kind], self))
@@ -250,7 +251,7 @@ def _ip_hits(ranges: tuple[IpRange, ...], text: str) -> list[OnMatch]:
 
 
 def server_name_candidates(name: str) -> list[str]:
-    """Yield a server name, then its wildcards from the longest: ``a.b.c``, ``*.b.c``, ``*.c``, ``*``."""
+    """Return a server name, then its wildcards from the longest: ``a.b.c``, ``*.b.c``, ``*.c``, ``*``."""
     labels = name.lower().split(".")
     wildcards = ["*." + ".".join(labels[cut:]) for cut in range(1, len(labels))]
     return [name.lower(), *wildcards, "*"]

@@ -5,10 +5,11 @@ on the size of the mesh. Nothing here waits, reads a clock or draws a random num
 
 Its layout saves memory, which is the main cost of a large mesh:
 
-* A workload is stored as the value that its dialect made, and indexes hold this value instead of its name. Nearly
-  all keys of an index have a single value, which is stored without a list (:class:`xds.model.mesh_index.Shared`).
-* A service and its endpoints share one :class:`xds.model.mesh_index.ServiceEntry`. It exists as soon as either has
-  arrived. Endpoints whose service is not known are called staged in dumps.
+* A workload is stored as the value that the dialect's compiler made, and indexes hold this value instead of its
+  name. Nearly all keys of an index have a single value, which is stored without a list
+  (:class:`xds.model.mesh_index.Shared`).
+* A service and its endpoints share one :class:`xds.model.mesh_index.ServiceEntry`. The entry exists as soon as the
+  service or an endpoint has arrived. Dumps call the endpoints of an unknown service staged.
 * Unhealthy endpoints are stored beside the healthy ones, so that a service can start to accept unhealthy endpoints
   at once (the Rust ztunnel drops them until their workloads are sent again).
 """
@@ -361,7 +362,7 @@ class Mesh:
 
 
 def _turn(identity: SpiffeId, there: set[SpiffeId], back: set[SpiffeId]) -> None:
-    """Record that an identity was added or removed. Both within one batch cancel each other."""
+    """Record that an identity was added or removed. Both within one batch cancel each other out."""
     if identity in back:
         back.remove(identity)
     else:

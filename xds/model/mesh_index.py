@@ -19,7 +19,7 @@ class Endpoint:
     """One workload as an endpoint of one service.
 
     Attributes:
-        ports: service port to target port, of this endpoint's entry.
+        ports: this endpoint's map of service port to target port.
     """
 
     uid: WorkloadUid

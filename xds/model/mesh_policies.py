@@ -1,7 +1,7 @@
 """The authorization policies of a mesh by scope, and the policies of each workload, compiled for the engine.
 
-The compiled value of a workload depends on its namespace and on the policies that it names. It is remembered until
-one of these policies changes, and is the same object for all workloads with the same pair.
+The compiled value of a workload depends on its namespace and on the policies that it names. It is cached until one
+of these policies changes, and all workloads with the same namespace and policies share it.
 """
 
 from collections.abc import Iterable
@@ -177,7 +177,7 @@ def _discard(index: dict[Key, set[_Pair]], key: Key, pair: _Pair) -> None:
 
 
 def _reach(policy: AuthorizationPolicy) -> str | None:
-    """Return the namespace whose workloads the policy applies to. None means all, like in the Rust ztunnel also
-    for an empty namespace.
+    """Return the namespace whose workloads the policy applies to. None means all workloads; an empty namespace
+    also gives None, like in the Rust ztunnel.
     """
     return None if policy.scope is PolicyScope.GLOBAL else policy.namespace or None

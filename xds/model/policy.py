@@ -3,8 +3,8 @@
 Envoy's RBAC filters, Istio's policies, Kubernetes NetworkPolicy and Calico's tiers each compile to one
 :class:`PolicyList`; all lists of a connection must allow it. ``ztunnel.policy.engine`` evaluates them.
 
-Policies here have no unsupported parts. A dialect refuses such a policy, or, if the resource must be kept,
-replaces the condition by :class:`Never` in an allow and :class:`Always` in a deny.
+Policies here have no unsupported parts. A dialect refuses a policy with such a part, or, if the resource must be
+kept, replaces the condition by :class:`Never` in an allow and :class:`Always` in a deny.
 """
 
 from collections.abc import Callable, Mapping
@@ -114,7 +114,7 @@ class ServerName:
 
 @dataclass(frozen=True, slots=True)
 class DynamicMetadata:
-    """The string at ``path`` of the connection's dynamic metadata matches (never, when there is none)."""
+    """The string at ``path`` of the connection's dynamic metadata matches. A missing string never matches."""
 
     namespace: str
     path: tuple[str, ...]
@@ -130,7 +130,7 @@ class Expression:
     """A CEL expression evaluates to true. An error, for example a missing attribute, is no match.
 
     Attributes:
-        text: in CEL's syntax, each operator in parentheses; equal texts are equal conditions.
+        text: the expression in CEL's syntax, with each operation in parentheses. Equal texts are equal conditions.
         read: the attributes that it reads, ``connection.mtls``.
         evaluate: whether it is true of a connection's attributes.
     """
@@ -172,7 +172,8 @@ class Policy:
     """A policy: if ``condition`` holds, the result is ``verdict``. Logs and denials print ``name``.
 
     Attributes:
-        prepared: the judge's compiled form of the condition, stored here so that it lives as long as the policy.
+        prepared: the policy engine's compiled form of the condition, stored here so that it lives as long as the
+            policy.
     """
 
     name: str

@@ -2,8 +2,9 @@
 
 The two share most of their syntax and differ silently in the rest: ``[[:alpha:]]`` is a set of six characters and
 a bracket to Python, ``\\w`` and ``\\d`` match letters and digits of any script, and RE2 rejects ``(?>...)`` and
-``a++``. A policy that is read in another sense than its author's can admit an attacker, so each construct is
-parsed here and unknown ones are refused. Only full matches are needed, and greediness has no effect on these.
+``a++``. A policy whose expression matches more than its author intended can admit an attacker. So each construct
+is parsed here, and unknown constructs are refused. Only full matches are needed, and greediness has no effect on
+these.
 """
 
 import re

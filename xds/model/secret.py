@@ -37,8 +37,9 @@ class Validation:
     """A validation context: how to verify a peer's certificate.
 
     Attributes:
-        trusted_ca_pem: roots; ``None`` verifies no chain (the Envoy of 2022 towards servers).
-        san_matches: at least one must match one SAN, when there are any.
+        trusted_ca_pem: trusted roots. ``None`` disables chain verification (like the Envoy of 2022 towards
+            servers).
+        san_matches: unless empty, at least one of these must match a SAN.
         certificate_hashes: lower-case hex SHA-256 of acceptable leaf certificates (DER).
         spki_hashes: base64 SHA-256 of acceptable public keys (SubjectPublicKeyInfo).
         trusted_ca_file, crl_file: the files they were read from, for error messages. Empty means inline.

@@ -47,7 +47,7 @@ class All:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """Selects objects outside of namespaces, once compiled. Evaluated on labels alone it is true."""
+    """In compiled form, selects the objects outside of namespaces. An evaluation of labels alone returns true."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +125,7 @@ class Selector:
 
     @property
     def identity(self) -> str:
-        """The id of the IP set that the selector defines. Like in Calico, it is computed from the canonical
-        text.
-        """
+        """The id of the IP set of this selector. Like in Calico, it is computed from the canonical text."""
         return hashed_id("s:", str(self))
 
     def prefixed(self, prefix: str) -> "Selector":

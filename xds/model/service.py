@@ -1,4 +1,4 @@
-"""Services, as Istio's control plane describes them (WDS): names and addresses for sets of workloads."""
+"""Services as described by Istio's control plane (WDS): names and addresses for sets of workloads."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ class Scope(StrEnum):
 
 
 class BalancerMode(StrEnum):
-    """Which endpoints the balancer may give a client."""
+    """Which endpoints the load balancer can choose for a client."""
 
     STANDARD = "Standard"
     STRICT = "Strict"
@@ -44,7 +44,7 @@ class IpFamilies(StrEnum):
 
 
 class Visibility(StrEnum):
-    """Which clients may know of the service."""
+    """The clients that can see the service."""
 
     PUBLIC = "Public"
     NAMESPACE = "Namespace"
@@ -82,7 +82,7 @@ class Service:
     Attributes:
         hostname: the full name, which can be a wildcard such as ``*.example.net``.
         vips: virtual addresses. ``cidr_vips`` are blocks of addresses.
-        ports: service port to target port. 0: the target is a named port, which each endpoint defines.
+        ports: service port to target port. A target of 0 stands for a named port, which each endpoint defines.
         subject_alt_names: SPIFFE identities that its endpoints can present besides their own.
         canonical: preferred when several services share a name or an address.
     """

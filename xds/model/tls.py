@@ -7,7 +7,7 @@ from xds.model.secret import Certificate, Validation
 
 
 class TlsVersion(IntEnum):
-    """TLS protocol versions this proxy speaks, ordered."""
+    """The TLS protocol versions that this proxy supports, in order."""
 
     TLS12 = 12
     TLS13 = 13
@@ -15,7 +15,7 @@ class TlsVersion(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class AdsSource:
-    """Resources come over the process's aggregated stream."""
+    """Resources are received on the process's aggregated stream (ADS)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Workloads as Istio's control plane describes them (WDS): their identity, their node, and the way to reach them.
+"""Workloads as described by Istio's control plane (WDS): their identity, their node, and how to connect to them.
 
 Addresses are canonical texts (:func:`xds.model.address.canonical`). A service's name is ``namespace/hostname``.
 """
@@ -102,8 +102,8 @@ class Workload:
 
     Attributes:
         uid: primary key, such as ``cluster//Pod/ns/name``.
-        hostname: resolved by DNS when there are no addresses.
-        services: ports of each service it is an endpoint of, service port to target port.
+        hostname: a name that is resolved by DNS if the workload has no addresses.
+        services: for each service with this workload as an endpoint, the map of service port to target port.
         authorization_policies: selector-scoped policies that apply to it.
         workload_type: ``deployment``, ``cronjob``, ``pod`` or ``job``.
         capacity: weight among the endpoints of a service.

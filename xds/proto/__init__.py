@@ -1,10 +1,10 @@
-"""Wire messages: ``.proto`` files, the code generated from them, and how to find, read and print them.
+"""Wire messages: ``.proto`` files, the generated code, and modules that find, read and print messages.
 
 ``registry``  type URL -> message class, ``Any`` -> message
 ``json``      JSON and YAML -> message, with paths in errors and a report of unknown fields
 ``dump``      message -> JSON as Envoy's admin interface prints it, with secrets redacted on request
 ``generate``  ``make proto``
 
-Messages carry the full names of Envoy's, xDS's and Istio's APIs and the fields this proxy reads or
-prints; every other field is kept as an unknown field from parsing to serialising.
+Messages have the full names of the Envoy, xDS and Istio APIs, but only the fields that this proxy reads or prints.
+All other fields are kept as unknown fields from parsing to serialising.
 """

@@ -1,4 +1,4 @@
-"""YAML by the rules of its version 1.2's core schema, as JSON would be read: for :mod:`xds.proto.json`."""
+"""Reads YAML by the core schema of version 1.2, with the types of JSON, for :mod:`xds.proto.json`."""
 
 import re
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from xds.errors import ConfigError
 
 _T = TypeVar("_T")
 
-#: Values that aliases may make of a document, and how many times as many as it has itself: an anchor that a
-#: document of a mesh repeats for each chain makes tens of times.
+#: A document is refused if its aliases expand to more values than ``MOST_VALUES``, and to more than ``MOST_TIMES``
+#: times its own number. Anchors that are repeated for each chain of a mesh expand it to tens of times.
 MOST_VALUES: Final = 200_000
 MOST_TIMES: Final = 100
 
@@ -26,10 +26,10 @@ def load(text: str) -> object:
 
 
 def load_all(text: str) -> list[object]:
-    """Return the documents of a file, which ``---`` parts, as plain values; an empty one is None.
+    """Return the documents of a file, separated by ``---``, as plain values. An empty document is None.
 
     Raises:
-        ConfigError: as :func:`load`.
+        ConfigError: see :func:`load`.
     """
     return _guarded(lambda: list(yaml.load_all(text, Loader=_Loader)))
 
@@ -40,32 +40,32 @@ def _guarded(read: Callable[[], _T]) -> _T:
         check_aliases(value)
         return value
     except yaml.YAMLError as error:
-        # The parser calls what it reads "<unicode string>"; the caller knows the file.
+        # The parser names its input "<unicode string>". The caller adds the file's name.
         words = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
         raise ConfigError(f"not valid YAML: {words}") from None
     except RecursionError:
         raise ConfigError("nested too deeply") from None
-    except ValueError as error:  # characters YAML does not allow, integers of 5,000 digits
+    except ValueError as error:  # a character that YAML does not allow, or an integer of 5,000 digits
         raise ConfigError(f"not valid YAML: {error}") from None
 
 
 def resolvers() -> dict[str, Any]:
-    """Return the patterns of plain scalars by their first character, as loaders of PyYAML have them."""
+    """Return the patterns of plain scalars by their first character, in the form of PyYAML's loaders."""
     found: dict[str, Any] = _Loader.yaml_implicit_resolvers
     return found
 
 
 def resolves_to_text(scalar: str) -> bool:
-    """Return whether a plain scalar without a tag is text by these rules."""
+    """Return whether a plain scalar without a tag is a string in the core schema."""
     patterns = resolvers().get(scalar[:1], [])
     return not any(pattern.match(scalar) for _, pattern in patterns)
 
 
 def check_aliases(value: object) -> None:
-    """Refuse a loaded document whose aliases make it endless, or far larger than it is written.
+    """Refuse a loaded document whose aliases make it infinite, or far larger than its text.
 
-    YAML shares what an alias names. Readers do not: they walk it once for each alias, and levels of aliases of
-    aliases multiply ("billion laughs").
+    The loader shares the value of an alias, but readers of the document process it once for each alias. Nested
+    aliases multiply this work ("billion laughs").
 
     Raises:
         ConfigError: a value contains itself, or there would be too many values.

@@ -1,15 +1,15 @@
-"""Message -> JSON, byte for byte in the style of Envoy's admin interface.
+"""Writes protobuf messages as JSON, byte for byte in the style of Envoy's admin interface.
 
-snake_case names, fields in the order of their numbers, defaults left out, ``@type`` first inside ``Any``,
-64-bit integers as strings, one space of indentation, ``<`` and ``>`` as ``\\u003c`` and
-``\\u003e``, a newline at the end.
-Maps have no order on the wire; here they are sorted by key, so that equal messages print alike.
+The style has snake_case names, fields in the order of their numbers, no default values, ``@type`` first inside
+``Any``, 64-bit integers as strings, one space of indentation, ``<`` and ``>`` as ``\\u003c`` and ``\\u003e``, a
+newline at the end. Maps have no order on the wire. Here they are sorted by key, so that equal messages give equal
+text.
 
-Two additions, because a dump that hides what it cannot name is worse than one that shows bytes:
+Two additions show bytes that have no name, instead of hiding them:
 
 * an ``Any`` whose type is unknown, or whose bytes do not parse, prints as
   ``{"@type": <type URL>, "@bytes": <base64>}`` (read back by :mod:`xds.proto.json`);
-* unknown fields print last, as ``"@unknown": ["<number>:<kind>:<value>", ...]`` with the kinds ``varint``,
+* unknown fields are printed last, as ``"@unknown": ["<number>:<kind>:<value>", ...]`` with the kinds ``varint``,
   ``fixed64``, ``bytes`` (base64), ``group`` (its fields in parentheses) and ``fixed32``.
 """
 
@@ -62,11 +62,13 @@ def format_json(value: object) -> str:
 
 
 def to_dict(message: Message, *, redact: bool = False) -> Any:
-    """Return the JSON form of ``message``: a dictionary, or a bare value for wrappers, durations and the like.
+    """Return the JSON form of ``message``: a dictionary, or a single value for types such as wrappers and
+    durations.
 
     Args:
         redact: replace every string and byte field of private keys, passwords, session ticket keys and
-            generic secrets by ``[redacted]``, also inside ``Any``; unknown fields of TLS messages too.
+            generic secrets by ``[redacted]``, also inside ``Any``. Unknown fields of TLS messages are redacted,
+            too.
     """
     return _Writer(redact).message(message, secret=False)
 

@@ -1,13 +1,13 @@
-"""YAML as Envoy reads it: the rules of yaml-cpp for plain scalars, and Envoy's own for tags and keys.
+"""Reads YAML like Envoy, with the rules of yaml-cpp for plain scalars, and Envoy's own rules for tags and keys.
 
-Envoy makes JSON of a document before protobuf reads it. A plain scalar is null, a boolean (``yes``, ``on``,
-``n`` and their like as well), or an integer (also octal and hexadecimal); any other, a fraction included, is a
-string, which the field's type then decides about. Quoted scalars are strings. In a ``Struct`` that decides what
-a value is.
+Envoy converts a document to JSON before protobuf reads it. A plain scalar is null, a boolean (also ``yes``,
+``on``, ``n`` and similar words), or an integer (also octal and hexadecimal). Any other plain scalar, fractions
+included, is a string, which protobuf converts to the field's type. Quoted scalars are strings. In a ``Struct``
+these rules determine the type of a value.
 
-Keys with the tag ``!ignore`` are left out with what they hold; other tags mean nothing. Of a key that is given
-twice the last is taken, and of several documents the first. Merge keys (``<<``), which Envoy refuses, are
-obeyed.
+Keys with the tag ``!ignore`` are omitted with their values; other tags have no effect. If a key occurs twice, the
+last value is used; if there are several documents, the first. Merge keys (``<<``) are supported, although Envoy
+refuses them.
 """
 
 import re
@@ -41,7 +41,8 @@ def load(text: str) -> object:
     """Return the first document as plain values.
 
     Raises:
-        ConfigError: a syntax error, with line and column; or aliases that make the document far larger than it is.
+        ConfigError: a syntax error, with line and column; or aliases that make the document far larger than its
+            text.
     """
     try:
         loader = _Composer(text)
@@ -52,7 +53,7 @@ def load(text: str) -> object:
         value = None if node is None else _Values().of(node)
         check_aliases(value)
     except yaml.YAMLError as error:
-        # The parser calls what it reads "<unicode string>"; the caller knows the file.
+        # The parser names its input "<unicode string>". The caller adds the file's name.
         words = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
         raise ConfigError(f"not valid YAML: {words}") from None
     except RecursionError:
@@ -63,13 +64,13 @@ def load(text: str) -> object:
 
 
 class _Composer(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # depends on libyaml
-    """Makes nodes, in which plain scalars have no types yet."""
+    """Makes YAML nodes whose plain scalars have no types yet."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  # the base class is not annotated as ClassVar
 
 
 class _Values:
-    """Makes plain values of nodes; what an alias names is made once."""
+    """Converts YAML nodes to plain values. The value of an anchor is made once and shared by its aliases."""
 
     def __init__(self) -> None:
         self._made: dict[int, object] = {}

@@ -1,16 +1,16 @@
-"""Generate the Python modules and type stubs of every ``.proto`` below this folder (``make proto``).
+"""Generates the Python modules and type stubs of every ``.proto`` file below this folder (``make proto``).
 
 The ``.proto`` files name each other by the path from the repository's root
 (``import "xds/proto/envoy/config/core/v3/core.proto"``), so protoc writes imports that start with
 ``xds.proto`` by itself. With Envoy's own paths it would write ``from xds.core.v3 import ...``, which finds
-this project's ``xds`` package. What protoc wrote is then moved from the process-wide descriptor pool to ours
-(:mod:`xds.proto.pool`), so that other packages may define the same messages in one process.
+this project's ``xds`` package. The generated modules are then rewritten to use our descriptor pool instead of the
+process-wide one (:mod:`xds.proto.pool`), so that other packages can define the same messages in one process.
 
 ``google/protobuf/*.proto`` come with grpcio-tools, which only developers need.
 
-Beside the modules goes ``missing_fields.txt``: what Envoy's own messages have and ours do not, by number, from the
-descriptors of the xds-protos package (``requirements/rivals.in``). With it a field that arrives on the wire and that
-this project does not read is refused by its name (:mod:`xds.proto.unknown`).
+A generated file ``missing_fields.txt`` lists the fields of Envoy's messages that ours lack, by number, from the
+descriptors of the xds-protos package (``requirements/rivals.in``). It has the names for errors about fields that
+arrive on the wire and are not supported (:mod:`xds.proto.unknown`).
 """
 
 import re
@@ -20,7 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 MISSING_FIELDS = Path("xds/proto/missing_fields.txt")
-#: `make setup` installs xds-protos there, apart from the environment: its packages have the names of ours.
+#: `make setup` installs xds-protos in this directory and not in the environment, because its packages have the
+#: same names as ours.
 RIVALS = Path(sys.prefix) / "rivals"
 _HEADER = (
     "# Fields that Envoy's messages have and ours do not: message, then number and name of each. "
@@ -51,7 +52,9 @@ for line in sys.stdin:
 
 
 class GenerateError(Exception):
-    """protoc refused, its message is on standard error; or its output is not what :func:`privately` rewrites."""
+    """protoc failed (its message is on standard error), or its output has a form that :func:`privately` cannot
+    rewrite.
+    """
 
 
 def sources(root: Path = ROOT) -> list[Path]:
@@ -94,7 +97,7 @@ def generate(output: Path, root: Path = ROOT) -> list[Path]:
 
 
 def missing_fields() -> str:
-    """Return the text of ``missing_fields.txt`` for the modules as they are now.
+    """Return the text of ``missing_fields.txt`` for the current modules.
 
     Raises:
         GenerateError: xds-protos is not installed.
@@ -115,12 +118,14 @@ def missing_fields() -> str:
 
 
 def privately(code: str) -> str:
-    """Return a module that protoc wrote, registering its file in our descriptor pool instead of the default one.
+    """Return protoc's code of a module, changed to register its file in our descriptor pool instead of the default
+    one.
 
-    The imports of ``google.protobuf.*_pb2`` go as well: they only loaded the default pool, and ours has these files.
+    The imports of ``google.protobuf.*_pb2`` are removed, too. They only fill the default pool, and ours has these
+    files.
 
     Raises:
-        GenerateError: the module mentions pools in another way than protoc does today.
+        GenerateError: the module uses pools in another way than the current protoc's output.
     """
     rewritten = code.replace(
         "from google.protobuf import descriptor_pool as _descriptor_pool\n",
@@ -134,13 +139,13 @@ def privately(code: str) -> str:
 
 
 def main() -> None:
-    """Regenerate in place; what no longer has a source is removed."""
+    """Regenerate the modules in place, and remove modules without a source."""
     made = {ROOT / path for path in generate(ROOT)}
     for pattern in ("*_pb2.py", "*_pb2.pyi"):
         for path in (ROOT / "xds" / "proto").rglob(pattern):
             if path not in made:
                 path.unlink()
-    # In a process of its own: this one may have loaded the modules as they were before.
+    # Run this in a separate process, because the current one can have loaded the old modules.
     program = "from xds.proto.generate import *; (ROOT / MISSING_FIELDS).write_text(missing_fields())"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
     print(f"{len(made) + 1} files")

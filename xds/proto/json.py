@@ -1,18 +1,18 @@
-"""JSON and YAML -> message, as Envoy reads its configuration.
+"""Reads JSON and YAML into protobuf messages by Envoy's rules for its configuration.
 
 Field names are accepted in snake_case and lowerCamelCase, enums by number or by name in any case, numbers and
 booleans also as strings, one element in place of a list, wrappers as bare values or as ``{value: N}``, durations
-as ``5s`` or as ``{seconds: 5}``, ``Any`` as an object with ``@type``. A differential test beside Envoy has a row
-for each form. Four things differ from protobuf's own JSON reader, and are why this module exists:
+as ``5s`` or as ``{seconds: 5}``, ``Any`` as an object with ``@type``. A differential test compares each form with
+Envoy. This module exists because of four differences from protobuf's own JSON reader:
 
 * errors name the place: ``resources[0].filter_chains[1].filters[0].typed_config.stat_prefix: ...``;
-* fields that our message lacks are left out and *reported* with a reason (:attr:`Parsed.unknown_fields`), so that
-  callers refuse what Envoy would obey (see :mod:`xds.proto.unknown`);
+* fields that our message type lacks are omitted and *reported* with a reason (:attr:`Parsed.unknown_fields`), so
+  that callers refuse fields that Envoy would obey (see :mod:`xds.proto.unknown`);
 * all faults of a document can be listed, not just the first (``faults``);
-* an ``Any`` of a type not known here becomes an ``Any`` of ``xds.type.v3.TypedStruct``, which exists for
-  configuration whose message is not known here: one odd extension refuses its resource, not the whole file.
+* an ``Any`` of an unknown type becomes an ``Any`` of ``xds.type.v3.TypedStruct``, which is made for this purpose.
+  So an unknown extension causes only its resource to be refused, not the whole file.
 
-The way back is :mod:`xds.proto.dump`; its ``@bytes`` form of unknown types is read here.
+:mod:`xds.proto.dump` writes messages as JSON. This module also reads its ``@bytes`` form of unknown types.
 """
 
 import base64
@@ -36,7 +36,8 @@ from xds.proto.well_known import Any as AnyMessage
 from xds.proto.well_known import Duration, FieldMask, ListValue, Struct, Timestamp, Value
 from xds.proto.xds.type.v3.type_pb2 import TypedStruct
 
-#: Protobuf's own limit. Envoy's configuration stays below 40; YAML aliases can nest without end.
+#: The nesting limit, the same as protobuf's. Envoy's configuration stays below 40, but YAML aliases can nest
+#: without end.
 MAX_DEPTH = 100
 
 WRAPPERS = frozenset(
@@ -44,7 +45,7 @@ WRAPPERS = frozenset(
     for kind in ("Bool", "Bytes", "Double", "Float", "Int32", "Int64", "String", "UInt32", "UInt64")
 )
 
-#: What absl's reader of booleans takes, in any case.
+#: The texts that absl's parser of booleans accepts, in any case.
 _BOOLEANS = {"true": True, "t": True, "yes": True, "y": True, "1": True}
 _BOOLEANS |= {"false": False, "f": False, "no": False, "n": False, "0": False}
 _DURATION = re.compile(r"-?[0-9]+(\.[0-9]{1,9})?s", re.ASCII)
@@ -65,10 +66,10 @@ _INTEGER_RANGES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed(Generic[_M]):
-    """A message, and what of the text it does not hold.
+    """A message, and the parts of its text that it cannot hold.
 
     Attributes:
-        unknown_fields: fields that our message type does not have, save harmless ones.
+        unknown_fields: fields that our message type lacks, except harmless ones.
         unknown_types: path and type URL of each ``Any`` that became a ``TypedStruct``.
     """
 
@@ -84,12 +85,13 @@ def parse_text(
 
     Args:
         text: the document.
-        message_type: what it describes.
-        name: its file; one that ends in ``.yaml`` or ``.yml`` is YAML, even if it could be JSON.
-        faults: takes every value that does not fit, which is then left out, instead of the first being raised.
+        message_type: the type of the result.
+        name: the document's file. A file named ``.yaml`` or ``.yml`` is read as YAML, even if it could be JSON.
+        faults: a list that gets the errors of all bad values, which are omitted from the result. None raises the
+            first error.
 
     Raises:
-        ConfigError: the text is neither, or does not fit the message type.
+        ConfigError: the text is neither JSON nor YAML, or does not fit the message type.
     """
     return parse_value(_load_as_envoy(text, name), message_type, faults=faults)
 
@@ -97,7 +99,7 @@ def parse_text(
 def parse_value(
     value: object, message_type: type[_M], *, path: str = "", faults: list[ConfigError] | None = None
 ) -> Parsed[_M]:
-    """Read what :func:`load` returned; ``path`` is put before the paths of errors and reports.
+    """Read a value that :func:`load` returned. ``path`` is the prefix of paths in errors and reports.
 
     Raises:
         ConfigError: ``value`` does not fit.
@@ -120,8 +122,8 @@ def parse_value(
 def load(text: str) -> object:
     """Return the plain values of a JSON or YAML document.
 
-    YAML is read by the rules of its version 1.2, as JSON would be: ``no`` and ``12:30`` are strings,
-    dates too, and mapping keys are always text.
+    YAML is read by version 1.2 and with the types of JSON: ``no``, ``12:30`` and dates are strings, and mapping
+    keys are always text.
 
     Raises:
         ConfigError: a syntax error, with line and column.
@@ -188,7 +190,7 @@ def _shown(value: object) -> str:
         text = repr(value)
     else:
         text = ""
-        for piece in json.JSONEncoder(default=str).iterencode(value):  # as much as is shown, of whatever size
+        for piece in json.JSONEncoder(default=str).iterencode(value):  # only the part that is displayed
             text += piece
             if len(text) > 60:
                 break
@@ -219,7 +221,7 @@ class _Reader:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note a fault and go on behind it, where all are wanted."""
+        """Record a fault and continue after it, if all faults are requested. Otherwise raise it."""
         try:
             yield
         except ConfigError as error:
@@ -253,7 +255,7 @@ class _Reader:
         seen: set[str] = set()
         oneofs: dict[str, str] = {}
         for key, item in value.items():
-            if key == "@type":  # only Any gives it a meaning; elsewhere it restates the field's type
+            if key == "@type":  # it has a meaning only in Any; elsewhere it repeats the field's type
                 continue
             field = known.get(str(key))
             if field is None:
@@ -281,7 +283,7 @@ class _Reader:
     ) -> None:
         if item is None and not _takes_null(field):
             return
-        if field.name in seen:  # Envoy takes either; which one depends on its hash table
+        if field.name in seen:  # Envoy takes one of them, depending on its hash table
             raise ConfigError(f"given twice, once as {key!r}", path)
         seen.add(field.name)
         oneof = field.containing_oneof
@@ -360,7 +362,7 @@ class _Reader:
     # ------------------------------------------------------------------ well-known types
 
     def well_known(self, message: Message, value: object, path: str, depth: int) -> bool:
-        """Fill ``message`` if its JSON form is special; False if it is an ordinary message."""
+        """Fill ``message`` if its type has a special JSON form. Return False for an ordinary message."""
         match message:
             case AnyMessage():
                 self.any(message, value, path, depth)
@@ -456,7 +458,7 @@ class _Reader:
 
 
 def has_value_form(message: Message) -> bool:
-    """Whether the type's JSON form is not an object of its fields, so that an ``Any`` puts it under ``value``."""
+    """Return whether the type has a special JSON form, so that an ``Any`` has it under ``value``."""
     name = message.DESCRIPTOR.full_name
     if name in WRAPPERS:
         return True
@@ -528,7 +530,7 @@ def _integer(value: object, low: int, high: int, path: str) -> int:
 
 
 def _integer_in(text: str) -> int | None:
-    """Return the integer that a string has: decimal, hexadecimal, or a float without a fraction."""
+    """Return the integer in a text: decimal, hexadecimal, or a float without a fraction."""
     if _HEXADECIMAL.fullmatch(text):
         return int(text, 16)
     if _DECIMAL.fullmatch(text):

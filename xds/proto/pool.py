@@ -1,12 +1,12 @@
 """The descriptor pool of this project's messages.
 
-protoc's Python output registers every file in the process-wide default pool, which refuses a second definition of a
-full name: ``google.rpc.Status`` of googleapis-common-protos or ``envoy.service.discovery.v3.DiscoveryRequest`` of
-xds-protos would then fail to import after ours, or ours after theirs. ``make proto`` therefore rewrites the generated
-modules to register here.
+The modules that protoc generates register every file in the process-wide default pool, which refuses a second
+definition of a full name. After an import of our messages, ``google.rpc.Status`` of googleapis-common-protos or
+``envoy.service.discovery.v3.DiscoveryRequest`` of xds-protos could then not be imported, or the reverse. ``make
+proto`` therefore rewrites the generated modules to register here.
 
-A pool is closed: a message of this pool has ``google.protobuf.Any`` and the other well-known types of this pool as its
-fields, so their files are added first. Their classes are in :mod:`xds.proto.well_known`.
+Messages of a pool can only refer to types of the same pool. So the files of ``google.protobuf.Any`` and of the
+other well-known types are added first. Their classes are in :mod:`xds.proto.well_known`.
 """
 
 from typing import Final

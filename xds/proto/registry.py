@@ -1,9 +1,8 @@
-"""Every message type this project knows, found by name or type URL.
+"""Finds the project's message types by name or type URL.
 
-The generated modules are some 130 files. The first look-up of a name that no imported one has imports all of them
-(:func:`import_all`, 30 ms): a proxy of an Istio mesh has its three types anyway and never needs the others. What
-is not here may still arrive: an ``Any`` of an unknown type stays packed, and :func:`unpack` says so with
-:class:`UnknownType`.
+The generated modules are some 130 files. The first look-up of a name that is in no imported module imports all of
+them (:func:`import_all`, 30 ms). A proxy in an Istio mesh has already imported its three types and never needs the
+others. An ``Any`` of an unknown type stays packed, and :func:`unpack` raises :class:`UnknownType` for it.
 """
 
 import importlib
@@ -35,7 +34,7 @@ class UnknownType(XdsError):
     """No message type has this name.
 
     Attributes:
-        type_url: as found, with or without the part before the last slash.
+        type_url: the type URL or the name that was looked up.
     """
 
     def __init__(self, type_url: str) -> None:
@@ -47,10 +46,10 @@ class UnknownType(XdsError):
 
 
 class MalformedMessage(XdsError):
-    """The bytes are not a message of the type they claim to be.
+    """The bytes are not a message of the named type.
 
     Attributes:
-        type_url: the claim.
+        type_url: the type URL that came with the bytes.
     """
 
     def __init__(self, type_url: str) -> None:
@@ -68,10 +67,10 @@ def type_url(message: type[Message] | Message) -> str:
 
 @cache
 def message_for(type_url: str) -> type[Message]:
-    """Return the class for ``type.googleapis.com/<full name>``; any prefix will do, or none.
+    """Return the class for ``type.googleapis.com/<full name>``, with this prefix, any other or none.
 
     Raises:
-        UnknownType: nothing of that name is generated here.
+        UnknownType: no generated module has a message of this name.
     """
     name = type_url.rpartition("/")[2]
     for attempt in (1, 2):
@@ -84,7 +83,7 @@ def message_for(type_url: str) -> type[Message]:
 
 
 def messages() -> Iterator[Descriptor]:
-    """Yield the descriptor of every message type known here, nested ones included, by name of its file."""
+    """Yield the descriptors of all message types, nested ones included, sorted by the name of their file."""
     import_all()
     modules = sorted(name for name in sys.modules if name.startswith(f"{__package__}.") and name.endswith("_pb2"))
     left = [sys.modules[name].DESCRIPTOR.message_types_by_name.values() for name in modules]
@@ -95,7 +94,7 @@ def messages() -> Iterator[Descriptor]:
 
 
 def unpack(packed: AnyMessage) -> Message:
-    """Return the message inside, in today's form (see :func:`normalise`).
+    """Return the message inside, converted to its current form (see :func:`normalise`).
 
     Raises:
         UnknownType: its type is not known.
@@ -105,7 +104,7 @@ def unpack(packed: AnyMessage) -> Message:
 
 
 def parse(type_url: str, data: bytes) -> Message:
-    """Return ``data`` as a message of that type.
+    """Parse ``data`` as a message of a type.
 
     Raises:
         UnknownType: the type is not known.
@@ -121,19 +120,21 @@ def parse(type_url: str, data: bytes) -> Message:
 
 
 def pack(message: Message) -> AnyMessage:
-    """Return ``message`` as an ``Any``; maps in key order, so that equal messages give equal bytes."""
+    """Return ``message`` as an ``Any``. Maps are in the order of their keys, so that equal messages give equal
+    bytes.
+    """
     packed = AnyMessage()
     packed.Pack(message, deterministic=True)
     return packed
 
 
 def normalise(message: Message) -> None:
-    """Move what older peers send on other wire types to where readers look for it.
+    """Convert a field that older peers send with another wire type to the current field.
 
     ``Cluster.OriginalDstLbConfig.upstream_port_override`` is a ``UInt32Value``; the private API of the 2022
     preview build had a plain ``uint32`` of the same number, which a parser keeps as an unknown field.
     """
-    # By name: only Envoy's dialect has clusters, and has their module imported then.
+    # Compare names, so that this module need not import the cluster's module, which only Envoy's dialect needs.
     if message.DESCRIPTOR.full_name == "envoy.config.cluster.v3.Cluster":
         cluster = cast("Cluster", message)
         if cluster.HasField("original_dst_lb_config"):
@@ -146,7 +147,7 @@ def _normalise_port_override(config: "Cluster.OriginalDstLbConfig") -> None:
     fields = [unknown[index] for index in range(len(unknown))]
     # Varint is wire type 0; the last one wins, as for any singular field.
     plain = [field.data for field in fields if field.field_number == number and field.wire_type == 0]
-    # There is no way to drop a single unknown field: beside another one it stays, and both are refused.
+    # A single unknown field cannot be dropped. If there are others, it stays, and all of them are refused.
     if plain and len(plain) == len(fields):
         config.DiscardUnknownFields()
         config.upstream_port_override.value = plain[-1] & 0xFFFFFFFF
@@ -156,8 +157,8 @@ def _normalise_port_override(config: "Cluster.OriginalDstLbConfig") -> None:
 def import_all() -> None:
     """Import every generated module; idempotent.
 
-    Called before the pool itself is searched for names that a text brings, and by what needs all types sooner or
-    later and should not wait for them in the middle of its work.
+    Called before text with arbitrary type names is parsed by protobuf itself, and by code that will need all types
+    and must not pause for the import later.
     """
     here = Path(__file__).parent
     for top in _GENERATED:

@@ -1,10 +1,10 @@
-"""Find the fields of a message that this project's version of it lacks, and call them by name.
+"""Finds the fields of a message that our version of its type lacks, and reports them by name.
 
-Our messages have the fields that we read, not all of Envoy's, and protobuf keeps what it does not know without a
-word. A field that is set and cannot be obeyed must be refused, so every message that is compiled is checked here
-first. Names come from ``missing_fields.txt`` (see :mod:`xds.proto.generate`); an error without one shows the number.
+Our message types have only the fields that we read, and protobuf silently keeps unknown fields. A field that is
+set but not supported must be refused, so this module checks every message before it is compiled. The names come
+from ``missing_fields.txt`` (see :mod:`xds.proto.generate`). The error for a field without a name shows its number.
 
-``Any`` fields stay packed: whatever unpacks one checks what is inside.
+``Any`` fields stay packed. The code that unpacks one checks the message inside.
 """
 
 import re
@@ -21,7 +21,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from xds.proto import registry
 from xds.proto.well_known import Any as AnyMessage
 
-#: Fields that change nothing that this proxy does, and why they may be set all the same.
+#: Unknown fields that are allowed, because they have no effect on this proxy, with the reason.
 HARMLESS = {
     "envoy.config.route.v3.Route.stat_prefix": "names statistics of a route, which are not kept",
     "envoy.config.route.v3.RouteConfiguration.metadata": "a description for the control plane and for logs",
@@ -30,11 +30,11 @@ HARMLESS = {
 
 @dataclass(frozen=True, slots=True)
 class UnknownField:
-    """A field that is set and that our message does not have.
+    """A field that is set in a message but missing in our message type.
 
     Attributes:
-        path: from the message that was checked, ``virtual_hosts[0].routes[1].match.runtime_fraction``.
-        reason: why it is refused.
+        path: the path from the checked message, such as ``virtual_hosts[0].routes[1].match.runtime_fraction``.
+        reason: why the field is refused.
     """
 
     path: str
@@ -46,7 +46,7 @@ class UnknownField:
 
 @cache
 def missing_fields() -> dict[str, dict[int, str]]:
-    """Return what Envoy's messages have and ours do not: message name -> number -> field name."""
+    """Return the fields of Envoy's messages that ours lack: message name -> number -> field name."""
     table: dict[str, dict[int, str]] = {}
     for line in Path(__file__).with_name("missing_fields.txt").read_text().splitlines():
         if not line.startswith("#"):
@@ -57,17 +57,18 @@ def missing_fields() -> dict[str, dict[int, str]]:
 
 
 def unknown_fields(message: Message, packed: AnyMessage | None = None) -> list[UnknownField]:
-    """Return every unknown field of a message and of the messages inside it, but not of packed ones.
+    """Return every unknown field of a message and of the messages nested in it, except in packed ones.
 
-    Harmless ones are dropped from ``message`` and not returned. A valid message costs a serialisation and no walk.
+    Harmless fields are removed from ``message`` and not returned. A message without unknown fields is only
+    serialised, not traversed.
 
     Args:
         message: the message.
-        packed: where the message was parsed from. If it has the deterministic encoding, which control planes use,
-            this function takes half of the time.
+        packed: the packed form of the message. If its encoding is deterministic, like that of control planes, this
+            function takes half of the time.
     """
-    # protobuf's own recursion, in C: a message that shrinks by dropping unknown fields has some. The walk in Python
-    # would take longer than all of compiling.
+    # protobuf drops unknown fields recursively, in C. If the message gets shorter, it had some. Traversing every
+    # message in Python would take longer than compiling it.
     if packed is not None:
         message.DiscardUnknownFields()
         if message.SerializeToString(deterministic=True) == packed.value:
@@ -86,10 +87,7 @@ def unknown_fields(message: Message, packed: AnyMessage | None = None) -> list[U
 
 
 def reason_for(message: str, name: str) -> str | None:
-    """Return why the field ``name`` of ``message`` (a full name) is refused; ``None``: it is harmless.
-
-    For readers of text, where a field arrives by its name.
-    """
+    """Return why the field ``name`` of ``message`` (a full name) is refused; ``None``: it is harmless."""
     name = re.sub("[A-Z]", lambda found: f"_{found[0].lower()}", name)  # JSON's own spelling
     if f"{message}.{name}" in HARMLESS:
         return None

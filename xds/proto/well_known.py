@@ -1,8 +1,9 @@
 """The well-known types of this project's descriptor pool (see :mod:`xds.proto.pool`).
 
-Use these instead of ``google.protobuf.any_pb2`` and its like: protobuf refuses to copy between classes of two pools.
-They behave alike, ``Any.Pack``, ``Duration.FromTimedelta`` and ``Struct.update`` included, which protobuf attaches by
-full name. To a type checker they are the usual classes, as the stubs of the generated modules name them.
+Use these instead of ``google.protobuf.any_pb2`` and similar modules, because protobuf refuses to copy between
+classes of two pools. They behave like the usual classes, including ``Any.Pack``, ``Duration.FromTimedelta`` and
+``Struct.update``, which protobuf attaches by full name. For type checkers they are the usual classes, which the
+stubs of the generated modules refer to.
 """
 
 from typing import TYPE_CHECKING

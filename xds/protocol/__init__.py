@@ -1,7 +1,9 @@
-"""The protocol of xDS without its transport: values and state machines, no gRPC, no clock.
+"""The xDS protocol without its transport, as values and state machines. It uses neither gRPC nor a clock.
 
-``resource``  the values of a source, and the contract of sources and receivers: START HERE ``types``     type URLs
-and the gRPC methods that carry them ``client``    contract of the client halves; ``sotw`` and ``delta`` implement
-it ``interest``  many subscriptions of one type over one stream ``file``      the content of a watched file
-``snapshot``  the server half, both variants, for the embedded control plane
+``resource``  the values of a source, and the interfaces of sources and receivers: START HERE
+``types``     type URLs, and the gRPC methods that carry them
+``client``    the interface of the client halves; ``sotw`` and ``delta`` implement it
+``interest``  many subscriptions of one type on one stream
+``file``      the content of a watched file
+``snapshot``  the server half, in both variants, for the embedded control plane
 """

@@ -1,8 +1,8 @@
-"""What both client halves of the protocol share: their events, their contract, names, lifetimes, back-off.
+"""The common parts of both client halves of the protocol: their interface and events, times to live, and back-off.
 
-A client half is a value with methods. Its owner reports the requested names (:meth:`ClientState.want`), the
-opening and closing of streams, and the received messages. The client half answers with events, and after every
-call holds the requests to write. A :class:`Received` stays open until its owner answers it with ``accept`` or
+A client half is a state machine without I/O. Its owner passes in the requested names (:meth:`ClientState.want`),
+the opening and closing of streams, and the received messages. The client half returns events, and after every call
+it has the requests to send. A :class:`Received` stays open until its owner answers it with ``accept`` or
 ``reject``. Other types continue in the meantime. No request of its own type is sent while it is open, like in
 Envoy, so a change of names is sent together with the answer.
 """
@@ -32,12 +32,12 @@ class Received:
 
     Attributes:
         nonces: the nonces of all merged responses, oldest first.
-        stream: the stream of the response. After a reconnect an answer changes the state but sends no request.
+        stream: the stream of the response. An answer after a reconnect changes the state but sends no request.
         arrived_s: the arrival time of the newest response; times to live count from then.
-        versions: the resources' versions by name, if they were already collected. This saves collecting them in
-            one go.
+        versions: the resources' versions by name, if they were already collected. A large response is collected in
+            steps.
         serial: the serial of the newest response included. Responses of the same type with a smaller serial are
-            included or answered.
+            part of this one or were answered.
     """
 
     update: Update
@@ -92,12 +92,12 @@ class ClientState(Protocol[Request, Response]):
     """One client half, state of the world or delta."""
 
     control_plane: str
-    """Identifier the server gave of itself, empty until it did."""
+    """The identifier that the server sent for itself, or empty."""
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
         """Replace the requested names of one type. ``None`` subscribes to all names, an empty set to none.
 
-        ``again`` names resources to be sent once more although the server sent them already.
+        ``again`` has the names of resources that the server must send once more.
         """
 
     def change(
@@ -132,14 +132,14 @@ class ClientState(Protocol[Request, Response]):
         """Return the requests to send now, and remove them from the queue."""
 
     def next_expiry_s(self) -> float | None:
-        """Return when :meth:`expire` has work, on the clock given to :meth:`receive`."""
+        """Return the next time at which :meth:`expire` must be called, by the clock given to :meth:`receive`."""
 
     def expire(self, now_s: float) -> list[Update]:
         """Return the removal of every resource whose time to live has passed without renewal."""
 
 
 class BadResponse(Exception):
-    """Return the time at which :meth:`expire` has work, by the clock given to :meth:`receive`."""
+    """A response breaks a rule of the protocol. The text is the reason for the NACK."""
 
 
 @dataclass(slots=True)
@@ -152,8 +152,8 @@ class Lifetimes:
         self._held = {}
 
     def started(self, type_url: str, resource: Resource, now_s: float) -> None:
-        """Record a resource that arrived completely. Without a time to live, an earlier time to live of the name
-        ends.
+        """Record a received resource. If it has no time to live, an earlier one of the same name no longer
+        applies.
         """
         if resource.ttl_s is None:
             self._held.pop((type_url, resource.name), None)
@@ -161,7 +161,7 @@ class Lifetimes:
             self._held[type_url, resource.name] = now_s + resource.ttl_s, resource
 
     def renewed(self, type_url: str, name: str, ttl_s: float | None, now_s: float) -> Resource | None:
-        """Process a heartbeat. Return its resource, or None if that is not known here."""
+        """Process a heartbeat. Return its resource, or None if the resource has no time to live here."""
         held = self._held.get((type_url, name))
         if held is None:
             return None
@@ -178,11 +178,11 @@ class Lifetimes:
         return {name for held_type, name in self._held if held_type == type_url}
 
     def next_expiry_s(self) -> float | None:
-        """Return the earliest end."""
+        """Return the earliest time at which a resource expires."""
         return min((at for at, _ in self._held.values()), default=None)
 
     def expired(self, now_s: float) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Return and forget what has ended, per type."""
+        """Remove the expired resources and return their names, by type."""
         gone: dict[str, list[str]] = {}
         for (type_url, name), (at, _) in list(self._held.items()):
             if at <= now_s:
@@ -197,7 +197,7 @@ def _with_ttl(resource: Resource, ttl_s: float | None) -> Resource:
 
 
 def ttl_of(duration: Duration) -> float:
-    """Return seconds."""
+    """Return a duration in seconds."""
     return duration.seconds + duration.nanos / 1e9
 
 
@@ -208,8 +208,8 @@ class Dialect:
     Attributes:
         nack_code: the error detail's code.
         node_per_type: the first request of each type carries the node, not only the first of the stream.
-        one_by_one: each resource is checked separately: types of bodies are not compared with the response's type,
-            a resource without a body is passed to the receiver, and there are no times to live.
+        one_by_one: resources are checked separately: types of bodies are not compared with the response's type, a
+            resource without a body is passed to the receiver, and there are no times to live.
         on_demand: for these types the server sends requested names only (``*`` subscribed and unsubscribed in one
             request).
         keeps_bodies: accepted resources are kept for later subscriptions.
@@ -239,11 +239,11 @@ def failure(reason: str, code: int = INTERNAL) -> Status:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """The content of requests besides names and versions.
+    """Settings for the content of requests besides names and versions.
 
     Attributes:
-        node_on_first_only: send ``node`` in the first request of a stream only (Envoy's
-            ``set_node_on_first_message_only``), else in each.
+        node_on_first_only: send ``node`` only in the first request of a stream (Envoy's
+            ``set_node_on_first_message_only``), otherwise in each.
         dialect: the variant of the protocol.
     """
 
@@ -272,10 +272,10 @@ _GOODBYES = (
 
 
 def stream_end(status: str, details: str, *, answered: bool) -> StreamEnd:
-    """Tell from the gRPC status, in capitals, why a stream ended.
+    """Return why a stream ended, from its gRPC status.
 
     Args:
-        status: such as ``UNAVAILABLE``.
+        status: the status in capitals, such as ``UNAVAILABLE``.
         details: the text of the status.
         answered: whether the stream had received a message.
     """
@@ -317,7 +317,7 @@ class DoublingBackoff(Backoff):
     """Waits that double while streams fail, like in the Rust ztunnel: only an orderly end resets them, a response
     does not.
 
-    The one difference: after an orderly end there is the shortest wait instead of none, so that a server which
+    The only difference is that the shortest wait, and not no wait, follows an orderly end, so that a server which
     ends every stream at once does not cause a busy loop.
     """
 

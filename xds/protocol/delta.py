@@ -1,6 +1,6 @@
 """The client half of incremental xDS, one stream at a time, without I/O.
 
-Per type and stream:
+The rules for each type on a stream:
 
 * The first request subscribes to all requested names, or to no name if all resources are requested. On a stream
   that replaces another, it lists the versions of all held resources, and the server sends differences only.
@@ -12,7 +12,7 @@ Per type and stream:
 The differences of istiod and the Rust ztunnel are in :class:`xds.protocol.client.Dialect`: the node in the first
 request of each type, types on demand, and requested names without an answer, which are sent with an empty version.
 
-Contract and vocabulary: :mod:`xds.protocol.client`.
+:mod:`xds.protocol.client` has the interface and the terms.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -48,20 +48,20 @@ class _Type:
     again: set[str] = field(default_factory=set)
     on_demand: bool = False
     asked: dict[str, None] = field(default_factory=dict)
-    """On demand: names asked for that no response has mentioned."""
+    """On demand: the requested names that no response has contained."""
     asking: list[str] = field(default_factory=list)
     """The wanted names that this stream has not requested yet."""
     unanswered: int = 0
     undecided: dict[int, Update] = field(default_factory=dict)
-    """Handed out and not yet answered, by serial."""
+    """The updates that were passed to the owner and are not yet answered, by serial."""
     answers: list[tuple[str, Status | None]] = field(default_factory=list)
 
     def claims(self) -> dict[str, str]:
         """Return the versions that a new stream's first request reports as held, by name.
 
-        An update of an older stream can still be in progress. The resources that it removes are not claimed. The
-        resources that it brings can be held in any version, so they are claimed with an empty one: the server then
-        sends them or reports their removal.
+        An update of an older stream can still be in progress. The resources that it removes are not reported. The
+        resources that it contains can be held in any version, so they are reported with an empty version. The
+        server then sends them or reports their removal.
         """
         if not self.undecided:
             return self.held
@@ -356,8 +356,8 @@ class DeltaClient:
     def _contents(
         self, response: DeltaDiscoveryResponse, state: _Type
     ) -> tuple[list[Resource], list[tuple[str, float | None]], list[str]]:
-        """Split a response into three parts, without what was not requested: the resources, the heartbeats as
-        (name, time to live), and the names of removed resources.
+        """Split a response into the resources, the heartbeats as (name, time to live), and the names of removed
+        resources. Parts that were not requested are omitted.
         """
         resources: list[Resource] = []
         heartbeats: list[tuple[str, float | None]] = []

@@ -33,7 +33,7 @@ def parse_file(name: str, data: bytes) -> FileContent:
     """Read a file's content.
 
     Raises:
-        ConfigError: it is not a ``DiscoveryResponse`` in the form its name promises.
+        ConfigError: the content is not a ``DiscoveryResponse`` in the format of the file's name.
     """
     suffix = name.rpartition("/")[2].rpartition(".")[2].lower()
     if suffix == "pb":

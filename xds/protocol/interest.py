@@ -1,9 +1,9 @@
-"""Many subscriptions of one type over one stream: the union of names to request, and the receivers of each
-resource.
+"""Combines many subscriptions of one type on one stream: the union of the names to request, and the receivers of
+each resource.
 
 A server sends a resource once, when its name is first requested. A later subscription to the same name gets the
-resource from here. So accepted resources are kept while a subscription includes them (the bodies are shared with
-the receivers' dumps, not copied).
+resource from this class. So accepted resources are kept while a subscription includes them. Their bodies are
+shared with the receivers' dumps, not copied.
 
 A mesh can have a subscription per cluster. So the cost of each operation except :meth:`Interest.union` is
 proportional to the names that it concerns.
@@ -101,10 +101,11 @@ class Interest(Generic[Key]):
         return None if self._all else frozenset(self._by_name)
 
     def tell(self) -> Change:
-        """Return the next request's change and count it as sent. Names without a subscription are forgotten.
+        """Return the changes for the next request and record them as sent. Names without a subscription are
+        forgotten.
 
-        Call it when the request is written, not before. A subscription that was closed and reopened in between is
-        served from here, because the server sees no change and sends no response.
+        Call it when the request is written, not before. A subscription that was closed and reopened in between
+        gets its resources from this object, because the server sees no change and sends no response.
         """
         change = Change(everything=bool(self._all) != self._told_all)
         for name in self._touched:
@@ -122,7 +123,7 @@ class Interest(Generic[Key]):
                 if name not in self._by_name:
                     self._known.pop(name, None)
         if self._all:
-            change.added.clear()  # everything covers them
+            change.added.clear()  # the wildcard covers them
             change.dropped.clear()
         self._touched = set()
         return change

@@ -1,7 +1,7 @@
 """The values that sources of configuration deliver, over any transport.
 
 A source is an ADS stream (state of the world or delta), a per-type stream over a Unix socket, or a
-watched file. Managers see only the values and protocols below; no gRPC, no file, no nonce.
+watched file. Receivers use only the values and interfaces below, and see no gRPC, files or nonces.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Iterable
@@ -65,8 +65,8 @@ class Settling(Protocol):
     """An applied update, some of whose resources are still warming."""
 
     def then(self, call: Callable[[], None], /) -> None:
-        """Call ``call`` once, when no resource of the update is warming any longer. If none is warming now, at
-        once.
+        """Call ``call`` once, when no resource of the update is warming any longer, or at once if none is warming
+        now.
         """
 
 
@@ -88,7 +88,7 @@ class SubscriptionStats:
     init_fetch_timeout: int = 0
     version_text: str = ""
     update_time: int = 0
-    """When the last update was accepted, in milliseconds since 1970."""
+    """The time of the last accepted update, in milliseconds since 1970."""
 
     def accepted(self, version_text: str, at_s: float) -> None:
         """Count an update that was applied; ``at_s`` are seconds since 1970."""
@@ -117,7 +117,7 @@ class Subscription(Protocol):
 
 
 class ResourceSource(Protocol):
-    """Replace the requested names. Not valid for wildcard subscriptions."""
+    """A source of configuration: a control plane, or a watched file."""
 
     def subscribe(
         self,

@@ -1,10 +1,10 @@
-"""The server half of xDS, both variants, without I/O: what one client's stream must be sent.
+"""The server half of xDS, in both variants and without I/O. It decides what to send on one client's stream.
 
 A :class:`Snapshot` has all resources of one node. A stream's state compares it with the resources sent so far, and
 returns the next response. Its rules:
 
 * One response per type is unanswered at a time. Changes made in the meantime are sent once, after its ACK or NACK.
-* what a client refused is not sent again until it changes;
+* A resource that the client refused is not sent again until it changes.
 * Requests with a stale nonce get no response. In the incremental variant their subscriptions still count.
 * Types are sent in the order CDS, EDS, LDS, RDS, SDS, so that referenced resources come first.
 * In the incremental variant a resource can have aliases and companions: a client that requests an address gets its
@@ -109,7 +109,7 @@ class Snapshot:
         return [of_type[name] for name in sorted(of_type if names is None else names & of_type.keys())]
 
     def version(self, type_url: str, names: AbstractSet[str] | None = None) -> str:
-        """Return the version of such a response."""
+        """Return the version of a state-of-the-world response with these resources."""
         carried = self.carried(type_url, names)
         return _digest(part.encode() for resource in carried for part in (resource.name, resource.version))
 
@@ -135,7 +135,7 @@ def _digest(parts: Iterable[bytes]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """A client's verdict on a response.
+    """A client's ACK or NACK of a response.
 
     Attributes:
         error: the text of its NACK, None for an ACK.
@@ -152,7 +152,7 @@ class ServerState(Protocol[Request, Response]):
     node: Node | None
 
     def receive(self, request: Response) -> Answered | None:
-        """Process one request. Return the client's verdict if the request is an ACK or NACK."""
+        """Process one request. Return the client's answer if the request is an ACK or NACK."""
 
     def update(self, snapshot: Snapshot) -> None:
         """Replace the resources that the client should have."""
@@ -176,7 +176,7 @@ class _SotwType:
     again: bool = False
     """Whether a response is due without a change."""
     waiting: bool = False
-    """For the verdict on the response sent last."""
+    """Whether the ACK or NACK of the last response is still pending."""
 
 
 class SotwServer:
@@ -270,9 +270,9 @@ class _DeltaType:
     wildcard: bool
     names: set[str] = field(default_factory=set)
     known: dict[str, str] = field(default_factory=dict)
-    """Name -> version the client has or was sent."""
+    """Name -> the version that the client has or was sent."""
     missing: set[str] = field(default_factory=set)
-    """Names asked for, not existing, and not yet answered."""
+    """Requested names that do not exist and were not yet answered."""
     brought: set[str] = field(default_factory=set)
     """All resources sent to an on-demand client, for any reason. They are kept up to date."""
     nonce: str = ""

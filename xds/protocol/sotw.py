@@ -1,14 +1,15 @@
 """The client half of state-of-the-world xDS, one stream at a time, without I/O.
 
-Per type and stream:
+The rules for each type on a stream:
 
-* The first request has an empty nonce and the last accepted version, from any stream.
-* Every response is answered. An ACK has its version and nonce, a NACK the previously accepted version, its nonce
-  and an error. A change of names is a request with the current version and the last nonce.
-* a response of listeners or clusters is complete, others bring what they bring; duplicates are refused,
-  resources without a subscription ignored.
+* The first request has an empty nonce, and the last version accepted on any stream.
+* Every response is answered. An ACK has the response's version and nonce. A NACK has the previously accepted
+  version, the response's nonce and an error. A change of names is a request with the current version and the last
+  nonce.
+* A response with listeners or clusters is complete: missing resources were removed. Responses of other types can
+  be partial. Duplicates are refused, and resources without a subscription are ignored.
 
-Contract and vocabulary: :mod:`xds.protocol.client`.
+:mod:`xds.protocol.client` has the interface and the terms.
 """
 
 from collections.abc import Collection, Iterable
@@ -38,7 +39,7 @@ class _Type:
     dirty: bool = False
     """Whether a request is due because the names changed."""
     repeat: bool = False
-    """Whether the change needs a request of its own: servers ignore known names in an answer."""
+    """Whether the change needs a separate request, because servers ignore known names in an ACK or NACK."""
     named: bool = False
     """Whether this stream has carried names of the type, so that an empty list no longer means all."""
     unanswered: int = 0
@@ -167,14 +168,14 @@ class SotwClient:
                 continue
             requests.extend(state.answers)
             if state.answers:
-                # The newest answer carries the names of now.
+                # The newest ACK or NACK has the current names.
                 del requests[-1].resource_names[:]
                 requests[-1].resource_names.extend(state.names())
                 state.answers.clear()
                 state.dirty = state.repeat
             if state.dirty and not state.unanswered:
                 state.dirty = state.repeat = False
-                # An empty list means all to a server unless names were on this stream before.
+                # For a server, an empty list means all resources unless this stream has requested names before.
                 requests.append(self._request(state, state.nonce))
         for request in requests:
             if self._node_due or not self._options.node_on_first_only:

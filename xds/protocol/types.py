@@ -40,7 +40,7 @@ _SERVICES = {
 
 
 def method_path(type_url: str | None, *, delta: bool) -> str:
-    """Return the gRPC path: of the aggregated stream for ``None``, else of the type's own service.
+    """Return the gRPC path of the type's own service, or of the aggregated stream for ``None``.
 
     Raises:
         ConfigError: the type has no service of its own.
@@ -89,8 +89,8 @@ def _first_field(data: bytes) -> bytes:
     """Return field 1 of a message, a string; the last one counts.
 
     Raises:
-        IndexError: cut short.
-        ValueError: not a message.
+        IndexError: the message is cut short.
+        ValueError: the bytes are not a message.
     """
     found = b""
     position, end = 0, len(data)
@@ -119,8 +119,8 @@ def varint(data: bytes, position: int) -> tuple[int, int]:
     """Return the number at a position in a message, and the next position.
 
     Raises:
-        IndexError: cut short.
-        ValueError: too long.
+        IndexError: the message is cut short.
+        ValueError: the number is too long.
     """
     value = data[position]
     position += 1

@@ -86,7 +86,7 @@ class Facts(NamedTuple):
     """The known facts of a connection when a hook is called. Unknown texts are empty.
 
     Attributes:
-        connection: a number that all hooks of one connection get, unique in the process.
+        connection: the connection's number, unique in the process and the same in all hooks.
         dialect: the front end: ``istio`` or ``envoy``.
         direction: which end of the connection this proxy serves.
         path: how the connection leaves or arrived.
@@ -127,7 +127,7 @@ class Record(NamedTuple):
     """How a connection ended.
 
     Attributes:
-        facts: the last facts about it.
+        facts: the connection's last known facts.
         bytes_sent: from the source to the destination.
         bytes_received: from the destination to the source.
         duration_s: seconds from its accept to its end.
@@ -147,9 +147,9 @@ class MeshSummary(NamedTuple):
     """The size of the mesh after a change, as this process knows it.
 
     Attributes:
-        workloads: their number.
-        services: their number.
-        policies: their number.
+        workloads: the number of workloads.
+        services: the number of services.
+        policies: the number of policies.
     """
 
     workloads: int = 0
@@ -162,7 +162,7 @@ class Deny:
     """Refuse the connection.
 
     Attributes:
-        reason: for the access line. Required.
+        reason: the text for the access line. Required.
     """
 
     reason: str
@@ -173,7 +173,7 @@ class Delay:
     """Wait before the upstream is dialled. Delays of several addons add up.
 
     Attributes:
-        seconds: more than 0, at most 300.
+        seconds: the length of the delay, more than 0 and at most 300.
     """
 
     seconds: float
@@ -181,10 +181,10 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Prefer:
-    """Choose the endpoint among those with these labels, if routing allows any of them; otherwise among all.
+    """Prefer endpoints with these labels. If routing allows none of them, all endpoints are considered.
 
     Attributes:
-        labels: at least one.
+        labels: the preferred labels, at least one.
     """
 
     labels: Mapping[str, str]
@@ -195,7 +195,7 @@ class Cut:
     """Let the connection open, and end it later. The lowest limits of several addons apply.
 
     Attributes:
-        reason: for the access line.
+        reason: the text for the access line.
         after_s: seconds since the connection opened. ``None``: no limit of time.
         after_bytes: bytes of both directions together, checked every 10 ms. ``None``: no limit of bytes.
     """
@@ -214,8 +214,8 @@ class Metric(NamedTuple):
     Attributes:
         name: letters, digits and underscores. Counters have no suffix ``_total`` here.
         help: one sentence without its full stop.
-        values: by the values of the labels, in the order of ``labels``. Values of several processes add up.
-        labels: names of labels.
+        values: the samples by label values, in the order of ``labels``. Samples of several processes are added.
+        labels: the names of the labels.
         kind: ``counter`` or ``gauge``.
     """
 
@@ -230,15 +230,15 @@ class Addon:
     """The settings of an addon, all optional. A class without this base can have the same attributes.
 
     Attributes:
-        name: in logs, metrics and options. Default: the class's name in lower case with dashes.
+        name: the addon's name in logs, metrics and options. Default: the class's name in lower case with dashes.
         api: the version of this API that the addon was written for.
         pure: whether the verdicts follow from the facts alone, so that ``ztunnel explain`` can call the hooks. An
             addon that counts, draws lots or reads the clock sets it to false.
         on_error: the verdict of a hook that fails, takes too long or belongs to a suspended addon: ``deny`` or
             ``ignore``. Can be overridden by the option ``on_error``.
-        budget_us: the microseconds that one call of a ``def`` hook can take; calls above are counted and logged.
-        time_limit_s: the seconds after which an ``async def`` hook is cancelled and has failed.
-        needs: further facts that take time to obtain. The only one is ``server_name``.
+        budget_us: the microseconds budgeted for one call of a ``def`` hook; longer calls are counted and logged.
+        time_limit_s: the seconds after which an ``async def`` hook is cancelled and counts as failed.
+        needs: facts that are obtained only on request, because this takes time. ``server_name`` is the only one.
         Options: a frozen dataclass whose fields are the addon's options, with types ``str``, ``int``, ``float``,
             ``bool``, tuples of these, and ``Mapping[str, str]``.
     """
@@ -278,7 +278,7 @@ class _Hooks(Protocol):
         """Observe a change of the mesh; at most once a second."""
 
     def metrics(self) -> Iterable[Metric]:
-        """Return families for the metrics page that is being made."""
+        """Return metric families for the current scrape."""
 
     def done(self) -> None:
         """Release all resources, because the process ends or another version replaces this one."""

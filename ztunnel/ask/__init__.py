@@ -1,1 +1,1 @@
-"""Commands that ask a running proxy, or judge saved state: inspect, simulate, limits."""
+"""Commands that query running proxies, or evaluate their saved state."""

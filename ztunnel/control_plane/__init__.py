@@ -1,6 +1,6 @@
-"""The embedded control plane: a mesh in one YAML file, served as a cluster's control plane would serve it.
+"""The embedded control plane: serves the mesh in one YAML file like a cluster's control plane.
 
-For laptops, tests and virtual machines. A cluster uses istiod.
+It is for laptops, tests and virtual machines. A cluster uses istiod.
 """
 
 from ztunnel.control_plane.command import add_arguments

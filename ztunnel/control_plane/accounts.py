@@ -1,4 +1,4 @@
-"""Tokens of Kubernetes' service accounts: the claims of a reviewed token, and its owner's rights. Pure.
+"""Reads the claims of a reviewed service account token, and decides what its owner is authorised for. Pure.
 
 The API server identifies the owner of a token (TokenReview). A proxy beside its application shows the token of the
 pod's own account, and gets only that account's certificate and the description of the mesh. The accounts of node
@@ -17,7 +17,7 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 _USER_PREFIX: Final = "system:serviceaccount:"
 _NODE_NAME: Final = "authentication.kubernetes.io/node-name"
 _POD_NAME: Final = "authentication.kubernetes.io/pod-name"
-#: Accounts of node proxies where no other is named: that of Istio's chart, and ours.
+#: The default accounts of node proxies: that of Istio's chart, and ours.
 NODE_ACCOUNTS: Final = ("istio-system/ztunnel",)
 
 
@@ -52,7 +52,7 @@ def account_of(status: Mapping[str, Any], audience: str) -> Account:
         said = str(status.get("error") or "it is not authenticated").partition("\n")[0]
         raise NotAdmitted(f"the API server refuses the token: {said}")
     audiences = status.get("audiences")
-    # An API server without support for audiences returns none: the token is the server's own, not ours.
+    # An API server without support for audiences returns none. The token's audience is then the API server.
     if not isinstance(audiences, list) or audience not in audiences:
         raise NotAdmitted(f"the token is not for the audience {audience}")
     user = status.get("user")
@@ -74,7 +74,7 @@ def node_of(account: Account, node_accounts: Collection[str]) -> str | None:
     """Return the node whose proxy presents a token; ``None`` if a sidecar proxy presents it.
 
     Raises:
-        NotAdmitted: a node proxy whose token names no node.
+        NotAdmitted: the token is a node proxy's, and names no node.
     """
     if account.key not in node_accounts:
         return None
@@ -101,7 +101,8 @@ def check_stream(account: Account, node: Node) -> None:
     """Authorise the node id that a sidecar proxy claims.
 
     Raises:
-        NotAdmitted: a dialect that brings the private keys of a node along, or the name of another pod.
+        NotAdmitted: the id is not of Istio's dialect (other dialects receive the node's private keys), or is
+            another pod's.
     """
     kind, _, rest = node.id.partition("~")
     if kind != "ztunnel":

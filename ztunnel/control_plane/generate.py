@@ -1,9 +1,9 @@
 """Generates one node's configuration from a mesh: listeners, clusters, endpoints. Pure.
 
 The output equals the ambient control plane's of late 2022 (its names, order and structure), with three additions:
-servers are verified, clients must present a certificate, and sessions are not resumed, so that each connection
-does both. A real Envoy has no ``set_dst_address`` listener filter and no workload metadata. It gets equivalent
-stock filters instead (``Flavour.STOCK_ENVOY``).
+servers are verified, clients must present a certificate, and sessions are not resumed, so that both are verified
+for each connection. A real Envoy has no ``set_dst_address`` listener filter and no workload metadata. It gets
+equivalent stock filters instead (``Flavour.STOCK_ENVOY``).
 """
 
 from collections.abc import Iterable, Iterator
@@ -70,7 +70,7 @@ class NodeConfig:
 
     @cached_property
     def identities(self) -> list[SpiffeId]:
-        """Identities of the node's pods: whose certificates its proxy holds."""
+        """The identities of the node's pods, whose certificates its proxy holds."""
         return sorted({pod.identity for pod in self.local}, key=str)
 
     @cached_property
@@ -456,7 +456,8 @@ class NodeConfig:
         }
 
     def _waypoint_clusters(self) -> Iterator[tuple[SpiffeId, Json, int]]:
-        """(identity the waypoint is for, cluster, port of the waypoint) of every waypoint cluster needed here."""
+        """Yield each waypoint cluster that the node needs: the waypoint's identity, the cluster, the waypoint's
+        port."""
         for identity in self.identities:
             if identity in self.waypoints:
                 name = f"_to_client_waypoint_proxy_{identity}"

@@ -1,9 +1,9 @@
-"""The part of the control plane that Istio's node proxies need beyond xDS: their authentication and their
-certificates.
+"""Authenticates Istio's node proxies and signs their certificates: what they need from a control plane beyond xDS.
 
 A caller on a Unix socket, or in plain text on this host, is trusted. It can name its node, and get the certificate
 of any pod of the mesh. All other callers need a bearer token (:mod:`ztunnel.control_plane.tokens`), which names
-the node, and get the resources of that node and certificates of its pods. A token of a local caller counts, too.
+the node, and get the resources of that node and certificates of its pods. A local caller that presents a token is
+restricted like the others.
 
 Unlike in istiod, a request without ``ImpersonatedIdentity`` is for the identity in its CSR, because a token here
 is a node's and has no identity. Trust domains are checked, because this authority serves only one.
@@ -44,7 +44,7 @@ def is_node_proxy(node: Node) -> bool:
     """Return whether a client is Istio's node proxy (or ours in its place).
 
     Raises:
-        ConfigError: an id with a valid beginning and an invalid rest, which istiod also refuses.
+        ConfigError: the id begins like a node proxy's, and the rest is malformed. istiod refuses it, too.
     """
     kind, *rest = node.id.split("~")
     if kind != "ztunnel":
@@ -74,9 +74,9 @@ class Registrar:
 
     Args:
         mesh: the current mesh.
-        authority: signs.
-        secret: the tokens' secret.
-        lifetime: the longest there is.
+        authority: signs the certificates.
+        secret: the secret that tokens are signed with.
+        lifetime: the longest lifetime of a certificate.
         now: wall clock, UTC.
     """
 

@@ -134,7 +134,7 @@ class PolicyRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """An authorization policy and the pods it is for."""
+    """An authorization policy and the pods that it applies to."""
 
     name: str
     namespace: str

@@ -1,4 +1,5 @@
-"""The policies of a mesh file in the form that PolicySync serves: its resources, with the file's pods. Pure."""
+"""Converts the policies and pods of a mesh file to the resources that PolicySync's objects are compiled from.
+Pure."""
 
 from dataclasses import replace
 from ipaddress import ip_address

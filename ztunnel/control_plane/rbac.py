@@ -1,4 +1,4 @@
-"""Authorization policies of a mesh as RBAC filters, in the structure the control plane of 2022 gave them."""
+"""Converts a mesh's authorization policies to RBAC filters, with the structure of the control plane of 2022."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,10 +15,10 @@ Json = dict[str, Any]
 
 
 def rbac_filters(mesh: Mesh, pod: Pod, waypoint: SpiffeId | None) -> list[Json]:
-    """Return the RBAC filters in front of a pod: audit, deny and allow, each if there are such policies.
+    """Return the RBAC filters in front of a pod: for AUDIT, DENY and ALLOW, each only if there are such policies.
 
     Args:
-        mesh: for its policies.
+        mesh: the mesh with the policies.
         pod: the destination.
         waypoint: identity of the pod's waypoint, which enforces the policies of its workloads. These admit only
             the waypoint, and no DENY applies to the waypoint.

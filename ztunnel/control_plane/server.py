@@ -1,7 +1,7 @@
 """Serves a mesh: builds snapshots per node and flavour, follows edits of the file, renews certificates.
 
-A proxy's node selects its flavour: Envoy by its user agent, Istio's node proxy by the form of its id. Every other
-proxy is this project's in Envoy's dialect.
+The node message of an xDS request selects the flavour: Envoy is recognised by its user agent, Istio's node proxy
+by the form of its id. Every other client is this project's proxy in Envoy's dialect.
 """
 
 import asyncio
@@ -146,7 +146,7 @@ class ControlPlane:
         self._tls = bool(tls_hosts)
         self._root_file = ca_directory / "root-cert.pem"
         self._node_proxies = {""}
-        self._proxies: set[tuple[str, Flavour]] = set()  # the connected ones, once and now, of Envoy's dialect
+        self._proxies: set[tuple[str, Flavour]] = set()  # of Envoy's dialect; they have connected at least once
         self._registrar = Registrar(lambda: self._mesh, self._ca, ca.token_secret(ca_directory), lifetime, ca.now)
         judge: Registrar | KubeRegistrar = self._registrar
         if reviews is not None:

@@ -1,8 +1,8 @@
-"""Authenticates callers also by tokens of service accounts, which the API server reviews.
+"""Also authenticates callers by tokens of service accounts, which the API server reviews.
 
-Tokens of :mod:`ztunnel.control_plane.tokens` are handled as without a cluster. The results of reviews are not
-cached: a token is sent once for a stream and once for a certificate, and a deleted account is refused at the next
-request.
+Node tokens (:mod:`ztunnel.control_plane.tokens`) are verified here, without the API server. The results of reviews
+are not cached: a token is sent once for a stream and once for a certificate, and a deleted account is refused at
+the next request.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class KubeRegistrar:
     Args:
         registrar: authenticates all other callers, and signs certificates.
         api: its role needs ``create`` of tokenreviews (``system:auth-delegator``).
-        trust_domain: the current one.
+        trust_domain: returns the mesh's current trust domain.
         audience: the required audience of tokens.
         node_accounts: ``namespace/name`` of node proxies.
     """

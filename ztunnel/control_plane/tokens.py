@@ -25,7 +25,7 @@ def node_token(secret: bytes, node: str, expires_s: float) -> str:
 
 
 def is_node_token(token: str) -> bool:
-    """Return whether a token has our form. It can be forged."""
+    """Return whether a token has the form of a node token. Its signature is not verified."""
     return token.startswith(f"{_VERSION}.")
 
 
@@ -39,7 +39,7 @@ def node_of_token(secret: bytes, token: str, now_s: float) -> str:
     body, _, signature = rest.partition(".")
     if version != _VERSION or not hmac.compare_digest(signature.encode(), _signature(secret, body).encode()):
         raise TokenError("the bearer token is not one of this control plane")
-    claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))  # ours: signed
+    claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))  # signed by us, so well-formed
     if claims["exp"] <= now_s:
         raise TokenError(f"the bearer token of node {claims['node']} has expired")
     return str(claims["node"])

@@ -73,7 +73,7 @@ class WorkloadConfig:
 
     @cached_property
     def _ports(self) -> Mapping[str, list[tuple[str, list[tuple[int, int]]]]]:
-        """Per pod, the services it is behind: name, then service port and target port."""
+        """By pod, the services that select it: the service's name, and pairs of service port and target port."""
         found: dict[str, list[tuple[str, list[tuple[int, int]]]]] = {}
         for service in self.mesh.services:
             ports = [(port.port, port.target) for port in service.ports]

@@ -27,7 +27,7 @@ from ztunnel.kube.errors import ApiRefused, ApiUnreachable, BadAnswer, BadKubeco
 from ztunnel.kube.kinds import Kind, Selection
 from ztunnel.kube.objects import Object
 
-#: Half of client-go's page: the decoding of a page is the longest stall of the loop (python -m bench.kube).
+#: Half of client-go's page size, because decoding a page is the longest stall of the loop (python -m bench.kube).
 PAGE: Final = 250
 _REQUEST_TIMEOUT_S: Final = 30.0
 #: API servers send a bookmark about once a minute. A watch that is silent for longer has probably lost its
@@ -132,7 +132,8 @@ async def connect(
 
 
 def _check_ca(encoded: str | None) -> None:
-    """Read the CA inside a kubeconfig before lightkube does, which leaves a file open if it cannot be read."""
+    """Check the CA in a kubeconfig before lightkube reads it, which would leave a file open if the CA is
+    unreadable."""
     if encoded:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
             cadata=base64.b64decode(encoded).decode("ascii")

@@ -47,9 +47,10 @@ class EventWriter:
 
     Args:
         client: the API server's client. Its role needs ``create`` and ``patch`` of events.
-        component: what reports, such as ``ztunnel-netpol``.
+        component: the reporting program, such as ``ztunnel-netpol``.
         instance: distinguishes writers of the same component, for example the node's name.
-        known: an informer's, for uid and version: without its uid, ``kubectl describe`` does not find an event.
+        known: an informer's method that returns an object's uid and version. ``kubectl describe`` does not find an
+            event without the object's uid.
         interval_s: the shortest time between two writes.
         repeat_s: the shortest time between two writes of the same event.
     """
@@ -137,7 +138,8 @@ class EventWriter:
                 # The API server forgets events after an hour.
                 written = None
         if written is None:
-            # Named by content and time, so that a lost answer does not cause a second event.
+            # The name is made of content and time, so that a repetition after a lost answer does not create a
+            # second event.
             digest = hashlib.sha256(f"{what}{self._instance}{now}".encode()).hexdigest()[:16]
             written = _Written(f"{key.name[:200]}.{digest}", now, 0)
             body = self._body(key, reason, message, written, count, now)

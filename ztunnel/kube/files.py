@@ -47,10 +47,10 @@ class _Fault:
 class FileObjects:
     """An :class:`~ztunnel.kube.objects.ObjectSource` over files; subfolders are not read.
 
-    A document, or an item of a list, that is not recognisable as an object is left out alone and reported once. It
-    could be any object. So objects that disappear in the same reading keep their last good form until it is
-    repaired. The other documents and files apply at once. If such a part exists from the start, the source is not
-    synced before the repair, because the part could be the policy that closes a pod.
+    A document or list item that cannot be recognised as an object is skipped and reported once. The other
+    documents and files apply at once. The unrecognised part could be any object, so objects that disappear in the
+    same reading keep their last good form until it is repaired. If it exists from the start, the source is not
+    synced before the repair, because it could be the policy that denies a pod's traffic.
 
     Args:
         paths: folders and files. In a folder, files whose names end in one of ``suffixes`` contain objects,

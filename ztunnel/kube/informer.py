@@ -37,7 +37,7 @@ _SPREAD: Final = 0.5
 _WATCH_S: Final = 300
 #: The wait before a kind that the API does not have is tried again, because it can be installed later.
 _MISSING_KIND_S: Final = 60.0
-#: Objects handled between two turns of the loop: some milliseconds.
+#: The number of objects handled per iteration of the event loop, which takes some milliseconds.
 _SLICE: Final = 100
 
 
@@ -206,7 +206,7 @@ class Informer:
             self._failed(index, error)
             await asyncio.sleep(backoff.next(self._random()))
         else:
-            # A stream that ended is normal. One that ends at once, again and again, is a proxy in between.
+            # It is normal that a stream ends. If each ends at once, a proxy in between is the cause.
             if first and asyncio.get_running_loop().time() - began_s < 1:
                 await asyncio.sleep(backoff.next(self._random()))
         return version
@@ -260,8 +260,8 @@ class Informer:
             self._pending[key] = None
             self._news.set()
         else:
-            # The reader never received this object. Without this, objects that come and go would
-            # collect before a slow reader.
+            # The reader never received this object. Without this, short-lived objects would accumulate for a slow
+            # reader.
             self._pending.pop(key, None)
 
     def _has_listed(self, index: int) -> None:

@@ -16,7 +16,7 @@ class Kind:
         api_version: group and version, such as ``apps/v1``; the core group has none.
         plural: as in paths, such as ``pods``.
         namespaced: its objects are in namespaces.
-        group: in keys of objects, where another API group has a kind of this name; see :attr:`called`.
+        group: the API group in keys of objects, if another group has a kind of this name; see :attr:`called`.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""The ledger of one process: its decisions about connections by policy, and the last denials by pair. Pure.
+"""Counts the decisions of one process about connections: by policy, and the last denials by pair. Pure.
 
-Each surface that decides has a table in the same ledger; the label or key of a use is the view's own:
+Each part that decides has a table in the ledger. Pages and metrics have their own names for each :class:`Use`:
 
 =======================  ============================  ==============================================
 table                    policy                        who notes
@@ -13,7 +13,7 @@ table                    policy                        who notes
 :attr:`Ledger.denials`   a pair instead of a policy    each denial or end of a connection
 =======================  ============================  ==============================================
 
-Every table is bounded, and the entry that was noted longest ago makes room. :meth:`Ledger.add` sums processes.
+Every table is bounded; the entry with the oldest decision is evicted. :meth:`Ledger.add` sums processes.
 """
 
 from collections.abc import Iterable, Iterator

@@ -21,9 +21,9 @@ _PAUSE_S = 0.5
 _COURTESY_S = 0.001
 #: The time between directing new connections to a successor and closing, for handshakes in progress. A guess.
 _HANDOVER_S = 0.2
-#: Errors of the connection to be returned by accept(2): "already-pending network errors" in its manual, and a
-#: refusal by a firewall or security module. The next connection can be accepted. The epoll is edge-triggered, so
-#: if the loop ended here, that connection would wait until the next one arrives.
+#: Errors by which accept(2) reports a fault of the accepted connection: "already-pending network errors" in its
+#: manual, and a refusal by a firewall or security module. The next connection can be accepted. The epoll is
+#: edge-triggered, so if the loop ended here, that connection would wait until the next one arrives.
 _PENDING_ERRORS = (
     errno.EPERM,
     errno.EACCES,
@@ -78,8 +78,8 @@ class ListeningSocket:
         address: its address, for logs.
         backlog: the length of its accept queue.
         poller: waits for connections.
-        is_ours: for a socket shared with other processes, called before each connection. False leaves the
-            connection to them for ``_COURTESY_S``.
+        is_ours: called before each connection of a socket shared with other processes. If it returns False, the
+            connection is left to them for ``_COURTESY_S``.
         gate: called before each connection; ``None``: all are accepted.
     """
 
@@ -172,8 +172,8 @@ class ListeningSocket:
             try:
                 self._accepted(client, peer[:2])
             except Exception:
-                # The poller has already reported the connections queued behind this one. Without
-                # this call they would wait for the next client.
+                # The poller has already reported the connections behind this one in the queue, and would not do so
+                # again before the next client.
                 log.exception("a connection accepted on %s was not taken", self.address)
                 client.close()
         return True

@@ -1,5 +1,5 @@
-"""Counts by labels that come and go with workloads and policies. Bounded: the least recently used is dropped.
-Pure.
+"""Counts events by labels that come and go with workloads and policies. The least recently used labels are
+dropped. Pure.
 """
 
 from collections.abc import Hashable

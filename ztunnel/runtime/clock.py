@@ -17,7 +17,7 @@ class Clock(Protocol):
 class SystemClock:
     """The clocks of the system."""
 
-    # The functions themselves: each connection reads them some ten times.
+    # Without wrappers, because each connection reads the clocks some ten times.
     monotonic = staticmethod(time.monotonic)
     wall = staticmethod(time.time)
 

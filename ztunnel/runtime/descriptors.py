@@ -1,8 +1,8 @@
-"""Shares of the process's descriptors: a pod that uses most descriptors stops accepting before they run out.
+"""Shares the process's file descriptors: a pod that uses most of them stops accepting before they run out.
 
-A part of the descriptors is reserved. Until it is reached, every pod accepts. When its first half is in use, only
-pods with less than an equal share accept; clients of other pods wait in the accept queue. The second half is for
-dials of established connections, readiness, metrics and the control plane.
+A part of the descriptors is reserved. Until only this part is free, every pod accepts. While its first half is
+being used, only pods with less than an equal share accept; clients of other pods wait in the accept queue. The
+second half is for dials of established connections, readiness, metrics and the control plane.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Descriptors:
 
     Attributes:
         reserve: the number of reserved descriptors.
-        paused: how often a pod was not allowed to accept, since the start.
+        paused: how often a pod was not allowed to accept since the process started.
         crowded: whether the reserved part is in use.
         plentiful: whether every pod may accept.
     """

@@ -21,8 +21,8 @@ _EXEMPLAR: Final = struct.Struct("<dd56s")
 _FLAG: Final = 54
 _SAMPLED: Final = b"13"
 _NOT_SAMPLED: Final = ord("0")
-#: How long an exemplar is kept before a trace without sampling replaces it: a sampled one for a few scrapes, and
-#: others so briefly that a scrape finds a recent one. Most observations of a busy proxy cost a comparison then.
+#: How long an exemplar is kept before an unsampled trace can replace it: a sampled one for a few scrapes, and
+#: others so briefly that a scrape finds a recent one. So most observations of a busy proxy cost only a comparison.
 _SAMPLED_KEPT_S: Final = 60.0
 _KEPT_S: Final = 1.0
 

@@ -1,6 +1,6 @@
 """Tunes the garbage collector and returns free memory to the system (``bench/scale.py``, ``bench/idle.py``).
 
-Three moments matter: while the first configuration arrives, once it has, and after a peak of load.
+It acts at three times: while the first configuration arrives, when it has arrived, and after a peak of load.
 """
 
 import asyncio

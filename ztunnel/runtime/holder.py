@@ -2,8 +2,8 @@
 
     python -I -S holder.py PROGRAM ARG...
 
-It is a program of its own and imports only the interpreter's modules in C, so it takes 4 MiB beside the pages
-shared with the proxy. The protocol of the channel is in :mod:`tproxy.aio.held_sockets`.
+It is a separate program and imports only the interpreter's modules in C, so it takes 4 MiB beside the pages shared
+with the proxy. The protocol of the channel is in :mod:`tproxy.aio.held_sockets`.
 
 When the proxy ends, so does the holder, or it starts the proxy again:
 
@@ -17,8 +17,8 @@ an error or signal after it was ready      starts it again, with all sockets tha
 :data:`WINDOW_S`
 =========================================  ==============================================================
 
-A proxy that was started again counts as ready: an error before it serves is another crash. Signals pass through.
-As the first process of a container the holder also reaps orphans.
+A restarted proxy counts as ready at once, so an error before it serves is another crash. Signals are forwarded. As
+the first process of a container the holder also reaps orphans.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about this node's kernel and this process for ``/check``, which ``ztunnel check`` reads. Reads only.
+"""Reads facts about the node's kernel and this process for the page ``/check``, which ``ztunnel check`` evaluates.
 
 Network files describe this process's network namespace. A value that cannot be read is ``None``.
 """

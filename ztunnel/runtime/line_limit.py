@@ -19,7 +19,8 @@ class LineLimit:
 
     Args:
         clock: for durations.
-        suppressed: called with the number of lines left out since the last one, before the next that is admitted.
+        suppressed: called before an admitted line, with the number of lines suppressed since the last admitted
+            one.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Final
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _PROC: Final = Path("/proc")
-#: Fractions of the memory for bytes that wait for applications: of all connections, and of one pod's.
+#: Fractions of the memory for bytes that wait for applications: for all connections, and for those of one pod.
 _WAITING: Final = 4
 _WAITING_OF_POD: Final = 4
 _LEAST_WAITING: Final = 16 * 1024 * 1024

@@ -111,7 +111,7 @@ def start_again(*more: str) -> int:
     """
     command = [sys.executable, *sys.orig_argv[1:]]
     command += [each for each in more if each not in command]
-    # Not waited for: the successor replaces this process, and is init's child then.
+    # This process never waits for the successor, which replaces it and then becomes init's child.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True).pid
 
 

@@ -1,11 +1,11 @@
 """Watches the event loop of a process: a stall is logged with the stack that caused it, and counted.
 
-A timer on the loop ticks every :data:`BEAT_S`, and a thread checks that it did. Only the thread can report while
-the loop is blocked, and only then does the loop's stack show why. The loop counts delays, because each tick
-measures its own. The end of a stall is one further line with its length.
+A timer on the loop ticks every :data:`BEAT_S`, and a thread checks that it did. Only the thread can report a stall
+while the loop is blocked and its stack shows why. Each tick measures its own delay, so the loop counts delays.
+When a stall ends, a further line has its length.
 
-A process that was stopped (SIGSTOP, a frozen control group, a machine without a free core) is late everywhere, so
-its stack would blame an innocent function. The thread detects that it was late itself while the process used no
+In a process that was stopped (SIGSTOP, a frozen control group, a machine without a free core) every function is
+late, so the stack would show an innocent one. The thread detects that it was late itself while the process used no
 processor, and reports no stack. A C function that keeps the interpreter's lock also delays the thread, but uses
 the processor. Its caller is still at the top of the stack then.
 """

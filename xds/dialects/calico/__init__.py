@@ -1,1 +1,1 @@
-"""Calico's dialect: messages of PolicySync (package ``felix``) and ``ext_authz``, as values of the model."""
+"""Calico's dialect: converts messages of PolicySync (package ``felix``) and ``ext_authz`` to model values."""

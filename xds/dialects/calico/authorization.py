@@ -1,6 +1,7 @@
 """Converts ``ext_authz`` requests to flows, and verdicts to responses.
 
-The services of v3, v2 and v2alpha are read alike: their messages have the same fields under the same numbers.
+The services v3, v2 and v2alpha are handled in the same way, because their messages have the same fields and
+numbers.
 """
 
 from google.protobuf.message import DecodeError
@@ -83,8 +84,8 @@ def encode_response(
     Args:
         code: gRPC's status code. 0 allows.
         message: the reason for a denial, for the proxy's log.
-        explained: names and values that explain the code. They are sent as dynamic metadata and, for a denial, as
-            headers and body of the response to the client. None leaves the explanation to the proxy.
+        explained: names and values that explain the decision. They are sent as dynamic metadata and, for a denial,
+            as headers and body of the response to the client. None leaves the explanation to the proxy.
     """
     response = CheckResponse()
     response.status.code = code

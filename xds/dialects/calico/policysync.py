@@ -2,7 +2,7 @@
 
 Calico's releases differ in how a tier lists its policies: by name until 3.31, as messages since 3.32, with the
 same field numbers (see :class:`PolicyForm`). The reader accepts both. A rule with an unknown part gets an unknown
-action, so that reaching it is an error and not a wider match.
+action. A flow that reaches such a rule causes an error and is not matched too widely.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ def decode(data: bytes) -> c.Update | None:
     """Read one ``ToDataplane`` message.
 
     Returns:
-        Return the update, or None for an unknown payload that changes no policy.
+        The update, or None for an unknown payload that changes no policy.
 
     Raises:
         ConfigError: the bytes are not such a message, or the object has no id.
@@ -69,7 +69,8 @@ def _ip_set(message: pb.IPSetUpdate) -> c.Update:
     try:
         kind = c.IpSetType(message.type)
     except ValueError:
-        # No set is stored: clauses that name it fail, and a rule with such a clause allows no connection.
+        # A set of an unknown type is not stored. Clauses that name it fail, and a rule with such a clause allows
+        # no connection.
         return c.IpSetRemove(_id(message.id))
     return c.IpSetUpdate(_id(message.id), kind, tuple(message.members))
 
@@ -147,7 +148,8 @@ def _policy_id(message: pb.PolicyID) -> c.PolicyId:
 
 
 def _tier(message: pb.TierInfo) -> c.Tier:
-    # Anything but the API's own spelling denies. So does an absent action: Felix sends none for a missing tier.
+    # Only the API's own spelling passes; any other action denies, as does a missing one. Felix sends no action for
+    # a missing tier.
     passes = message.default_action == "Pass"
     ingress, egress = (
         tuple(_listed(message.name, item) for item in items)
@@ -188,7 +190,7 @@ def _rule(message: pb.Rule) -> c.Rule:
             for path in message.http_match.paths
         ),
     )
-    # Unknown clauses narrow a rule in ways that cannot be obeyed. So does a path of an unknown kind.
+    # An unknown clause, or a path of an unknown kind, narrows the rule in a way that cannot be evaluated here.
     if unknown_fields(message) or any(not path.path for path in http.paths) or message.ip_version not in (0, 4, 6):
         action = c.Action.UNKNOWN
     return c.Rule(

@@ -4,8 +4,8 @@ Every compiler either returns a value that the proxy obeys in full, or raises ``
 offending field. Fields that this proxy does not obey are refused by name (:func:`reading.only`), except fields
 without an effect here. A new field in a message is therefore an error until a developer has decided what it means.
 
-Three generations of the ambient configuration (2022) are understood; they differ in names only, apart from
-what ``listener_filters`` and ``tls`` say about ``set_dst_address`` and SAN lists.
+Three generations of the ambient configuration (2022) are supported. They differ only in names, except for
+``set_dst_address`` and SAN lists (see ``listener_filters`` and ``tls``).
 """
 
 from xds.dialects.envoy.cluster import compile_cluster

@@ -43,7 +43,7 @@ from xds.proto.envoy.extensions.access_loggers.grpc.v3 import als_pb2 as als
 from xds.proto.envoy.extensions.access_loggers.stream.v3.stream_pb2 import StderrAccessLog, StdoutAccessLog
 from xds.proto.well_known import Struct
 
-#: Envoy's format when a logger names none.
+#: Envoy's format for a logger without one.
 DEFAULT_FORMAT = (
     '[%START_TIME%] "%REQ(:METHOD)% %REQ(X-ENVOY-ORIGINAL-PATH?:PATH)% %PROTOCOL%" %RESPONSE_CODE% '
     "%RESPONSE_FLAGS% %BYTES_RECEIVED% %BYTES_SENT% %DURATION% %RESP(X-ENVOY-UPSTREAM-SERVICE-TIME)% "

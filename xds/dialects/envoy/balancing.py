@@ -28,7 +28,7 @@ def compile_balancing(message: proto.Cluster, discovery: Discovery) -> Balancing
     """Compile the load balancing of a cluster.
 
     Raises:
-        ConfigError: a setting is not supported or not valid; with its place.
+        ConfigError: a setting is not supported or not valid. The error has its place.
     """
     panic = 50.0
     if message.common_lb_config.HasField("healthy_panic_threshold"):
@@ -73,7 +73,7 @@ def _own(message: proto.Cluster, panic: float) -> Balancing:
 
 
 def _extension(message: proto.Cluster, panic: float) -> Balancing:
-    """Return the first policy of the list whose type is known, which is what the list is for.
+    """Return the first policy of the list whose type is known. Control planes list policies for this purpose.
 
     A known extension with unsupported settings is refused, not ignored.
     """
@@ -154,7 +154,7 @@ def _is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
-# Parts. Runtime keys cannot be set (see the bootstrap), so that their default values are the values.
+# Parts. Runtime keys cannot be set (see the bootstrap), so their default values apply.
 
 
 def _choices(least: proto.Cluster.LeastRequestLbConfig) -> int:

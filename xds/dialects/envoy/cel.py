@@ -1,8 +1,9 @@
-"""CEL conditions of RBAC policies to the model: each part is checked by name, then cel-cpp evaluates the whole.
+"""Compiles the CEL conditions of RBAC policies. Each part of an expression is checked by name; cel-cpp then
+evaluates the whole.
 
-Envoy's configuration has expressions as trees (``google.api.expr.v1alpha1.Expr``). The library that evaluates them
-is Envoy's own, in the package ``cel-expr-python``. That is an extra of this distribution (``cel``), imported with
-the first condition: 12 MiB, 50 ms, and then 8 microseconds per evaluation.
+Envoy's configuration contains expressions as trees (``google.api.expr.v1alpha1.Expr``). They are evaluated by the
+same library as in Envoy, from the package ``cel-expr-python``. It is an optional dependency (the extra ``cel``),
+imported with the first condition. The import takes 12 MiB and 50 ms, and an evaluation 8 microseconds.
 
 An expression that fails during evaluation is no match, in Envoy and here. A ``DENY`` policy with a misspelt
 attribute would then admit every peer. So attributes, functions and literals are checked here.
@@ -19,7 +20,7 @@ from xds.model.policy import Attributes, Expression
 from xds.proto.google.api.expr.v1alpha1 import syntax_pb2 as syntax
 from xds.proto.well_known import Any as AnyMessage
 
-#: The attributes of Envoy that a connection has before its upstream is opened.
+#: Envoy's attributes of a connection that exist before its upstream connection is opened.
 ATTRIBUTES: Final = {
     "source": ("address", "port"),
     "destination": ("address", "port"),
@@ -64,7 +65,8 @@ def _program(message: syntax.Expr) -> Callable[[Attributes], bool]:
         raise ConfigError(f"not an expression: {error}") from None
 
     def evaluate(attributes: Attributes) -> bool:
-        # An error is a value, too. What Python raises is a bug: it must end the connection and not skip a policy.
+        # CEL errors are returned as values. A Python exception is a bug, which must end the connection and not
+        # skip a policy.
         return expression.eval(data=attributes).value() is True
 
     return evaluate
@@ -83,7 +85,7 @@ def _read(message: syntax.Expr, attributes: dict[str, None]) -> str:
     """Return an expression in CEL's syntax, and add the attributes that it reads.
 
     Raises:
-        ConfigError: a part is not there; Unsupported: it is not evaluated here.
+        ConfigError: a part is missing; Unsupported: a part is not supported here.
     """
     kind = message.WhichOneof("expr_kind")
     if kind is None:

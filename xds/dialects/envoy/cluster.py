@@ -64,11 +64,11 @@ def compile_cluster(
 
     Args:
         message: the cluster.
-        surroundings: the values outside of the message that the result depends on.
-        packed: where the message was parsed from.
+        surroundings: files, variables and the like outside of the message, which it can refer to.
+        packed: the packed form that the message was parsed from.
 
     Raises:
-        ConfigError: with the path of the first thing that cannot be obeyed.
+        ConfigError: with the path of the first field that is not supported or not valid.
     """
     nothing_unknown(message, packed)
     wire = message.SerializeToString(deterministic=True)
@@ -84,7 +84,7 @@ def compile_cluster(
 def renamed_cluster(packed: bytes, name: str) -> model.Cluster | None:
     """Return the cluster encoded in ``packed``, if a cluster with another name and equal fields was compiled.
 
-    Bytes with fields that are unknown, or not in their deterministic encoding, describe no such cluster.
+    Return None for bytes with unknown fields, or bytes that are not a deterministic encoding.
     """
     key = _named.key(packed, name)
     found = None if key is None else _named.get(key)
@@ -206,7 +206,7 @@ def _check_can_be_checked(message: proto.Cluster, discovery: model.Discovery) ->
     """Raise if the hosts of a cluster cannot be health-checked.
 
     Raises:
-        Unsupported: the hosts exist only with connections, or are listeners of this process.
+        Unsupported: the hosts exist only while connections do, or are listeners of this process.
     """
     with at("health_checks"):
         if discovery is model.Discovery.ORIGINAL_DST:
@@ -360,7 +360,8 @@ def _proxy_header(
 ) -> model.ProxyHeader | model.InternalUpstream:
     """Compile a PROXY header that precedes another transport socket's bytes.
 
-    It sends the same bytes around ``internal_upstream`` as inside it, so the compiled value is always inside.
+    The header can be configured around ``internal_upstream`` or inside it. The bytes are the same, so the compiled
+    header is always inside.
     """
     required(message, "transport_socket")
     with at("config"):

@@ -94,13 +94,13 @@ def plain_members(
 ) -> tuple[set[Member], ...] | None:
     """Return the addresses of an assignment's endpoints, by priority.
 
-    A node receives the endpoints of every service and uses a few services. This takes a fifth of the time of
-    :func:`compile_assignment`. If this function returns addresses, :func:`compile_assignment` accepts the
+    A node receives the endpoints of every service but uses only a few services. This function takes a fifth of the
+    time of :func:`compile_assignment`. If this function returns addresses, :func:`compile_assignment` accepts the
     assignment, too.
 
     Args:
         message: an EDS resource.
-        packed: where the message was parsed from.
+        packed: the packed form that the message was parsed from.
 
     Returns:
         ``None`` if addresses do not suffice: an endpoint is not healthy or is listed twice, an endpoint or the
@@ -130,7 +130,7 @@ def plain_members(
 
 
 def _plain_member(message: proto.LbEndpoint) -> Member | None:
-    # Called for every endpoint of a mesh, so each look into the message counts.
+    # This is called for every endpoint of a mesh, so each access to the message costs noticeable time.
     if message.health_status not in _USABLE or not message.HasField("endpoint"):
         return None
     if message.HasField("load_balancing_weight") and message.load_balancing_weight.value == 0:

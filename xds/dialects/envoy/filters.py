@@ -44,7 +44,7 @@ from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_s
 )
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
 
-#: The jitter, as a fraction of the interval between tokens, like in Envoy.
+#: The shortest interval between two fills of a token bucket, like in Envoy.
 _LEAST_FILL_S = 0.05
 
 NetworkFilter = (
@@ -164,7 +164,7 @@ _tcp_proxies: Shared[model.TcpProxy] = Shared()
 
 
 def _tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> model.TcpProxy:
-    """Compile a TCP proxy. Those that differ in names only are compiled once and share their values."""
+    """Compile a TCP proxy. TCP proxies that differ only in names are compiled once and share their values."""
     bare = tcp.TcpProxy()
     bare.CopyFrom(message)
     bare.ClearField("stat_prefix")
@@ -294,7 +294,7 @@ def _connection_manager(
         "http_protocol_options",  # settings of HTTP/1.1, which is not served
         "http2_protocol_options",
         "server_name",
-        "drain_timeout",  # the final GOAWAY follows when a PING proves that the peer has seen the first
+        "drain_timeout",  # the final GOAWAY follows once a PONG shows that the peer has seen the first one
         "access_log",
         "use_remote_address",  # for logs and routes; policies never trust x-forwarded-for
         "generate_request_id",

@@ -17,7 +17,7 @@ def compile_health_check(message: cluster.Cluster) -> HealthCheck | None:
     """Return the health check of a cluster, ``None`` if it has none.
 
     Raises:
-        ConfigError: the check is not supported. Has its place.
+        ConfigError: the check is not supported. The error has its place.
     """
     if not message.health_checks:
         return None
@@ -164,7 +164,9 @@ def _method(message: core.HealthCheck.HttpHealthCheck) -> str:
 
 
 def _headers(message: core.HealthCheck.HttpHealthCheck) -> tuple[tuple[str, str], ...]:
-    """Return the headers of a check, taken literally: command operators would have no connection to describe."""
+    """Return the headers of a check. Their values are literal, because format commands would have no connection to
+    describe.
+    """
     headers = []
     for index, option in enumerate(message.request_headers_to_add):
         with at("request_headers_to_add", index):
@@ -196,7 +198,7 @@ def compile_endpoint_check(message: endpoint.Endpoint) -> EndpointCheck | None:
     """Return the endpoint's settings of its health check, or ``None`` without any.
 
     Raises:
-        ConfigError: it cannot be obeyed; with its place.
+        ConfigError: a setting is not supported. The error has its place.
     """
     if not message.HasField("health_check_config"):
         return None

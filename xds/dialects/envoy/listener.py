@@ -49,7 +49,7 @@ _STATES = {
     core.SocketOption.STATE_BOUND: "bound",
     core.SocketOption.STATE_LISTENING: "listening",
 }
-#: Fields that an update may change without a new listener.
+#: Fields that an update can change without a new listener.
 _IN_PLACE = ("filter_chains", "default_filter_chain", "filter_chain_matcher")
 #: The match criteria of every chain that a matcher chooses.
 _ANY = ChainMatch()
@@ -66,12 +66,12 @@ def compile_listener(
 
     Args:
         message: the listener.
-        surroundings: the values outside of the message that the result depends on.
-        parts: the previous version's parts, made by ``Parts(earlier)``. Afterwards this version's.
-        packed: where the message was parsed from.
+        surroundings: files, variables and the like outside of the message, which it can refer to.
+        parts: the previous version's compiled parts, from ``Parts(earlier)``. The call adds this version's parts.
+        packed: the packed form that the message was parsed from.
 
     Raises:
-        ConfigError: with the path of the first thing that cannot be obeyed.
+        ConfigError: with the path of the first field that is not supported or not valid.
     """
     nothing_unknown(message, packed)
     only(
@@ -165,7 +165,7 @@ def compile_listener(
 
 
 def _frame_digest(message: proto.Listener) -> str:
-    """Return the digest of the immutable parts: all except chains and matcher."""
+    """Return the digest of the fields that cannot change in place: all except chains and matcher."""
     frame = proto.Listener()
     for field, value in message.ListFields():
         if field.name in _IN_PLACE:
@@ -277,7 +277,7 @@ _named: Renamed[model.FilterChain] = Renamed()
 
 
 def _renamed(chain: model.FilterChain, name: str, content: str) -> model.FilterChain | None:
-    """Return the chain with another name, in all its places. ``None``: it has no TCP proxy, or it has TLS."""
+    """Return the chain with another name, in all places of the name; ``None`` if it has TLS or no TCP proxy."""
     if not isinstance(chain.terminal, model.TcpProxy) or chain.tls is not None:
         return None
     terminal = with_values(chain.terminal, stat_prefix=name, clusters=(WeightedCluster(name, 1),))

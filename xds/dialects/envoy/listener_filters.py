@@ -47,7 +47,7 @@ def _discovered(message: proto.ListenerFilter, surroundings: Surroundings) -> mo
 
 
 def discovered(message: proto.ListenerFilter | proto.Filter) -> tuple[dict[str, Any], Message | None]:
-    """Return the fields of a :class:`~xds.model.listener.Discovered`, and the default's message, not compiled."""
+    """Return the fields of a :class:`~xds.model.listener.Discovered`, and its default's uncompiled message."""
     discovery = message.config_discovery
     with at("config_source"):
         source = config_source(discovery.config_source)

@@ -57,7 +57,8 @@ def _on_match(message: proto.Matcher.OnMatch, parts: Parts) -> model.OnMatch:
     name = ""
     if kind == "matcher":
         entries = message.matcher.matcher_tree.exact_match_map.map
-        # The levels above contain the whole tree, so their bytes are long and differ after each change.
+        # Only small maps are looked up by their bytes. Higher levels contain the whole tree, so their bytes are
+        # long and differ after each change.
         if len(entries) > _FEW:
             with at("matcher"):
                 return model.OnMatch(compile_matcher(message.matcher, parts), message.keep_matching)
@@ -78,7 +79,8 @@ _named: Renamed[tuple[model.OnMatch, str]] = Renamed()
 
 
 def _renamed_or_compiled(message: proto.Matcher.OnMatch, parts: Parts, packed: bytes, name: str) -> model.OnMatch:
-    """Compile an entry. Services with one port have entries that differ in the chain's name only.
+    """Compile an entry, or reuse an equal one: the entries of services with one port differ only in the chain's
+    name.
 
     Args:
         message: the entry.
@@ -100,7 +102,7 @@ def _renamed_or_compiled(message: proto.Matcher.OnMatch, parts: Parts, packed: b
 
 
 def _renamed(found: model.OnMatch, text: str, name: str) -> model.OnMatch:
-    """Return an entry with the name of another chain for its only ``text``."""
+    """Return a copy of an entry with a single ``text``, with the name of another chain."""
     target = found.target
     assert isinstance(target, model.Matcher)
     assert isinstance(target.lookup, model.ExactMap)

@@ -14,7 +14,7 @@ class Parts:
     """The compiled parts of a listener, in one version. Pass the previous version's parts, and keep these for the
     next version.
 
-    Values are immutable, so versions share them. A chain is given out once per version: chains are
+    Values are immutable, so versions share them. Each chain is returned only once per version, because chains are
     distinguished by identity.
     """
 
@@ -57,5 +57,7 @@ class Parts:
 
 
 def key_of(packed: bytes) -> bytes:
-    """Return a key of bounded length for :meth:`Parts.on_match`. An action, which pods share, is its own key."""
+    """Return a key of bounded length for :meth:`Parts.on_match`. A short action, which many pods share, is its own
+    key.
+    """
     return packed if len(packed) <= 256 else hashlib.blake2b(packed, digest_size=32).digest()

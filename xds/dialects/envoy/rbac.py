@@ -19,8 +19,9 @@ from xds.proto.envoy.type.matcher.v3 import matcher_pb2
 def compile_rbac(message: network_rbac.RBAC) -> Rbac:
     """Compile the network filter.
 
-    ``CONTINUOUS`` enforcement evaluates at every read in Envoy. No input of an evaluation here changes between two
-    reads of a connection, and changed policies are applied to live connections anyway, so both types behave alike.
+    With ``CONTINUOUS`` enforcement, Envoy evaluates the rules at every read. No input of an evaluation here
+    changes between two reads of a connection, and changed policies are applied to live connections anyway, so both
+    types behave alike.
     """
     only(
         message,
@@ -48,9 +49,11 @@ def compile_rbac(message: network_rbac.RBAC) -> Rbac:
 
 
 def compile_rules(message: config.RBAC) -> p.PolicyList:
-    """Compile to a list with one tier. Without a matching policy, ALLOW denies, and DENY and LOG allow.
+    """Compile the rules to a policy list with one tier. If no policy matches, ALLOW denies, and DENY and LOG
+    allow.
 
-    Policies are judged in key order, so that the name in a denial does not depend on the order of a map.
+    Policies are evaluated in the order of their keys, so that the name in a denial does not depend on the order of
+    a map.
     """
     only(message, "action", "policies")
     verdicts = {

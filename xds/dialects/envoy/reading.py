@@ -1,4 +1,6 @@
-"""Helpers of all compilers of this dialect: paths in errors, refusal of fields, and common small messages."""
+"""Helpers for all compilers of this dialect: they add paths to errors, refuse fields, and compile common small
+messages.
+"""
 
 import hashlib
 import ipaddress
@@ -55,7 +57,7 @@ class Surroundings:
     """The values outside of a message that its configuration can refer to.
 
     Attributes:
-        read_file: contents of a file; raises ``OSError``.
+        read_file: returns the contents of a file, or raises ``OSError``.
         environment: for ``environment_variable`` data sources.
         cluster_id: the cluster's name in baggage (node metadata ``CLUSTER_ID``).
     """
@@ -95,8 +97,8 @@ class _Collector:
     """Collects the faults of one compilation, with their full paths.
 
     Attributes:
-        gaps: omitted parts. A fault behind a gap in the same place can be its consequence ("needs a last filter"),
-            and is not reported.
+        gaps: omitted parts. A later fault in the same place can be caused by the omission ("needs a last filter"),
+            so it is not reported.
     """
 
     __slots__ = ("_places", "faults", "gaps")
@@ -117,11 +119,11 @@ class _Collector:
         self.faults.append(error)
 
     def leave(self, error: BaseException | None) -> bool:
-        """End the current place, with the error that was raised in it, if any.
+        """Leave the current place. ``error`` was raised in it, if any.
 
         Returns:
-            Return whether compilation continues after this place. It does after a :class:`ConfigError`, and after
-            another error in a place with a gap, because the omitted part causes that error.
+            Whether compilation continues after this place. It does after a :class:`ConfigError`, and after another
+            error in a place with a gap, which the omitted part can have caused.
         """
         _, gaps = self._places[-1]
         goes_on = isinstance(error, ConfigError)
@@ -141,7 +143,7 @@ _collector: _Collector | None = None
 def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list[ConfigError]]:
     """Compile, and continue after a faulty part in order to find all faults. Not reentrant.
 
-    For people who check a configuration: without this a compilation ends at its first fault.
+    This is for checking a configuration. A normal compilation ends at its first fault.
 
     Returns:
         The result, if there is no fault, and the faults in the order of their places.
@@ -166,10 +168,7 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
 
 
 class Shared(Generic[Compiled]):
-    """A cache of compiled values by their messages' bytes: a mesh has thousands of equal messages.
-
-    Bounded: when it is full it is emptied.
-    """
+    """A cache of compiled values by their messages' bytes, because a mesh has thousands of equal messages."""
 
     def __init__(self, most: int = 256) -> None:  # a guess: control planes send few distinct values
         self._most = most
@@ -196,11 +195,11 @@ class Shared(Generic[Compiled]):
 class Renamed(Shared[Compiled]):
     """A cache of compiled messages that differ in one name only, such as the clusters of a mesh.
 
-    Mask bytes replace the name in a message and the length before the name. The result is the message's key.
-    A search from the left finds every field with this value. An earlier match that overlaps a field would contain
-    the field's tag and length, and :meth:`key` excludes names with these two bytes. If there are no other matches,
-    all masked bytes are such fields. A message of equal key has its own name in the masked fields, and is equal in
-    all others.
+    The key of a message is its encoding with mask bytes in place of each occurrence of the name and of the length
+    before it. Occurrences are searched from the left. An earlier occurrence that overlaps a field with the name
+    would contain the field's tag and length, but :meth:`key` excludes names with these two bytes. If there are no
+    other occurrences, all masked bytes are fields with the name. Then messages with equal keys differ only in the
+    masked fields, which contain their own names.
     """
 
     def key(self, packed: bytes, name: str) -> bytes | None:
@@ -301,7 +300,9 @@ def only(message: Message, *names: str) -> None:
 
 @cache
 def _others(kind: Descriptor, names: tuple[str, ...]) -> frozenset[str]:
-    """The fields of a message except ``names``. Mostly none: only fields that are read are generated."""
+    """Return the fields of a message except ``names``. This is mostly empty, because only fields that are read are
+    generated.
+    """
     return frozenset(kind.fields_by_name) - frozenset(names)
 
 
@@ -318,7 +319,7 @@ def nothing_unknown(message: Message, packed: AnyMessage | None = None) -> None:
 
     Args:
         message: the message.
-        packed: where the message was parsed from.
+        packed: the packed form that the message was parsed from.
 
     Raises:
         Unsupported: the message has unknown fields. The error names the first.
@@ -333,7 +334,7 @@ def nothing_unknown(message: Message, packed: AnyMessage | None = None) -> None:
 
 
 def constraint(message: Message, field: str, rule: str) -> ConfigError:
-    """Return the error of a violated constraint, in Envoy's wording."""
+    """Return the error for a violated constraint, in Envoy's wording."""
     camel = "".join(part.capitalize() for part in field.split("_"))
     name = f"{message.DESCRIPTOR.name}ValidationError.{camel}"
     return ConfigError(f"Proto constraint validation failed ({name}: {rule})", field)
@@ -355,7 +356,7 @@ def enum_name(message: Message, field: str) -> str:
 
 
 def required(message: Message, field: str) -> None:
-    """Return a string; refuse an empty one."""
+    """Refuse a message whose string ``field`` is empty."""
     if not getattr(message, field):
         raise constraint(message, field, "value length must be at least 1 characters")
 
@@ -396,7 +397,7 @@ def _from_struct(type_url: str, value: Struct, name: str) -> Message:
 
 
 def unpack_as(packed: AnyMessage, expected: type[M], name: str) -> M:
-    """Like :func:`unpack`, for a slot that takes one type only."""
+    """Like :func:`unpack`, for a field that accepts only one type."""
     message = unpack(packed, name)
     if not isinstance(message, expected):
         raise _unregistered(name, packed.type_url)
@@ -440,7 +441,7 @@ def network(cidr: core.CidrRange | xds_core.CidrRange) -> IpNetwork:
     Like in Envoy, an IPv4-mapped range stays an IPv6 range, which contains no IPv4 addresses.
 
     Raises:
-        ConfigError: not an address, or a prefix longer than it.
+        ConfigError: not an address, or a prefix longer than the address.
     """
     try:
         host = ipaddress.ip_address(cidr.address_prefix)
@@ -522,7 +523,7 @@ def regex_match(pattern: str) -> StringMatch:
     """Compile a full-match regular expression in RE2's syntax.
 
     Raises:
-        ConfigError: RE2 refuses it, or it has classes by Unicode property.
+        ConfigError: RE2 refuses the expression, or it has classes by Unicode property.
     """
     if not pattern:
         raise ConfigError("regex must not be empty", "safe_regex")
@@ -595,7 +596,7 @@ def grpc_cluster(service: core.GrpcService) -> str:
     """Return the cluster of a gRPC service.
 
     Raises:
-        ConfigError: it is reached in another way, or with settings that are not obeyed.
+        ConfigError: the service is not reached through a cluster, or has settings that are not supported.
     """
     only(service, "envoy_grpc", "google_grpc")
     if service.WhichOneof("target_specifier") != "envoy_grpc":
@@ -617,7 +618,7 @@ def data(source: core.DataSource, surroundings: Surroundings, *, watched: bool =
     Args:
         source: the message.
         surroundings: where files and variables are read.
-        watched: the caller follows changes of the file.
+        watched: whether the caller watches the file for changes.
 
     Raises:
         ConfigError: unreadable file, unset variable, or no source named.
@@ -662,7 +663,7 @@ def format_text(message: core.SubstitutionFormatString, surroundings: Surroundin
 def struct(message: Struct) -> dict[str, Any]:
     """Return a protobuf struct as plain values; numbers stay floats."""
     fields = message.fields
-    # Keys are the same few words in every endpoint. (The map's own items() is a loop in Python.)
+    # All endpoints have the same few keys. (The map's own items() is a loop in Python.)
     return {intern(key): _value(fields[key]) for key in fields}
 
 

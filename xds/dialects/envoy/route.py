@@ -30,7 +30,7 @@ def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroun
     """Compile a route configuration.
 
     Raises:
-        ConfigError: with the path of the first route that cannot be obeyed.
+        ConfigError: with the path of the first route that is not supported or not valid.
     """
     nothing_unknown(message)
     only(message, "name", "virtual_hosts", "validate_clusters", "max_direct_response_body_size_bytes")

@@ -53,7 +53,9 @@ def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surrou
 
 
 def compile_upstream(message: proto.UpstreamTlsContext, surroundings: Surroundings) -> TlsContext:
-    """Compile a client's context; renegotiation and session resumption do not exist here."""
+    """Compile a client's context. Its settings of renegotiation and session resumption have no effect, because
+    this proxy has neither.
+    """
     only(message, "common_tls_context", "sni", "max_session_keys")
     if len(message.sni.encode()) > 255:
         raise constraint(message, "sni", "value length must be at most 255 bytes")
@@ -75,7 +77,7 @@ def _common(message: proto.CommonTlsContext, surroundings: Surroundings, *, serv
             "key_log",
         )
         with at("key_log"):
-            only(message.key_log, "path")  # ranges of addresses: every connection's keys would be logged
+            only(message.key_log, "path")  # address ranges would be ignored, and too many keys logged
         with at("tls_params"):
             low, high = _versions(message.tls_params, server=server)
         validation, validation_ref = _validation_source(message, surroundings)
@@ -95,7 +97,8 @@ def _common(message: proto.CommonTlsContext, surroundings: Surroundings, *, serv
 
 
 def _protocols(entries: Iterable[str]) -> tuple[str, ...]:
-    """Return the protocols of a list whose entries can be lists themselves: Envoy joins them and splits by commas.
+    """Return the protocols of a list whose entries can be comma-separated lists. Like in Envoy, the entries are
+    joined and split by commas.
 
     Raises:
         ConfigError: a name that no ALPN extension can carry (RFC 7301, 3.1: 1 to 255 bytes).
@@ -108,7 +111,7 @@ def _protocols(entries: Iterable[str]) -> tuple[str, ...]:
 
 
 def _versions(params: proto.TlsParameters, *, server: bool) -> tuple[TlsVersion, TlsVersion]:
-    """Return the range of versions. TLS_AUTO is 1.2 to 1.3. Older ones are refused, because no trusted library
+    """Return the range of versions. TLS_AUTO is 1.2 to 1.3. Older versions are refused, because no trusted library
     supports them.
     """
     only(
@@ -181,7 +184,7 @@ def compile_secret(message: proto.Secret, surroundings: Surroundings) -> Secret:
     """Compile a certificate or a validation context.
 
     Raises:
-        ConfigError: another kind of secret, or unusable contents.
+        ConfigError: the secret is of another kind, or its contents are not usable.
     """
     nothing_unknown(message)
     kind = message.WhichOneof("type")

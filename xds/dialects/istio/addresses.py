@@ -1,8 +1,8 @@
-"""Compiles ``istio.workload.Address``: a workload or a service, or an error with the reason.
+"""Compiles ``istio.workload.Address`` to a workload or a service, or raises an error with the reason.
 
-An unknown enum number refuses the resource, because a partial description could send traffic in plain text that
-must be encrypted. Unknown fields are ignored; istiod relies on that in older proxies. Refusing one resource does
-not affect others.
+A resource with an unknown enum number is refused, because following it in part could send traffic in plain text
+that must be encrypted. Unknown fields are ignored, because istiod expects that from older proxies. Refusing one
+resource does not affect others.
 """
 
 from collections.abc import Iterable, Mapping
@@ -93,8 +93,8 @@ def compile_address(data: bytes, name: str = "") -> Workload | Service:
 
     Args:
         data: the message.
-        name: the resource's name. Where it is the uid, which it should be, the workload's uid is this very object:
-            sources remember names, and a hundred bytes per workload count.
+        name: the resource's name. If it equals the uid, as it should, the workload's uid is this same string
+            object. This saves a hundred bytes per workload, because sources keep the names.
 
     Raises:
         ConfigError: with the reason that the NACK prints.

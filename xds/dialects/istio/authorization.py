@@ -1,14 +1,14 @@
 """Compiles ``istio.security.Authorization`` to a policy that fails closed.
 
 A policy is never refused because of its content: the control plane would still believe that it is enforced. Each
-unsupported part is replaced, at the smallest level, by the answer that admits no connection: :class:`Never` in an
-allow and :class:`Always` in a deny (:mod:`xds.dialects.istio.rules` says why that is sound). The part is listed
-with its place. Other policies are not affected.
+unsupported part is replaced, at the smallest level, by the condition that admits no connection: :class:`Never` in
+an allow policy and :class:`Always` in a deny policy (:mod:`xds.dialects.istio.rules` has the reason why this is
+sound). The part is listed with its place. Other policies are not affected.
 
-Two things about the whole:
+An unknown action or scope concerns the whole policy:
 
-* An unknown *action* is treated as a deny of all connections in the policy's scope. Policies restrict, and an
-  action newer than this proxy restricts in an unknown way.
+* An unknown *action* is treated as a deny of all connections in the policy's scope. Policies restrict traffic, and
+  an action newer than this proxy restricts it in an unknown way.
 * An unknown *scope* is treated as the whole mesh, the widest possible scope. A deny keeps its rules there. An
   allow gets no matching rules there: its rules could admit peers to workloads outside their scope, while its
   presence alone excludes peers.

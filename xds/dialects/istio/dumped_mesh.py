@@ -1,9 +1,10 @@
-"""Reads the mesh from a ztunnel's ``config_dump``, ours or the Rust one's, for answers without the proxy.
+"""Reads the mesh from the ``config_dump`` of this proxy or of the Rust ztunnel, for queries without a running
+proxy.
 
 A dump has the form of a local file (:mod:`xds.dialects.istio.local_file`) with three exceptions. Unknown keys come
 from newer versions and are ignored. A workload only names its services; the services' entries have the ports. An
-unreadable part is left out alone, by name, because the rest can still answer. A policy is never left out: it is
-read in its strictest sense, like from the wire.
+unreadable entry is omitted and reported by name, because the other entries are still useful. A policy is never
+omitted: its unreadable parts get the strictest meaning, like on the wire.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def read_dump(dump: Mapping[str, Any]) -> DumpedMesh:
     """Return the mesh of a dump.
 
     Args:
-        dump: the parsed dump. Lists can be mappings whose values count, like in older dumps.
+        dump: the parsed dump. In place of a list it can have a mapping, like older dumps, whose values are used.
 
     Raises:
         ConfigError: a list of the dump has another type.

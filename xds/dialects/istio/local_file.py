@@ -3,8 +3,9 @@
 A person writes this file, so it is read strictly: unknown keys, bad values and repeated keys are all reported with
 their places, and a faulty file is not used at all.
 
-Where Rust ztunnel reads such a file otherwise than the wire, it is read here as the wire: trust domain, service
-account and cluster have the same defaults, and a workload belongs to the services it names.
+Where the Rust ztunnel treats such a file differently from wire messages, this reader follows the wire messages:
+trust domain, service account and cluster have the same defaults, and a workload belongs to the services that it
+names.
 """
 
 import ipaddress
@@ -98,11 +99,11 @@ def parse_local_file(source: str | IO[str]) -> LocalMesh:
 
 
 def read_workload(value: object) -> Workload:
-    """Return a workload. Like in dumps, its ``services`` can be missing and are then read from the services'
+    """Return a workload. Like in dumps, its ``services`` can be missing. They are then taken from the services'
     entries.
 
     Raises:
-        ConfigError: every fault with its place, here and below.
+        ConfigError: every fault with its place. The next two functions raise it, too.
     """
     return _alone(lambda reader: reader.workload({"services": {}, **_mapping(value)}, ""))
 
@@ -126,7 +127,7 @@ def _alone(read: Callable[["_Reader"], Read]) -> Read:
 
 
 class _Fields:
-    """One mapping of the file. Each key is taken once; remaining keys are unknown."""
+    """One mapping of the file. Readers take each known key once, and the remaining keys are unknown."""
 
     def __init__(self, reader: "_Reader", value: object, place: str) -> None:
         self.place = place
@@ -173,7 +174,7 @@ class _Reader:
             return default
 
     def mesh(self, sections: Iterable[tuple[object, object]]) -> LocalMesh:
-        """Read the document, each element of its lists before the next one is parsed."""
+        """Read the document. Each list element is read before the next one is parsed."""
         workloads: list[Workload] = []
         policies: list[AuthorizationPolicy] = []
         services: list[tuple[Service, dict[str, tuple[dict[int, int], Health]]]] = []
@@ -212,7 +213,7 @@ class _Reader:
         endpoints: Mapping[str, tuple[dict[int, int], Health]],
         where: str,
     ) -> None:
-        """Give workloads the service that names them as endpoints."""
+        """Add a service to the workloads that it names as endpoints."""
         for uid, (ports, status) in endpoints.items():
             place = places.get(WorkloadUid(uid))
             if place is None:
@@ -405,7 +406,7 @@ class _Reader:
         return read
 
     def _list(self, read: Callable[[object, str], Read]) -> Callable[[object, str], list[Read]]:
-        """Return a reader of lists. A bad element is reported and left out."""
+        """Return a reader of lists that reports and omits bad elements."""
 
         def each(value: Iterable[object], place: str) -> Iterator[Read]:
             for index, element in enumerate(value):
@@ -430,7 +431,9 @@ def _text(value: object, place: str) -> str:
 
 
 def _plain_workload(value: object) -> Workload | None:
-    """Return a workload without faults and gateways, in half of the time; ``None`` for any other value."""
+    """Return a workload that has neither faults nor gateways, in half of the time. Return ``None`` for any other
+    value.
+    """
     found: dict[str, Any] = {}
     try:
         for key, given in _mapping(value).items():
@@ -540,7 +543,7 @@ def _destination(value: object, place: str) -> NetworkAddress | NamespacedHostna
 def _string_match(value: object, place: str) -> Text:
     if isinstance(value, Text):
         return value
-    # As JSON and dumps spell it: {"Exact": "x"}.
+    # The form of JSON and dumps: {"Exact": "x"}.
     if isinstance(value, dict) and len(value) == 1:
         ((kind, text),) = value.items()
         if kind == Comparison.PRESENCE:
@@ -551,7 +554,7 @@ def _string_match(value: object, place: str) -> Text:
 
 
 _NEEDED = frozenset(("namespace", "addresses", "services"))
-#: Keys of a workload, with the attribute and a reader that reports a fault as an error.
+#: The keys of a workload, each with its attribute and a reader that raises an error for a fault.
 _PLAIN_FIELDS: Mapping[str, tuple[str, Callable[[object, str], object]]] = {
     "uid": ("uid", _text),
     "name": ("name", _text),

@@ -1,4 +1,5 @@
-"""Parses the YAML of :mod:`xds.dialects.istio.local_file`: with tags for string matches, and no repeated keys.
+"""Parses the YAML of :mod:`xds.dialects.istio.local_file`, which has tags for string matches. Repeated keys are
+refused.
 
 Values are built from the parser's events, one element of a list at a time. PyYAML's own way makes the tree of the
 whole document first: 3 GB for a mesh of 100,000 workloads, whose model takes 120 MB.
@@ -13,8 +14,8 @@ import yaml
 from xds.dialects.istio.rules import Comparison, Text
 from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES, resolvers
 
-#: The most texts that are kept to be shared. Repeated texts of a large mesh (names of nodes, services, keys) occur
-#: early.
+#: The largest number of texts kept for sharing. In a large mesh, texts that repeat (names of nodes and services,
+#: keys) occur early.
 _MOST_KEPT: Final = 65_536
 
 _TAG: Final = "tag:yaml.org,2002:"
@@ -25,7 +26,7 @@ _MERGE: Final = object()
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # depends on libyaml
-    """Supports the tags of string matches. Plain scalars are read by YAML 1.2, like in the Rust ztunnel."""
+    """Supports the tags of string matches. Plain scalars follow YAML 1.2, like in the Rust ztunnel."""
 
     yaml_implicit_resolvers = resolvers()
 
@@ -43,21 +44,21 @@ _TEXT_TAGS: Final = {f"!{comparison}": comparison for comparison in Comparison}
 
 
 class Unreadable(Exception):
-    """The document cannot be read. The text has the reason and the place. Not used for a fault in a single
-    value.
+    """The document cannot be read. The text has the reason and the place. A fault in a single value does not raise
+    this error.
     """
 
 
 def sections(source: str | IO[str]) -> Iterator[tuple[object, object]]:
     """Iterate over the document: its keys with their values.
 
-    A list is an iterator, which reads it: it serves until the next key is asked for. An empty document has no
-    keys.
+    A list is returned as an iterator, which parses its elements and is valid until the next key is requested. An
+    empty document has no keys.
 
     Raises:
         Unreadable: raised also by the iterators. The document has a syntax error (with line and column), is not a
             mapping, or has aliases that are endless or expand to far more than is written.
-        OSError, UnicodeDecodeError: by the source.
+        OSError, UnicodeDecodeError: raised by reading the source.
     """
     with _declared():
         document = _Document(source)
@@ -71,7 +72,7 @@ def sections(source: str | IO[str]) -> Iterator[tuple[object, object]]:
 
 @contextmanager
 def _declared() -> Iterator[None]:
-    """Convert the errors of the parser and its constructors to :class:`Unreadable`."""
+    """Convert errors of the parser and of value constructors to :class:`Unreadable`."""
     try:
         yield
     except yaml.YAMLError as error:

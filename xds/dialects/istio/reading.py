@@ -1,7 +1,7 @@
 """Helpers of all readers of this dialect: addresses from bytes, and sharing of equal values.
 
-A mesh of 200,000 workloads repeats the same few namespaces, accounts, localities and port maps. Equal
-ones become one object here, which is what keeps a workload at a few hundred bytes (``bench/scale_istio.py``).
+A mesh of 200,000 workloads repeats the same few namespaces, accounts, localities and port maps. Equal values share
+one object here, which reduces a workload to a few hundred bytes (``bench/scale_istio.py``).
 """
 
 import ipaddress
@@ -70,7 +70,7 @@ def port(number: int, what: str) -> int:
     """Return a port after checking it.
 
     Raises:
-        ConfigError: above 65535; 0 is allowed, because many fields give it a meaning.
+        ConfigError: the number is above 65535. 0 is allowed, because it has a meaning in many fields.
     """
     if not 0 <= number < 65536:
         raise ConfigError(f"{what} {number} is no port".lstrip())
@@ -79,19 +79,19 @@ def port(number: int, what: str) -> int:
 
 @lru_cache(maxsize=_SHARED)
 def shared_locality(region: str, zone: str, subzone: str) -> Locality:
-    """Return a locality; equal ones share one object."""
+    """Return a locality. Equal localities share one object."""
     return Locality(intern(region), intern(zone), intern(subzone))
 
 
 @lru_cache(maxsize=_SHARED)
 def shared_gateway(destination: NetworkAddress | NamespacedHostname, hbone_mtls_port: int) -> GatewayAddress:
-    """Return a gateway's address; equal ones share one object."""
+    """Return a gateway's address. Equal addresses share one object."""
     return GatewayAddress(destination, hbone_mtls_port)
 
 
 @lru_cache(maxsize=_SHARED)
 def shared_ports(ports: tuple[tuple[int, int], ...]) -> dict[int, int]:
-    """Return a map of ports, shared between equal ones; do not change it."""
+    """Return a map of ports. Equal maps share one object, which must not be changed."""
     return dict(ports)
 
 
@@ -99,7 +99,7 @@ def shared_ports(ports: tuple[tuple[int, int], ...]) -> dict[int, int]:
 def shared_services(
     services: tuple[tuple[str, tuple[tuple[int, int], ...]], ...],
 ) -> dict[ServiceKey, dict[int, int]]:
-    """Return ports by service, shared between equal ones; do not change it."""
+    """Return ports by service. Equal maps share one object, which must not be changed."""
     return {service_key(key): shared_ports(ports) for key, ports in services}
 
 

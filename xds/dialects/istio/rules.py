@@ -1,12 +1,13 @@
 """Authorization rules from any source: their meaning, and their form in ``/config_dump``.
 
-A policy is a list of rules. A rule has clauses, and a clause has matches. It needs any rule, all clauses of the
-rule, any match of a clause, and every attribute of the match: conditions of :mod:`xds.model.policy` nested three
-deep, with negation at the bottom only. That is why a part that cannot be understood can be replaced alone: with
-:class:`Never` in its place the policy can only match less, with :class:`Always` only more.
+A policy is a list of rules. A rule has clauses, and a clause has matches. A policy matches if one of its rules
+matches: all clauses of the rule, at least one match of each clause, and every attribute of that match. So
+conditions of :mod:`xds.model.policy` are nested three deep, with negations only at the bottom. This allows
+replacing only the part that cannot be understood: :class:`Never` in its place can only make the policy match less,
+and :class:`Always` only more.
 
-Empty lists: a policy without rules never matches, a rule without clauses does, a clause without matches does, and
-a match without attributes does not.
+A policy without rules never matches. A rule without clauses and a clause without matches always match. A match
+without attributes never does.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,7 +100,9 @@ def condition_of_rules(rules: Sequence[Condition]) -> Condition:
 
 
 def never_matches(attribute: str, item: Item) -> str:
-    """Return why a well-formed value can never match, against its author's intention. Empty if it can match."""
+    """Return why a well-formed value can never match, which its author cannot have intended. Empty if it can
+    match.
+    """
     if attribute == "principals" and isinstance(item, Text) and "spiffe://" in item.value:
         return "never matches: principals are written without spiffe://"
     return ""
@@ -149,7 +152,8 @@ def _condition(attribute: str, item: Item) -> Condition:
 
 
 def _string(text: Text) -> StringMatch | None:
-    # An identity's namespace and principal are never empty, so that presence is having an identity.
+    # An identity's namespace and principal are never empty, so a presence match holds for every peer with an
+    # identity.
     return (
         None if text.comparison is Comparison.PRESENCE else StringMatch(text.comparison.value.lower(), text.value)
     )

@@ -7,8 +7,8 @@
         play.connecting(outbound("frontend.shop", "cart.shop"), expect=None)
         play.connecting(outbound("stranger.shop", "cart.shop"), expect=Deny)
 
-A hook that raises, answers nonsense or exceeds its time limit is a :class:`HookFault` here, where a proxy suspends
-the addon.
+A hook that raises, returns an invalid value or exceeds its time limit causes a :class:`HookFault`. A proxy would
+suspend the addon.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _ANY = object()
 
 
 class HookFault(AssertionError):
-    """A hook did what would suspend its addon in a proxy, or its verdict is not the expected one."""
+    """A hook failed so that a proxy would suspend its addon, or its verdict is not the expected one."""
 
 
 def workload(text: str, labels: Mapping[str, str] | None = None, **more: Any) -> Workload:
     """Return a workload from ``name.namespace``. Its service account and label ``app`` are its name.
 
     Args:
-        text: the namespace can be left out: ``default``.
-        labels: replace the default labels.
+        text: without a namespace, the workload is in ``default``.
+        labels: labels that replace the default ones.
         more: further attributes of :class:`ztunnel.addons.Workload`.
     """
     name, _, namespace = text.partition(".")
@@ -111,11 +111,11 @@ class Playbook:
     """One addon, called by a test.
 
     Args:
-        addon: its class.
+        addon: the addon's class.
         options: texts as given by ``--addon-option``, or values of the options' types.
 
     Attributes:
-        addon: the object.
+        addon: the addon's instance.
         slowest_us: the duration of the slowest ``def`` call so far.
 
     Raises:
@@ -123,7 +123,7 @@ class Playbook:
     """
 
     def __init__(self, addon: type, **options: Any) -> None:
-        # A class names its addon; the options of all names here are its own.
+        # The class defines the addon's name, so the same options are returned for any name.
         given = {key: Given(_as_yaml(value), "the test") for key, value in options.items()}
         self._loaded = load_class(addon, _Everyone(given))
         self.addon: Any = self._loaded.instance
@@ -203,7 +203,7 @@ class Playbook:
 
 
 class _Everyone(dict[str, Mapping[str, Given]]):
-    """The options of one addon, with any name."""
+    """A table of options that has the same ones under any addon's name."""
 
     def __init__(self, given: Mapping[str, Given]) -> None:
         super().__init__()

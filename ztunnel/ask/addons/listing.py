@@ -17,7 +17,7 @@ from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 
 class HookItem(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The calls of one hook. ``results`` are calls by result."""
+    """The calls of one hook. ``results`` counts the calls by result."""
 
     name: str
     calls: int
@@ -27,7 +27,7 @@ class HookItem(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class AddonItem(Item, frozen=True, kw_only=True):
-    """An addon of a proxy, with the sums of its processes. ``hook`` is the hook of a table row."""
+    """An addon of a proxy, summed over the proxy's processes. ``hook`` is the hook that a table row describes."""
 
     name: str
     source: str

@@ -30,7 +30,7 @@ CATALOGUE: Final[tuple[Check, ...]] = (
 
 
 class UnknownCheck(ValueError):
-    """There is no check or category of this name; the text names it."""
+    """No check or category has this name; the text contains the name."""
 
 
 def chosen(only: Iterable[str], skip: Iterable[str], *, before: bool) -> list[Check]:

@@ -1,4 +1,4 @@
-"""Gathers facts: objects from the API server, pages from proxies and agents. Nothing is judged here."""
+"""Gathers the facts that checks evaluate: objects from the API server, and pages from proxies and agents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ KINDS: Final = (
 _ACCESS: Final = Kind(
     "SelfSubjectAccessReview", "authorization.k8s.io/v1", "selfsubjectaccessreviews", namespaced=False
 )
-#: The permissions that checks need beside lists.
+#: The permissions that checks need in addition to listing objects.
 _VERBS: Final = (("create", "", "pods", "portforward"), ("get", "", "pods", "log"))
 #: The longest wait for the API server.
 _API_S: Final = 5.0
@@ -67,7 +67,7 @@ def gather_facts(args: argparse.Namespace, *, before: bool) -> Facts:
 
     Args:
         args: the command line; see :mod:`ztunnel.ask.check.command`.
-        before: whether proxies are left out, because none is installed.
+        before: whether to skip proxies, because none is installed yet.
     """
     if args.file is not None:
         return archived_facts(args)
@@ -137,9 +137,9 @@ def _group(kind: Kind) -> str:
 
 
 def clock(date: str, began_s: float, ended_s: float) -> float | None:
-    """Return how far a server's clock is ahead of this machine's; ``None`` without a ``Date``.
+    """Return how far a server's clock is ahead of this machine's, by its ``Date`` header; ``None`` without one.
 
-    A ``Date`` has whole seconds, so half a second is added to it.
+    ``Date`` has whole seconds, so half a second is added.
     """
     try:
         return parsedate_to_datetime(date).timestamp() + 0.5 - (began_s + ended_s) / 2
@@ -238,9 +238,8 @@ def _seconds(time_: object) -> float:
 
 
 def targets(dump: Mapping[str, Any], most: int = _MOST_REACHED) -> list[tuple[str, str]]:
-    """Return the targets to try: on each other node a pod that accepts tunnels, and other networks' gateways.
-
-    Each is described (``node N``, ``the gateway of network N``), with its address.
+    """Return the targets to try: one pod that accepts tunnels on each other node, and other networks' gateways. A
+    target is a description (``node N``, ``the gateway of network N``) and an address.
     """
     config = dump.get("config") or {}
     own, network = config.get("localNode"), config.get("network") or ""

@@ -225,7 +225,7 @@ def _given(**values: str) -> dict[str, str]:
 
 
 def clause_of(answer: Any) -> str | None:
-    """Return the clause behind a refusal: that of a matching DENY, or the reason why no ALLOW matches."""
+    """Return the clause that caused a refusal: that of a matching DENY, or the reason why no ALLOW matches."""
     inbound = answer.get("inbound") or {} if isinstance(answer, Mapping) else {}
     policies = inbound.get("policies") or ()
     denies = [each for each in policies if each.get("action") == "Deny" and each.get("holds")]
@@ -285,7 +285,7 @@ def follow(args: argparse.Namespace, wanted: Wanted) -> int:
 
 
 class _Printer:
-    """Prints flows as lines, in columns that only grow."""
+    """Prints flows as lines. Columns become wider if needed, and never narrower."""
 
     def __init__(self, form: Format) -> None:
         self._form = form

@@ -1,7 +1,7 @@
 """Flows read from lines of ``/flows``, as commands print them, and the filters that select flows. Pure.
 
-Filters work like Hubble's: ``NAMESPACE/PREFIX`` of pods, where an empty namespace is any, and a prefix alone
-is in namespace default. Filters of one kind are alternatives; filters of different kinds must all hold.
+Filters work like Hubble's. Pods are selected by ``NAMESPACE/PREFIX``: an empty namespace matches any, and a prefix
+alone means namespace ``default``. Filters of one kind are alternatives; filters of different kinds must all hold.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ FLOW: Final[Kind[Flow]] = Kind(
 
 
 def read(line: Mapping[str, Any]) -> Flow | None:
-    """Return the flow of a line of ``/flows``, ours or Hubble's, or None for another line."""
+    """Return the flow in a line of ``/flows``, in our form or Hubble's. None if the line has no flow."""
     flow = line.get("flow")
     if not isinstance(flow, Mapping):
         return None

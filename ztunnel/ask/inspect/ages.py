@@ -1,4 +1,4 @@
-"""Ages in tables, as kubectl shows them: a table has ``11m6s`` where JSON has ``666.769``. Pure."""
+"""Formats ages for tables like kubectl: ``11m6s`` where JSON has ``666.769``. Pure."""
 
 import re
 from typing import Final
@@ -8,7 +8,8 @@ _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
 
 
 def shown_age(seconds: float) -> str:
-    """Return an age in its largest unit and the next one, if that is not 0; parts of a second are left out."""
+    """Return an age in its largest unit and, if not 0, the next smaller unit. Fractions of a second are
+    dropped."""
     rest = int(seconds)
     for place, (size, unit) in enumerate(_UNITS):
         if rest >= size:

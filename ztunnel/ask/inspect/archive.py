@@ -23,7 +23,7 @@ class BadArchive(ValueError):
 
 
 def file_of(path: str) -> str:
-    """Return the name of the file that has a page: ``/config_dump`` is in ``config_dump``."""
+    """Return the name of the file that contains a page, such as ``config_dump`` for ``/config_dump``."""
     return path.strip("/").replace("/", "_")
 
 

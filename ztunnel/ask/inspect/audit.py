@@ -18,7 +18,7 @@ from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, ask, failed
 from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 ADDRESS: Final = "127.0.0.1:15014"
-#: A comparison reads the dump of the node's proxies. A repair waits for the steps that it has started.
+#: A time limit for slow answers: a comparison reads the node's proxies' dumps, and a repair waits for its steps.
 _LIMIT_S: Final = 60.0
 _CHECKS: Final = ("label", "annotation", "rules", "listeners", "workload", "certificate")
 
@@ -58,7 +58,8 @@ class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PodAudit(Item, frozen=True, kw_only=True):
-    """A pod, compared with its expected state. ``checks`` is the answer by check: ok, wrong, ``-`` or ``?``."""
+    """A pod, compared with its expected state. ``checks`` has the result of each check: ok, wrong, ``-`` or
+    ``?``."""
 
     pod: str
     wanted: bool

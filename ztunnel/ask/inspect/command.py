@@ -1,6 +1,6 @@
 """The commands that ask proxies through their admin servers: tables, parts of the configuration, log levels.
 
-Exit status: 0; 1 of ``status`` when something is wrong; 2 when there is no answer, or a node does not answer.
+Exit status: 0; 1 if ``status`` reports an error; 2 if there is no answer, or a node does not answer.
 """
 
 import argparse
@@ -125,7 +125,7 @@ def _answer(args: argparse.Namespace) -> Answer[Any]:
 
 
 def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Merge the proxies' items about the mesh. An item that only some nodes report has these nodes' names."""
+    """Merge the proxies' items about the mesh. An item that only some nodes report lists these nodes."""
     seen: dict[bytes, tuple[Any, list[str]]] = {}
     for node, items in by_node.items():
         for item in items:
@@ -190,7 +190,7 @@ def _saved_pages(args: argparse.Namespace, pages: Pages, dump: Mapping[str, Any]
 
 
 def _of_page(args: argparse.Namespace, pages: Pages, page: Any) -> tuple[Kind[Any], list[Any]]:
-    """Return the table of ``/connections`` or ``/denials``, without the rest of a dump, which can be large."""
+    """Return a table from ``/connections`` or ``/denials`` alone, because a whole dump can be large."""
     if args.command == "denials":
         if not isinstance(page, list):
             raise NotAMesh("/denials is not a list")
@@ -265,7 +265,7 @@ def _log(args: argparse.Namespace) -> int:
 
 
 def _levels(page: str) -> Mapping[str, str]:
-    """Return the levels of ``/logging``: of a filter by target, or in Envoy's dialect by logger."""
+    """Return the levels on ``/logging``: by target of the log filter, or in Envoy's dialect by logger."""
     _, current, text = page.partition("current log level is ")
     if current:
         clauses = [clause.rpartition("=") for clause in text.strip().split(",")]

@@ -51,7 +51,7 @@ def candidates(
 
     Args:
         parser: the whole program's parser.
-        words: after the program's name; the last one is begun, perhaps empty.
+        words: the words after the program's name. The last one is incomplete, and can be empty.
         names: returns names for an argument, by its name in the parser.
     """
     *given, last = words or [""]
@@ -85,8 +85,8 @@ def candidates(
 def names_for(words: Sequence[str], address: str) -> Callable[[str], Iterable[str]]:
     """Return the source of names for :func:`candidates`: the proxy that a line addresses, and kubectl's cluster.
 
-    No names if there is no answer within :data:`_NAMES_S`. A proxy behind ``--pod`` or ``--node`` is not asked: to
-    reach it takes longer than that.
+    There are no names if there is no answer within :data:`_NAMES_S`. A proxy selected by ``--pod`` or ``--node``
+    is not queried, because reaching it takes longer.
     """
     command = words[0] if words else ""
     if "--address" in words[:-2]:
@@ -177,7 +177,7 @@ def _entries(dump: Any, words: Sequence[str]) -> Iterator[str]:
 #: The kind of object that kubectl lists for a flag's value.
 _OF_CLUSTER: Final[Mapping[str, str]] = {"pod": "pods", "node": "nodes"}
 _LEVELS: Final = ("error", "warn", "info", "debug", "trace", "off")
-#: Where a dump has the names for a command's argument; without a command, for any command's.
+#: Functions that find the names for a command's argument in a dump. An empty command means any command.
 _OF_DUMP: Final[Mapping[tuple[str, str], Callable[[Any, Sequence[str]], Iterator[str]]]] = {
     ("explain", "source"): _pods,
     ("explain", "destination"): _services,

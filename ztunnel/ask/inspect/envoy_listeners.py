@@ -1,5 +1,5 @@
-"""The configuration of a ``config_dump`` of Envoy's dialect, for :mod:`ztunnel.proxy.envoy.path.explain` without
-the proxy.
+"""Rebuilds the configuration in a ``config_dump`` of Envoy's dialect, so that
+:mod:`ztunnel.proxy.envoy.path.explain` works without the proxy.
 
 Listeners and clusters are compiled and created by the code of a proxy. They open no socket, no log file and no
 subscription. A dump has no private keys, so no TLS context can be built. Answers describe the certificates of the
@@ -60,7 +60,7 @@ Made = TypeVar("Made", bound=Message)
 
 
 class _NoSecrets(SecretStore):
-    """A source of secrets that has none."""
+    """A secret store without secrets."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -94,7 +94,7 @@ class _NoProbes:
 def read_configuration(dump: Mapping[str, Any], clock: Clock) -> tuple[Configuration, list[str]]:
     """Return the configuration of a dump, and what the dump lacks, a line each.
 
-    An unreadable resource is left out by name: it can come from a later Envoy, or need files of the proxy's node.
+    An unreadable resource is skipped and named: it can come from a later Envoy, or need files of the proxy's node.
 
     Raises:
         ConfigError: it is not a dump of Envoy's dialect.
@@ -120,7 +120,7 @@ def read_configuration(dump: Mapping[str, Any], clock: Clock) -> tuple[Configura
     return Configuration(listeners, clusters.get, clock.wall(), tunnel_rules=rules, saved=secrets), lacks
 
 
-#: Kind of resource: section, lists in it, and where an entry has the resource.
+#: For each kind of resource: its section of the dump, the lists in it, and the paths of the resource in an entry.
 _PLACES: Final[Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
     "listeners": (
         "ListenersConfigDump",
@@ -256,7 +256,7 @@ class _Reader:
         routes: list[Mapping[str, Any]],
         extensions: Mapping[str, Message],
     ) -> list[LiveListener]:
-        """Return the listeners with their chains, and in these what came by RDS and ECDS."""
+        """Return the listeners with their filter chains, including configuration received by RDS and ECDS."""
         tables = {}
         for value in routes:
             message = self._message("route", value, RouteConfiguration)
@@ -309,7 +309,7 @@ class _Reader:
 
 
 def _without_zero_weights(value: Any) -> Any:
-    """Return an assignment of a dump as a control plane sends it: a weight that is not set is shown as 0 there."""
+    """Return an assignment without weights of 0, which a dump shows for weights that are not set."""
     if isinstance(value, dict):
         return {
             key: _without_zero_weights(inner)

@@ -1,7 +1,6 @@
-"""Tables of a proxy in Envoy's dialect, made from its admin pages. Envoy has some of these pages, too. Pure.
+"""Builds tables of a proxy in Envoy's dialect from its admin pages. Envoy has some of these pages, too. Pure.
 
-Pages are JSON of any origin: missing values are shown as ``-``, and rows about a page that the proxy does not have
-are left out.
+Pages are untrusted JSON: a missing value is shown as ``-``, and rows that need a missing page are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ztunnel.runtime.console.output import Kind
 #: Admin pages by path; ``None`` if the proxy does not have the page.
 Pages = Mapping[str, Any]
 
-#: The most names of one kind that the status lists; of more, only the number is given.
+#: The most names of one kind that the status lists. The rest is given as a number.
 _MOST_TOLD: Final = 8
 _CONNECTED: Final = "control_plane.connected_state"
 _LISTENERS, _CLUSTERS, _SECRETS = "ListenersConfigDump", "ClustersConfigDump", "SecretsConfigDump"
@@ -90,7 +89,7 @@ def certificates(pages: Pages) -> Iterator[kinds.Certificate]:
 
 
 def status(pages: Pages) -> Iterator[kinds.Fact]:
-    """Yield the most important facts: the server, its active and refused configuration, and denials."""
+    """Yield the lines of ``ztunnel status``: the server, its active and refused configuration, and denials."""
     connected = connected_to_ads(pages.get("/stats"))  # a saved dump has no statistics
     if connected is not None:
         yield control_plane("ADS", None, connected=connected)
@@ -190,7 +189,7 @@ class EnvoyTable:
     Attributes:
         paths: the pages that it needs. optional: pages that an Envoy does not have; without them their rows are
             left out.
-        items: makes them.
+        items: makes the table's items from the pages.
         kind: the items' kind.
     """
 

@@ -1,7 +1,6 @@
 """``ztunnel explain``: how a proxy would handle a connection, or why it handled one as it did.
 
-Exit status: 0: every connection asked about would be allowed; 1: one would be refused; 2: about one there is no
-answer.
+Exit status: 0 if every connection would be allowed; 1 if one would be refused; 2 if one has no answer.
 """
 
 import argparse
@@ -91,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Answers:
-    """Answers questions by a running proxy, or by a dump: a saved one, or that of a proxy without ``/explain``."""
+    """Answers questions from a running proxy, or from a dump: a saved one, or that of a proxy without
+    ``/explain``."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._address = args.address
@@ -134,9 +134,7 @@ class _Answers:
             raise AskFailed(str(error), status=400) from None
 
     def _ask_far(self, source: str, end: Answer) -> None:
-        """Add the answer of the proxy that terminates a tunnel. A proxy without such a pod does not
-        terminate it.
-        """
+        """Add the answer of the proxy that terminates a tunnel: the one that has the destination pod."""
         asked = {
             "source": source,
             "destination": end["tunnel"]["authority"],
@@ -187,9 +185,10 @@ class _Answers:
         raise AskFailed(f"no flow is {wanted[:60]}; `ztunnel flows -o wide` lists them")
 
     def _has_no_page(self, error: AskFailed) -> bool:
-        """Use the dump of a proxy without the page, a Rust ztunnel or an Envoy. Return whether it is such a proxy.
+        """Use the dump instead if the proxy has no such page (a Rust ztunnel or an Envoy). Return whether it has
+        none.
 
-        A proxy of ours in Envoy's dialect answers 404, too, if it does not have the listener.
+        Our proxy in Envoy's dialect also answers 404 if it does not have the listener.
         """
         dump = ask_json(self._address, "/config_dump", {"include_eds": ""})
         if is_envoy_dump(dump) and "invalid path" not in str(error):
@@ -220,7 +219,7 @@ class _Answers:
 
 
 def _tunnel_ends(hop: Mapping[str, Any]) -> Iterator[Answer]:
-    """Yield the endpoints of tunnels whose far end has not been judged yet (Envoy's dialect)."""
+    """Yield the endpoints of tunnels whose far end has not been evaluated yet (Envoy's dialect)."""
     for cluster in hop.get("clusters") or ():
         for endpoint in cluster.get("endpoints") or ():
             if "hop" in endpoint:
@@ -256,7 +255,8 @@ def _of_seen(args: argparse.Namespace, answers: _Answers) -> Iterator[Answer]:
 
 
 def _logged(line: str, identity: str) -> Iterator[Seen | str]:
-    """Yield the connections of access lines, each question once, and for a line that cannot be used, why."""
+    """Yield the connections in access lines, each question once. For an unusable line, yield the reason as
+    text."""
     asked: set[tuple[tuple[str, str], ...]] = set()
     for each in sys.stdin if line == "-" else [line]:
         try:

@@ -1,4 +1,4 @@
-"""Asks one proxy, all of a cluster, or those in an archive, the same question."""
+"""Sends the same query to one proxy, to all proxies of a cluster, or to those in an archive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Found(Generic[T]):
     """Answers by node.
 
     Attributes:
-        by_node: the name is empty if one proxy was asked by its address or pod.
+        by_node: each node's answer. The node's name is empty if one proxy was selected by its address or pod.
         silent: nodes without an answer.
         across: several nodes were selected.
     """

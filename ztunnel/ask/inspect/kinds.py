@@ -1,7 +1,6 @@
 """The kinds of items that commands print about a proxy: their fields, columns and names. Pure.
 
-Columns of an Istio mesh are the same as in ``istioctl ztunnel-config``. A field is ``None`` where the answer lacks
-it.
+Columns of an Istio mesh are the same as in ``istioctl ztunnel-config``. A field that the answer lacks is ``None``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ class Fact(Item, frozen=True, kw_only=True):
 
 
 class Connection(Item, frozen=True, kw_only=True):
-    """A live connection of a pod in an Istio mesh. ``remote_target`` is what the client dialled or meant."""
+    """A live connection of a pod in an Istio mesh. ``remote_target`` is the destination that the client
+    requested."""
 
     namespace: str | None = None
     pod: str
@@ -54,7 +54,7 @@ class EnvoyConnection(Item, frozen=True, kw_only=True):
 
 
 class Workload(Item, frozen=True, kw_only=True):
-    """A workload of the mesh. ``seen_by``: the nodes whose proxies describe it so. Empty if all do."""
+    """A workload of the mesh. ``seen_by``: the nodes whose proxies report it in this form. Empty if all do."""
 
     namespace: str
     name: str

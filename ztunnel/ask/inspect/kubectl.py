@@ -24,9 +24,9 @@ class Daemon(NamedTuple):
     """A DaemonSet that runs one pod per node.
 
     Attributes:
-        name: in errors.
+        name: its name in errors.
         label: the label ``app`` of its DaemonSet's pods.
-        port: its pages' port.
+        port: the port of its admin pages.
     """
 
     name: str
@@ -125,7 +125,7 @@ class Kubectl:
         return self.of_node(node, daemon)
 
     def of_node(self, node: str, daemon: Daemon) -> tuple[str, str]:
-        """Return namespace and name of the daemon that runs on a node; of two generations, the newer one.
+        """Return namespace and name of the daemon's pod on a node, the newer one if two are running.
 
         Raises:
             Unreachable: there is none.
@@ -144,7 +144,7 @@ class Kubectl:
         return newest["metadata"]["namespace"], newest["metadata"]["name"]
 
     def of_all_nodes(self, daemon: Daemon) -> dict[str, tuple[str, str]]:
-        """Return namespace and name of every node's daemon, the newer of two generations.
+        """Return namespace and name of the daemon's pod on every node, the newer one if two are running.
 
         Raises:
             Unreachable: there is no answer, or no daemon runs.
@@ -198,7 +198,7 @@ class Kubectl:
 
     @contextmanager
     def forwarded(self, namespace: str, name: str, port: int) -> Iterator[str]:
-        """Open a port of this machine to a port of a pod's loopback; yields its ``HOST:PORT``.
+        """Forward a local port to a port on a pod's loopback; yields the local ``HOST:PORT``.
 
         Raises:
             Unreachable: the port was not opened.
@@ -240,7 +240,8 @@ def pod_name(text: str) -> tuple[str, str]:
 
 
 def _read_ports(said: IO[bytes], ports: queue.SimpleQueue[int | None]) -> None:
-    """Read kubectl's output to its end: it writes a line for each connection, and would block at a full pipe."""
+    """Read kubectl's output to its end. kubectl writes a line for each connection, and would block on a full
+    pipe."""
     for line in said:
         found = _FORWARDING.match(line)
         if found is not None:
@@ -277,6 +278,6 @@ def _label(pod: Mapping[str, Any]) -> str:
 
 
 def _complaint(text: str) -> str:
-    """Return the readable part of kubectl's error output, which klog lines about attempts precede."""
+    """Return the readable part of kubectl's error output, without the preceding klog lines about attempts."""
     lines = [line for line in text.strip().splitlines() if line]
     return next((line for line in lines if not _KLOG.match(line)), lines[0] if lines else "")

@@ -23,11 +23,11 @@ from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 
 class NodeStatus(Item, frozen=True, kw_only=True):
-    """The proxy of a node. ``None`` for values that another make of proxy does not have.
+    """The proxy of a node. A value that this make of proxy does not report is ``None``.
 
     ``last_update_seconds`` is the age of the control plane's last message, ``away_seconds`` how long its stream
-    has been lost, ``first_expiry`` the end of the certificate that ends first, ``oldest_seconds`` the age of the
-    oldest connection, which a restart would cut first.
+    has been lost, ``first_expiry`` the earliest expiry of a certificate, ``oldest_seconds`` the age of the oldest
+    connection, which a restart would cut first.
     """
 
     version: str | None = None
@@ -161,7 +161,7 @@ def of_mesh(dump: Mapping[str, Any], check: Mapping[str, Any] | None) -> NodeSta
 
     Args:
         dump: its ``/config_dump``.
-        check: its ``/check``; ``None`` of the Rust ztunnel.
+        check: its ``/check``; ``None`` for the Rust ztunnel.
     """
     version, plane = dump.get("version") or {}, dump.get("controlPlane") or {}
     pods = list((dump.get("workloadState") or {}).values())

@@ -9,7 +9,7 @@ _MOST_TOLD: Final = 12
 
 
 class NoSuchPart(ValueError):
-    """The dump has no part, or the part no entry, of this name; the text lists the existing names."""
+    """No part of the dump, or no entry of the part, has this name; the text lists the existing names."""
 
 
 def parts_of(dump: Any) -> Mapping[str, Any]:
@@ -54,7 +54,7 @@ def part(dump: Any, name: str, entry: str = "") -> Any:
 
 
 def _entries(found: Any) -> Iterator[Any]:
-    """Yield the entries of a part: of a list, or of the lists in a section of Envoy's."""
+    """Yield the entries of a part, which is a list, or one of Envoy's sections with several lists."""
     if isinstance(found, list):
         yield from found
     elif isinstance(found, Mapping):

@@ -1,7 +1,7 @@
-"""Answers from a ``config_dump``: of a Rust ztunnel, which has no ``/explain``, or saved in a file. Pure.
+"""Answers ``/explain`` questions from a ``config_dump``: saved in a file, or of a Rust ztunnel. Pure.
 
-Answers have the proxy's own wording, because its functions make them. Each answer names the facts missing from the
-dump.
+Answers have the proxy's own wording, because they come from its functions. Each answer names the facts missing
+from the dump.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ztunnel.proxy.istio.path.explain import Answer, BadQuestion, Surroundings, 
 #: Keys of our own proxies' dumps. The Rust ztunnel has neither.
 _LACKS_OF_OURS: Final = ("endpoints that failed a moment ago, which come last", "Calico's policies")
 _LACKS_OF_RUST: Final = "what an inbound client has proven: it is taken for the workload at its address"
-#: The most unreadable entries that are listed; of more, only the number is given.
+#: The most unreadable entries that are listed. The rest is given as a number.
 _MOST_TOLD: Final = 8
 
 

@@ -1,4 +1,4 @@
-"""Answers from a ``config_dump`` of Envoy's dialect, ours or an Envoy's; see :mod:`ztunnel.ask.inspect.saved`."""
+"""Answers ``/explain`` questions from a dump of Envoy's dialect, ours or an Envoy's, like ``saved.py``."""
 
 from __future__ import annotations
 

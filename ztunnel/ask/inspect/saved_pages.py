@@ -1,6 +1,6 @@
 """Rebuilds admin pages of Envoy's dialect from a saved ``config_dump``, as far as it has their content.
 
-The tables that come from pages of a running proxy (:mod:`ztunnel.ask.inspect.envoy_tables`) are made of these.
+They replace a running proxy's pages as the input of tables (:mod:`ztunnel.ask.inspect.envoy_tables`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ztunnel.proxy.envoy.admin.certs import details
 from ztunnel.proxy.envoy.admin.decisions import policies
 from ztunnel.runtime.clock import Clock
 
-#: Where a dump has certificates, and the lists of ``/certs`` that show them: of own chains the leaf, of roots all.
+#: The places of certificates in a dump, and the lists of ``/certs`` that show them: a chain's leaf, and all roots.
 _HELD: Final = {"certificate_chain": "cert_chain", "trusted_ca": "ca_cert"}
 
 _NO_STATUS: Final = "state, uptime, what is not ready, health of endpoints, connections, denials"
@@ -98,8 +98,8 @@ def _pem(source: Mapping[str, Any]) -> bytes:
     """Return the PEM of a data source.
 
     Raises:
-        _Elsewhere: a dump has its place only.
-        ValueError: no base64.
+        _Elsewhere: the dump contains only its location.
+        ValueError: it is not base64.
     """
     text = source.get("inline_string")
     if text:
@@ -137,5 +137,5 @@ def status_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
     return SavedPages({**found.pages, **pages}, (_NO_STATUS, *found.lacks))
 
 
-#: Makes the pages of a table from a dump. A dump lacks the other pages.
+#: For each table, the function that rebuilds its pages. Other tables need pages whose content no dump has.
 SAVED_PAGES: Final = {"policies": policy_pages, "certificates": certificate_pages, "status": status_pages}

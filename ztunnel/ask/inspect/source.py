@@ -1,4 +1,4 @@
-"""Sources of answers: a proxy's admin server, or its saved page."""
+"""Reads pages for commands: from the admin server of a proxy or agent, or from a file."""
 
 import argparse
 import http.client
@@ -22,7 +22,7 @@ NOT_FOUND: Final = 404
 
 
 class AskFailed(Exception):
-    """The server or file gave no answer. The text names it and a remedy.
+    """The server or file gave no answer. The text names the server or file, and a remedy.
 
     Attributes:
         status: the HTTP status, if a server refused. Otherwise 0.
@@ -122,7 +122,7 @@ def add_source(
         saved: the command can read a file.
         short_file: the short form of ``--file``.
         own_pod: ``--pod`` means something else to this command.
-        forms: further ones of ``-o``.
+        forms: further forms of ``-o``.
     """
     title = "the agent that is asked" if of_agent else "the proxy that is asked"
     group = parser.add_argument_group(title)
@@ -179,7 +179,7 @@ def _timeout_s(text: str) -> float | None:
 def reaching(
     run: Callable[[argparse.Namespace], int], *, agent: bool = False
 ) -> Callable[[argparse.Namespace], int]:
-    """Return a command that runs with ``args.address`` of what ``--pod`` or ``--node`` means.
+    """Return a command that runs with ``args.address`` set to the proxy that ``--pod`` or ``--node`` selects.
 
     Args:
         run: the command.

@@ -1,4 +1,4 @@
-"""Tables of a proxy's state in an Istio mesh, from its ``/config_dump``: ours or the Rust ztunnel's. Pure.
+"""Builds tables of a proxy's state in an Istio mesh from its ``/config_dump``, ours or the Rust ztunnel's. Pure.
 
 Columns are the same as in ``istioctl ztunnel-config``. Serial numbers are hexadecimal. A dump is JSON of any
 origin: missing values are ``None``, or ``-`` where a text is needed.
@@ -139,7 +139,7 @@ def certificates(dump: Dump, namespace: str = "") -> Iterator[kinds.Certificate]
 
 
 def _serial(shown: str) -> str:
-    """Return the serial number of a dump, which has it in decimal, as OpenSSL, the live page and Envoy show it."""
+    """Convert a serial number from a dump's decimal form to the form of OpenSSL, the live page and Envoy."""
     if not (shown.isascii() and shown.isdecimal()) or len(shown) > _LONGEST_SERIAL:
         return shown
     digits = f"{int(shown):x}"
@@ -173,7 +173,7 @@ def connections(dump: Dump, namespace: str = "") -> Iterator[kinds.Connection]:
 
 
 def denials(found: Any, namespace: str = "") -> Iterator[kinds.Denial]:
-    """Yield the last denials of ``/denials``, of either dialect, or of a dump."""
+    """Yield the last denials from ``/denials`` of either dialect, or from a dump."""
     for each in found or []:
         if not namespace or _concerns(each, namespace):
             yield kinds.Denial(
@@ -280,7 +280,7 @@ def fact(name: str, state: str, severity: Literal["ok", "warning", "error"] = "o
 
 
 def control_plane(address: str, away_s: float | None, *, connected: bool) -> kinds.Fact:
-    """Return the first line of the status: whether the configuration can still change."""
+    """Return the status line about the control plane: whether the proxy still receives configuration."""
     if connected:
         return fact("control plane", f"connected to {address}")
     away = f" for {shown_age(away_s)}" if away_s else ""

@@ -97,7 +97,7 @@ def _connected(path: str) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def _interruptible(sock: socket.socket) -> Iterator[None]:
-    """Let the first interrupt end the tap in order, so that its last packets and its end are still received."""
+    """Let the first interrupt end the tap gracefully, so that its last packets and the trailers still arrive."""
 
     def interrupted(number: int, frame: object) -> None:
         signal.signal(number, signal.default_int_handler)
@@ -120,8 +120,8 @@ _LOOK_S: Final = 0.5
 class _Output:
     """The output of a capture. A file keeps its content until the first bytes of the new capture arrive.
 
-    Unbuffered, because a reader follows it, and because the interpreter must not flush into a pipe whose reader
-    has closed.
+    It is unbuffered, because a reader follows it, and because the interpreter must not flush into a pipe whose
+    reader has closed.
     """
 
     def __init__(self, descriptor: int, *, is_file: bool) -> None:

@@ -56,8 +56,8 @@ def _interval_s(text: str) -> float:
 def changes(kind: Kind[Any], before: Sequence[Item], after: Sequence[Item]) -> Iterator[Change]:
     """Yield the removed items with ``-``, then the added ones with ``+``.
 
-    Equal items count: a dump can have two equal connections. Fields that change by time alone are not compared. A
-    connection in Envoy's dialect fills its other fields while it is established.
+    Equal items are counted, because a dump can have two equal connections. Fields that change with time alone are
+    not compared. In Envoy's dialect, other fields of a connection change while it is being established.
     """
 
     def key(item: Item) -> bytes:
@@ -73,7 +73,7 @@ def changes(kind: Kind[Any], before: Sequence[Item], after: Sequence[Item]) -> I
 
 
 class _Lines:
-    """Prints changes as lines, in columns that only grow."""
+    """Prints changes as lines. Columns become wider if needed, and never narrower."""
 
     def __init__(self, out: TextIO, form: Format) -> None:
         self._out = out
@@ -134,16 +134,16 @@ def watch(
 ) -> int:
     """Show a table until Ctrl-C or until its reader closes. Return the exit status.
 
-    If a proxy stops answering, the command waits, because the proxy can be in replacement. The items of a silent
+    If a proxy stops answering, the command waits, because a successor might be replacing it. The items of a silent
     node stay as they were.
 
     Args:
         look: returns the current items.
         interval_s: the time between two reads.
         form: ``-o``; ``json`` prints an object a line.
-        command: its name in messages.
+        command: the command's name in messages.
         out: the output; by default standard output.
-        pause: waits.
+        pause: waits for the given seconds.
 
     Raises:
         AskFailed: the first read has no answer.

@@ -18,7 +18,7 @@ from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 
 class Difference(Item, frozen=True, kw_only=True):
-    """An object that was added, removed or changed. ``fields`` are the changed ones, as before and now."""
+    """An object that was added, removed or changed. ``fields`` has the old and new values of changed fields."""
 
     change: str
     kind: str
@@ -45,7 +45,7 @@ DIFFERENCE: Final[Kind[Difference]] = Kind(
 
 #: Kinds of named objects, each with the fields that are compared.
 State = Mapping[tuple[str, str], Mapping[str, Any]]
-#: Fields of tables that change by traffic or by time.
+#: Fields of tables that change with traffic or time.
 _MOVING: Final = frozenset(("node", "seen_by", "allowed", "denied", "ended", "last_time"))
 
 

@@ -40,7 +40,8 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of a collection: its deadline (monotonic seconds), the age of the oldest log line, if it is short."""
+    """Limits of a collection: its deadline (monotonic seconds), the oldest log line's age, and whether to be
+    quick."""
 
     until_s: float
     since: str = ""

@@ -1,8 +1,8 @@
 """Keeps keys and tokens out of archives, and on request names and addresses. Pure.
 
-Objects are reduced to fields that hold no secrets by their kind: containers lose their environment, commands and
-arguments, where people put passwords. From any text, such as logs, private keys and tokens are removed by their
-format.
+Objects are reduced to fields that hold no secrets: containers lose their environment, commands and arguments,
+where people put passwords. In any text, such as logs, private keys and tokens are recognised by their format and
+removed.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def reduced(item: Any) -> Any:
 
 
 class Redaction:
-    """Replaces names and addresses by pseudonyms, stable within one archive and without meaning outside.
+    """Replaces names and addresses by pseudonyms that are stable within one archive and meaningless outside it.
 
     Args:
         key: the secret key for deriving this archive's pseudonyms.
@@ -99,7 +99,7 @@ class Redaction:
         return f"n-{self._digest(text)[:8]}" if text in self._names else text
 
     def text(self, text: str) -> str:
-        """Return a text with other names and addresses."""
+        """Return a text with its names and addresses replaced."""
         text = _IPV4.sub(lambda found: self._ipv4(found[0]), text)
         text = _IPV6.sub(lambda found: self._ipv6(found[0]), text)
         return _WORD.sub(lambda found: self.name(found[0]), text)
@@ -118,7 +118,7 @@ class Redaction:
         return self.text(value) if isinstance(value, str) else value
 
     def page(self, text: str) -> str:
-        """Return a page, JSON or not, with other names and addresses."""
+        """Return a page, JSON or not, with its names and addresses replaced."""
         try:
             return json.dumps(self.value(json.loads(text)), indent=1)
         except ValueError:

@@ -1,4 +1,4 @@
-"""``ztunnel simulate``: the effect of changed authorization policies on observed connections."""
+"""``ztunnel simulate``: predicts the effect of changed authorization policies on observed connections."""
 
 from ztunnel.ask.simulate.command import add_arguments
 

@@ -1,8 +1,8 @@
 """Replays the connections of an access log against an addon that is not loaded, and collects its verdicts.
 
 Each access line becomes the facts that the hook would have got: ``connecting`` for a line of the source's proxy,
-``accepting`` for one of the destination's. The hooks of one object are called in the order of the lines, so that
-counters count. The addon's clock shows the time of the replay.
+``accepting`` for one of the destination's. All lines go to the same instance of the addon in their order, so that
+its counters work. An addon that reads the clock sees the time of the replay.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class ReplayFailed(Exception):
 
 
 class Replay(NamedTuple):
-    """The answer.
+    """The result of a replay.
 
     Attributes:
-        simulation: by pair of workloads.
+        simulation: the verdicts by pair of workloads.
         unread: number of access lines that lack facts.
         others: number of other lines.
     """

@@ -1,4 +1,4 @@
-"""The effect of a policy change on connections: evaluated in both meshes with the proxy's own engine. Pure."""
+"""Finds the effect of a policy change: evaluates connections before and after it with the proxy's engine. Pure."""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum
@@ -47,7 +47,7 @@ class Simulation(NamedTuple):
     """The answer.
 
     Attributes:
-        rows: changed ones first.
+        rows: one per pair of workloads, changed ones first.
         unknown: number of connections to addresses that are not a workload of the mesh.
     """
 
@@ -55,7 +55,7 @@ class Simulation(NamedTuple):
     unknown: int
 
     def total(self, change: Change) -> int:
-        """Return the number of connections that a change concerns."""
+        """Return the number of connections with this change."""
         return sum(row.times for row in self.rows if row.change is change)
 
 

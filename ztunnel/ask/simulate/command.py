@@ -24,7 +24,7 @@ from ztunnel.runtime.console.terminal import progress
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
-#: The time between two reads of the live connections. Shorter ones can be missed, as the help says.
+#: The time between two reads of the live connections. Shorter connections can be missed, as the help says.
 _LOOK_S: Final = 0.5
 _OTHER_DIALECT: Final = (
     "simulates the policies of an Istio mesh; in Envoy's dialect shadow_rules of an RBAC filter show what others "

@@ -1,8 +1,9 @@
 """Reads AuthorizationPolicies as people write them, and the mesh that a ``config_dump`` shows. Pure.
 
-Of Istio's API (security.istio.io/v1) the parts that a ztunnel enforces are supported: sources by identity,
-namespace, account and address, operations by port. istiod gives the rest to waypoints, or leaves rules out. Here
-such a policy is refused by name, because an answer about half of a policy would be misleading.
+It supports the parts of Istio's API (security.istio.io/v1) that a ztunnel enforces: sources by identity,
+namespace, account and address, and operations by port. istiod sends the other parts to waypoints, or leaves their
+rules out. Here a policy with other parts is refused by name, because an answer about half of a policy would be
+misleading.
 """
 
 import ipaddress
@@ -19,7 +20,7 @@ from ztunnel.runtime.formats.go_yaml import load_all
 
 _GROUP: Final = "security.istio.io/"
 _DRY_RUN: Final = "istio.io/dry-run"
-#: Labels that the control plane sends about a workload, in another form: attribute, and the labels it is made of.
+#: Workload attributes that the control plane derives from labels, each with these labels.
 _KNOWN_LABELS: Final = {
     "service.istio.io/canonical-name": "canonical_name",
     "app.kubernetes.io/name": "canonical_name",
@@ -66,7 +67,7 @@ def mesh_of(dump: Mapping[str, Any]) -> LocalMesh:
         {key: each.get(key) for key in _OF_POLICY} | {"dryRun": bool(each.get("dryRun"))}
         for each in dump.get("policies") or []
     ]
-    # JSON is YAML. A dump has the form of a local file, except for keys without a meaning for access.
+    # JSON is YAML. A dump has the form of a local file, except for keys that do not affect access.
     return parse_local_file(json.dumps({"workloads": workloads, "policies": policies}, ensure_ascii=False))
 
 
@@ -76,10 +77,11 @@ def read_policies(text: str, file: str, root_namespace: str) -> list[Proposal]:
     Args:
         text: the file's text.
         file: its name, for errors.
-        root_namespace: whose policies without a selector are for the whole mesh.
+        root_namespace: the namespace whose policies without a selector apply to the whole mesh.
 
     Raises:
-        ConfigError: a document is something else, or asks for what a ztunnel does not enforce; with its place.
+        ConfigError: a document has another kind, or a part that a ztunnel does not enforce. The text has its
+            place.
     """
     try:
         documents = [each for each in load_all(text) if each is not None]
@@ -112,7 +114,7 @@ def applied(
         mesh: the current mesh. proposals: replace policies of the same name.
         removed: keys of policies to remove.
         enforced: keys of dry-run policies to enforce.
-        same_selector: keys of policies whose selector is the active policy's, with any labels.
+        same_selector: keys of policies whose selector equals the active policy's, so it can have any labels.
 
     Raises:
         ConfigError: a named policy is missing, or a selector has labels that the mesh does not have.
@@ -127,7 +129,7 @@ def applied(
         if policies.pop(PolicyKey(name), None) is None:
             raise ConfigError(f"--remove {name}: the mesh has no such policy")
     # The control plane removes a policy's name from its workloads when the policy is deleted, or applies to every
-    # workload. A remaining name would refuse every connection, like a policy that has not arrived.
+    # workload. A name left behind would cause every connection to be refused, like a policy that has not arrived.
     unnamed = {PolicyKey(name) for name in removed}
     unnamed |= {each.policy.key for each in proposals if each.policy.scope is not PolicyScope.WORKLOAD_SELECTOR}
     workloads = [

@@ -1,4 +1,4 @@
-"""Reads observed connections: from access logs, ours or the Rust ztunnel's, or those open now. Pure."""
+"""Reads observed connections from access logs, ours or the Rust ztunnel's, or from live connections. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple

@@ -1,4 +1,4 @@
-"""The smallest set of AuthorizationPolicies that admits the observed connections. Pure."""
+"""Suggests the smallest set of AuthorizationPolicies that admits the observed connections. Pure."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,8 +14,8 @@ def suggest(connections: Iterable[tuple[Workload, Seen]]) -> str:
     """Return one ALLOW policy in YAML for each called application. It refuses all other connections.
 
     An application is a namespace and a canonical name, which the selector expects in the label ``app``. Callers
-    with an identity are listed by identity, others by their address, which is the only known fact. Each of these
-    has its own rule, so that it does not widen another.
+    with an identity are listed by identity, others by address, the only known fact about them. These two lists are
+    separate sources, because one source with both would match only if both match.
 
     Args:
         connections: each with the workload it went to.

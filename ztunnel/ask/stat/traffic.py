@@ -1,7 +1,7 @@
 """Traffic by pair of workloads, from two readings of each proxy's metrics and from its flight recorder. Pure.
 
-Counters are the ``istio_tcp_*`` of source and destination; where both proxies report a pair, the one with more
-connections counts. The recorder adds denials, which end before a connection counts as opened, and times.
+The counters are the ``istio_tcp_*`` of source and destination. If both proxies report a pair, the report with more
+connections is used. The flight recorder adds connect times, and denials, which these counters leave out.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Auditor:
         enroller: follows the pods.
         events: reports findings that cannot be repaired.
         node: name of this node.
-        interval_s: the time between two comparisons. A finding is reported when two in a row have it.
+        interval_s: the time between two comparisons. A finding is reported if two comparisons in a row have it.
 
     Attributes:
         audited: the result of the last comparison for every pod of the node.

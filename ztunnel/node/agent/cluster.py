@@ -23,7 +23,7 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: Connections of pods that leave by their label continue for this time, at the cost of a listener.
+#: The grace period for connections of a pod whose label takes it out of the mesh. It costs one listener.
 _GRACE_S: Final = 3600.0
 #: A node's last agent must be done before kubelet kills it; the chart gives it 30 s.
 _WITHDRAW_S: Final = 10.0
@@ -35,7 +35,7 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
     Args:
         args: the arguments of ``ztunnel agent --kube``.
         record: see :mod:`ztunnel.node.agent.record`.
-        stop: ends it; pods stay in the mesh for the next agent, unless the arguments say otherwise.
+        stop: ends the agent. Pods stay in the mesh for the next agent, unless the arguments say otherwise.
 
     Raises:
         BadKubeconfig: raised before any other work.

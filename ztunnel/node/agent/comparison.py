@@ -1,8 +1,8 @@
 """Compares a pod that is in the mesh with what its namespace, its proxy and the control plane show. Pure.
 
-An annotation ``enabled`` is a promise: peers send tunnels. This module names every silent violation (a proxy
-without its listeners, a control plane without the pod, or with the pod outside the mesh, a missing certificate, a
-second agent's rules) in words for the owner of the pod.
+Peers send tunnels to a pod with the annotation ``enabled``. This module finds silent faults of such a pod (a proxy
+without its listeners, a control plane that lacks the pod or has it outside the mesh, a missing certificate, a
+second agent's rules) and describes them for the owner of the pod.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -156,7 +156,8 @@ def _certificate(pod: Pod, proxy: ProxyView) -> Iterable[Finding]:
 
 
 def ebpf_hint(devices: Iterable[str]) -> str:
-    """Return the known obstacles to kubelet's probes of captured pods here. Empty without any.
+    """Return a text about devices of data planes that can block kubelet's probes of captured pods. Empty without
+    any.
 
     Args:
         devices: names of the node's network devices.

@@ -73,7 +73,7 @@ class Annotate(Protocol):
     """
 
     async def __call__(self, pod: Pod, value: str | None) -> Pod | None:
-        """See the class."""
+        """Write the annotation; see the class."""
         ...
 
 
@@ -403,7 +403,7 @@ class Enroller:
                         entry.failures = 0
                         entry.fault = ""
         finally:
-            # In the same iteration as the last check: later changes start a new task.
+            # This runs in the same loop iteration as the last check, so later changes start a new task.
             entry.running = False
 
     def _settled(self, entry: _Entry) -> None:
@@ -543,10 +543,10 @@ class Enroller:
         """Enrol a pod whose sandbox was just created, before a process starts in it.
 
         Returns:
-            The action taken, for a log. The pod is possibly not one for the mesh.
+            The action taken, for a log, also if the pod does not belong to the mesh.
 
         Raises:
-            CannotAdd: it is one for the mesh, and is not in it. The runtime makes a new sandbox then.
+            CannotAdd: the pod belongs to the mesh and could not be enrolled. The runtime then makes a new sandbox.
         """
         key = ObjectKey(POD.name, event.namespace, event.name)
         named = f"{event.namespace}/{event.name}"
@@ -589,7 +589,7 @@ class Enroller:
         return status is not None and status.phase is Phase.ENABLED and status.description.netns == netns
 
     async def _changed(self, entry: _Entry) -> None:
-        # A poll: the sandbox waits for this, and the pod's own task waits for the same event.
+        # A poll, because the event that shows a change is awaited by the pod's own task.
         await asyncio.sleep(0.01)
 
 

@@ -70,7 +70,7 @@ class Pod:
     """The attributes of a pod that a node agent needs.
 
     Attributes:
-        ids: the uid, and what a static pod's cgroup has in its place.
+        ids: the uid, and for a static pod also the id in its cgroup.
         addresses: its IPs; none until the kubelet has reported them.
         ended: the pod has run to completion, and will not run again.
         annotation: the value of ``REDIRECTION``, None without one.
@@ -165,7 +165,7 @@ def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) ->
     """
     mode = pod.labels.get(MODE)
     if pod.host_network:
-        # Its connections are the node's, in whose namespace no rule may redirect.
+        # The pod is in the host network: its connections are the node's, and no rule may redirect those.
         return Decision(False, Reason.HOST_NETWORK)
     if SIDECAR in pod.annotations:
         return Decision(False, Reason.SIDECAR)
@@ -265,7 +265,7 @@ def step(at: Situation) -> Step:
             return Step.DROP
         return Step.SAY_OUT if at.annotation is not None else Step.NOTHING
     if not at.enrol:
-        # First, so that peers stop sending tunnels while the proxy still takes them.
+        # This is the first step, so that peers stop sending tunnels while the proxy still accepts them.
         if at.annotation is not None:
             return Step.SAY_OUT
         return Step.RELEASE if held and at.phase is not Phase.LEAVING else Step.NOTHING

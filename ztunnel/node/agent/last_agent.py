@@ -1,4 +1,4 @@
-"""Tells a stopped agent whether a successor follows (an upgrade) or the mesh on this node ends.
+"""Finds out for a stopping agent whether a successor follows (an upgrade) or the mesh on this node ends.
 
 A kubelet sends the same SIGTERM for both. The agent's own DaemonSet distinguishes them: if it exists, is not being
 deleted and still selects this node, a successor starts. Then pods stay as they are, and new pods wait for the

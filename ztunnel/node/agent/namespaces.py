@@ -76,7 +76,7 @@ def apply_rules(netns: Netns, description: PodDescription, *, draining: bool = F
 def take_over_rules(netns: Netns, description: PodDescription) -> set[str]:
     """Apply the rules of the pod's description in place of those written by istio-cni. Idempotent.
 
-    Open connections of either keep working, also if this fails half-way.
+    Open connections captured by either rules keep working, even if this fails half-way.
 
     Returns:
         istio-cni's chains that were removed.

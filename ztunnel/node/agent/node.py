@@ -100,8 +100,8 @@ class NodeAgent:
         remove_on_exit: release all pods when the agent ends.
         probe_user: numeric user of the node's kubelet, whose probes bypass the proxy. None if there is no kubelet.
         on_change: called with a pod whose phase or error has changed, or that is gone; must not block.
-        is_still: returns whether a description still names the namespace of its enrolment. If not, the pod
-            is released. By default the name is looked up again.
+        is_still: returns whether a description still names the namespace that the pod was enrolled in. If not, the
+            pod is released. By default the name is looked up again.
         held: proxies get no snapshot before :meth:`expect`.
 
     Raises:
@@ -176,7 +176,7 @@ class NodeAgent:
                 self._recorded = read_record(self._record)
                 self._unseen = set(self._recorded)
             except ValueError as error:
-                # Pods that left meanwhile keep their rules. Refusing to start would affect all others as well.
+                # Pods that left meanwhile keep their rules. An agent that refused to start would affect all pods.
                 log.error("record of enrolled pods not usable error=%s", error)
         await self._server.__aenter__()
         self._tasks.keep(self._keep, "keep")
@@ -546,7 +546,7 @@ class NodeAgent:
             self._steer(uid)
 
     async def follow(self, path: Path) -> None:
-        """Want the pods of a description file, and follow its edits until cancelled.
+        """Keep exactly the pods of a description file enrolled, and follow its edits until cancelled.
 
         Raises:
             PodFaults, OSError: the file is not usable now. Faults of later edits are only logged, and the last
@@ -611,7 +611,7 @@ class NodeAgent:
             self._steering.discard(uid)
 
     async def repair(self, uid: PodUid) -> None:
-        """Compare an enrolled pod's rules with what they should be now, and put them right; idempotent."""
+        """Compare an enrolled pod's rules with the desired ones, and repair them; idempotent."""
         await self._maintain(uid, repair=True)
 
     async def _keep(self) -> None:
@@ -638,7 +638,7 @@ class NodeAgent:
                 return
             description = pod.description
             if not self._is_still(description, pod.netns):
-                # Its name or process id now belongs to another namespace, which is another pod's.
+                # The pod's name or process id now belongs to another pod's namespace.
                 log.info("pod's namespace is gone uid=%s netns=%s", uid, description.netns)
                 await self._leave(pod, 0)
                 if uid in self._wanted:

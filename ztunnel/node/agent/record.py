@@ -1,4 +1,4 @@
-"""The file that records pods with our rules. By it the next agent finds pods that were deleted while no agent ran.
+"""The file that records pods with our rules. The next agent uses it to find pods deleted while no agent ran.
 
 It is beside the agent's socket below /run. A reboot deletes it together with the rules.
 """

@@ -1,4 +1,4 @@
-"""Finds things by looking at all processes of the node: the network namespaces of pods, and kubelet's user.
+"""Scans all processes of the node for the network namespaces of pods, and for kubelet's user.
 
 For pods older than the agent, no container runtime reports their namespaces. A process's cgroup names its pod, and
 its ``ns/net`` the namespace. A process of another pod or of the node can have entered that namespace, and a
@@ -54,7 +54,7 @@ def pod_namespaces(
     Args:
         wanted: the addresses of each pod, by uid or static hash. A pod without addresses is not found.
         proc: where the node's processes are shown.
-        taken: inodes of namespaces that are other pods'.
+        taken: inodes of namespaces that belong to other pods.
     """
     others = set(taken)
     candidates: dict[str, dict[int, _Process]] = {}
@@ -80,7 +80,7 @@ def pod_namespaces(
 
 
 def is_pods(where: str | int, inode: int, wanted: frozenset[IpAddress]) -> bool:
-    """Return whether a namespace is still where it was, and has one of these addresses."""
+    """Return whether a path still leads to the same namespace, and whether this has one of these addresses."""
     try:
         with Netns.open(where) as netns:
             return netns.inode == inode and not wanted.isdisjoint(addresses(netns))

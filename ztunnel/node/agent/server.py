@@ -46,7 +46,8 @@ _NO_DESCRIPTORS_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A pod of a snapshot. One without ``info`` was recorded but not examined: proxies that have it keep it."""
+    """A pod of a snapshot. Without ``info``, it is recorded but not examined yet, and proxies that serve it keep
+    it."""
 
     uid: PodUid
     info: PodInfo | None = None
@@ -228,7 +229,8 @@ class ZdsServer:
             log.warning("not a ztunnel error=%s", plain_reason(error) or "no hello")
             return
         connection = _Connection(channel)
-        # Taken for the snapshot before the connection is in the list, so that changes are sent after the snapshot.
+        # The snapshot takes the lock before the connection is in the list, so that changes are sent after the
+        # snapshot.
         await connection.turn.acquire()
         self._connections.append(connection)
         log.info("ztunnel connected ztunnels=%d", len(self._connections))

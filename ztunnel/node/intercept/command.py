@@ -46,7 +46,8 @@ def add_arguments(subparsers: Any) -> None:
         command.add_argument("-f", "--file", type=Path, metavar="YAML", help="description of the node")
         command.add_argument("--host-netns", metavar="NS", help="name, path or pid; default: this process's")
         command.add_argument("--ztunnel-netns", metavar="NS", help="name, path or pid")
-        # Removal needs the namespaces alone. It takes the rest, so that the command line of apply can be edited.
+        # Removal needs only the namespaces. It accepts the other flags, so that the command line of apply can be
+        # reused.
         _add_node_arguments(command)
         if action == "apply":
             command.add_argument("--watch", action="store_true", help="stay running; undo changes by others")

@@ -26,7 +26,7 @@ from tproxy.node import Member, Node
 from ztunnel.runtime.formats.config_reader import ConfigReader, Faults
 from ztunnel.runtime.formats.file_kinds import FileKind, explained
 
-_UID_CHARACTERS = 120  # what fits into the comment that marks its rules
+_UID_CHARACTERS = 120  # fits into the comment that marks the pod's rules
 
 
 class BadDescription(Faults):
@@ -97,7 +97,7 @@ def parse(text: str | None, flags: Flags) -> Description:
 
 
 def _served(node: Node) -> tuple[Member, ...]:
-    """Return the members without addresses of an IP version that the node does not serve."""
+    """Return the members, without their addresses of IP versions that the node does not serve."""
     return tuple(
         replace(member, addresses=tuple(item for item in member.addresses if item.version in node.versions))
         for member in node.members

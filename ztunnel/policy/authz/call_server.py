@@ -1,7 +1,7 @@
-"""Serves unary gRPC calls on asyncio's loop, without gRPC's library.
+"""Serves unary gRPC calls on asyncio's loop without the gRPC library.
 
-That library's server takes 250 us for a call in Python, a tenth of that in the handler. This one takes 80 us, and
-half of that if several calls arrive in one read (``make bench-authz``). Unlike
+In Python, the library's server takes 250 us for a call, a tenth of that in the handler. This server takes 80 us,
+or half of that if several calls arrive in one read (``make bench-authz``). Unlike
 :class:`~xds.aio.grpc_server.GrpcServer` it has no streams, no TLS and no compression.
 """
 
@@ -32,7 +32,7 @@ class UnaryServer:
     Args:
         addresses: ``host:port`` (port 0 picks one; ``0.0.0.0`` and ``[::]`` serve both IP versions) and
             ``unix:/path``; see :attr:`addresses` for the outcome.
-        answers: by path. They run in the step of the loop that reads the call.
+        answers: the handlers by path, which run in the loop iteration that reads the call.
         socket_mode: file mode of Unix sockets. None leaves the mode given by the umask.
         replace_files: a regular file at a path of a Unix socket is replaced; otherwise only a stale socket is.
         stop_grace_s: the time for answers to leave after serving stops.

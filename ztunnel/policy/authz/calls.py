@@ -1,9 +1,9 @@
 """The server's end of a connection with unary gRPC calls, as a state machine: bytes in, frames out.
 
-HTTP/2 is that of the tunnels (:class:`hbone.engine.Engine`), with its bounds on repeated frames. A call is
-answered in the step that reads its last byte, so calls of one connection never wait for each other. A client's
-memory is bounded: :data:`HELD_BYTES` of incomplete messages, and :data:`STREAMS` answers waiting for the client's
-credit.
+HTTP/2 is handled by the engine of the tunnels (:class:`hbone.engine.Engine`), with its limits on repeated frames.
+A call is answered in the step that reads its last byte, so calls of one connection never wait for each other.
+Memory per client is bounded: :data:`HELD_BYTES` of incomplete messages, and :data:`STREAMS` answers that wait for
+flow-control credit.
 """
 
 import logging
@@ -39,14 +39,14 @@ HELD_BYTES: Final = 64 * 1024 * 1024
 STREAMS: Final = 1000
 #: The most bytes of a call's metadata. Envoy passes on what its client sent, up to 60 KiB by default.
 METADATA_BYTES: Final = 1024 * 1024
-#: Work between two turns of the loop, in the engine's units: some hundred calls.
+#: The work per loop iteration, in the engine's cost units: some hundred calls.
 SLICE_UNITS: Final = 40_000
 
 _PREFIX_BYTES: Final = 5
 _BUFFER_BYTES: Final = 256 * 1024
 _BUFFERS_KEPT: Final = 4
 #: Clients of gRPC's libraries send a PING and two WINDOW_UPDATEs with every few messages, to measure the network.
-#: The rates are the maximum of one core. Reading from a connection above them pauses.
+#: These rates are the most that one core can process. Above them, reading from the connection pauses.
 _LIMITS: Final = Limits(
     work_burst=2_000_000,
     work_rate=2_000_000.0,
@@ -69,7 +69,7 @@ _OK: Final[Headers] = ((b"grpc-status", b"0"),)
 
 
 class Code(IntEnum):
-    """gRPC's status codes that the server itself answers with."""
+    """The gRPC status codes that the server itself returns."""
 
     RESOURCE_EXHAUSTED = 8
     UNIMPLEMENTED = 12
@@ -100,7 +100,8 @@ class SharedBuffers:
         return self._free.pop() if self._free else memoryview(bytearray(_BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:
-        """Keep a few buffers for reuse; connections whose clients read slowly may return many at once."""
+        """Take back a buffer. Only a few are kept for reuse, because slow clients can cause many to be returned at
+        once."""
         if len(self._free) < _BUFFERS_KEPT:
             self._free.append(buffer)
 
@@ -113,8 +114,8 @@ class UnaryConnection:
         buffers: the buffers of all connections. Without it, the connection has its own.
 
     Attributes:
-        engine: its output is to be sent after every other method, its :attr:`~hbone.engine.Engine.failed` and
-            :attr:`~hbone.engine.Engine.pause_s` obeyed.
+        engine: the HTTP/2 engine. After each call of a method, the caller sends its output, and obeys
+            :attr:`~hbone.engine.Engine.failed` and :attr:`~hbone.engine.Engine.pause_s`.
     """
 
     def __init__(self, answers: Mapping[bytes, Answer], buffers: SharedBuffers | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Reports evaluated flows and their deciding rules to the PolicySync server, every five seconds and once per flow.
+"""Reports evaluated flows and their deciding rules to the PolicySync server: every five seconds, each flow once.
 
 A server without a collector refuses reports, and is tried again in the next interval. Undeliverable reports are
 dropped and counted, so that they neither delay checks nor fill memory.

@@ -64,8 +64,8 @@ class PolicyServer:
 
     Args:
         addresses: ``unix:/path`` and ``host:port``.
-        follower: its store answers checks. The caller runs it.
-        clock: for rates of log lines, and the times of answers.
+        follower: provides the store of policies. The caller runs it.
+        clock: limits the rate of log lines, and provides the times of answers.
         socket_mode: the mode of Unix sockets.
         reporter: gets every flow. The caller runs it.
 

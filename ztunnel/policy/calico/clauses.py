@@ -1,9 +1,9 @@
-"""Compiles the clauses of a rule to checks on facts. Absent clauses compile to no test. Pure.
+"""Compiles the clauses of a rule to checks on facts. Absent clauses need no check. Pure.
 
-A clause that cannot be evaluated fails, because a rule possibly narrower than it looks must not allow. A
-clause can name a missing IP set, or text that is not a network or selector. It can need facts that the flow lacks:
-the address and port of a pipe, or the type of an ICMP packet. For a rule that denies or passes to the next tier,
-failing would be the permissive side, so it ends the evaluation there
+A clause cannot be evaluated if it names a missing IP set, has a text that is not a network or selector, or needs
+facts that the flow lacks: the address and port of a pipe, or the type of an ICMP packet. Such a clause fails in an
+allowing rule, because the rule might be narrower than it looks. In a rule that denies or passes to the next tier,
+failing would be permissive, so the clause ends the evaluation there
 (:class:`~ztunnel.policy.calico.verdict.Undecidable`).
 
 If only connections are evaluated (``connections_only``), a rule must never admit more than with requests: an
@@ -88,7 +88,7 @@ def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only:
 
 
 def _is_about_identity(peer: c.PeerMatch) -> bool:
-    """Return whether one side of a rule selects by identity without an IP set, so that addresses cannot decide.
+    """Return whether one side of a rule selects by identity, and has no IP set by which addresses could decide.
 
     Selectors of namespaces and pods usually have IP sets. A namespace selector without one selects identities.
     """
@@ -107,7 +107,7 @@ def has_http(rule: c.Rule) -> bool:
 def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
     """Return the check that replaces a rule's HTTP clause for connections. None without an HTTP clause.
 
-    Call it last. Calico's API has HTTP clauses on rules that allow only. Other rules with one can still arrive
+    Call it last. Calico's API permits HTTP clauses only on allowing rules. Other rules with one can still arrive
     over the wire, and must not admit a request either: a denying rule denies every request, and passing on some
     requests would require knowing which.
 

@@ -2,12 +2,12 @@
 
 The API is policy.networking.k8s.io: v1alpha1 has the first two, v1alpha2 the third, with a field ``tier``. Admin
 policies are evaluated before NetworkPolicy, baseline policies afterwards, and only for a pod and direction without
-an isolating NetworkPolicy. They become policies of Calico's tiers ``kube-admin`` and ``kube-baseline``, whose ends
-pass.
+an isolating NetworkPolicy. They become policies of Calico's tiers ``kube-admin`` and ``kube-baseline``. A flow
+without a matching rule passes these tiers.
 
 A rule whose peer cannot be evaluated here (a domain name, a kind from a later release) fails closed as the API
-requires: an allowing rule does not match such a peer, and any other rule denies all traffic. ``notes`` of the
-policy names each.
+requires: an allowing rule does not match such a peer, and any other rule denies all traffic. The policy's
+``notes`` name each such rule.
 """
 
 import functools
@@ -100,7 +100,8 @@ class ClusterPolicyReader(KubernetesReader):
         return float(value)
 
     def _pods_of(self, value: object, where: str) -> Entity:
-        """Return the pods of a subject: all pods if it is faulty, so that a closed policy covers every pod."""
+        """Return the pods of a subject. If it is faulty, all pods, so that the policy's replacement denies for
+        every pod."""
         subject = _given(self.mapping(value, where, ("namespaces", "pods")))
         if len(subject) != 1:
             self.fault(where, "must be either namespaces or pods")

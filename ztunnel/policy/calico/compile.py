@@ -1,7 +1,7 @@
-"""Compiles resources to what PolicySync sends: selectors to IP sets, tiers in order, labels inherited. Pure.
+"""Compiles resources to PolicySync's objects: converts selectors to IP sets, orders tiers, inherits labels. Pure.
 
-A rule keeps the original texts of its selectors beside the ids of the sets, like in Felix: the sets are for
-addresses, the texts for identities. Ids are Calico's own, so that both servers could serve one client.
+Like in Felix, a rule has both its selectors' texts, which are evaluated on identities, and the ids of their IP
+sets, for addresses. Ids are Calico's own, so that both servers could serve one client.
 """
 
 from abc import ABC, abstractmethod
@@ -111,7 +111,7 @@ def profiles_of(pod: Pod) -> tuple[str, str]:
 
 
 def own_labels(known: Labelled | None, name: str) -> dict[str, str]:
-    """Return the labels of a namespace or an account. If it was not read, it only has its name."""
+    """Return the labels of a namespace or an account. If it was not read, its name is the only label."""
     return {**(known.labels if known else {}), NAME_LABEL: name}
 
 

@@ -1,12 +1,11 @@
-"""Evaluates a store's policies for flows, fast: rules are compiled when they arrive and indexed by required
-values.
+"""Evaluates flows by a store's policies. For speed, rules are compiled on arrival and indexed by required values.
 
-The answers equal those of :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests compare the two. Of
-20,000 rules a flow reads those whose rarest clause it could satisfy (an IP set that contains its address, a
-network, a service account, a port), in the order of tiers, policies and rules. An answer that did not depend on
-HTTP is cached for connections with the same ends, until the next change.
+The answers equal those of :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests compare the two. Even
+with 20,000 rules, it only reads those whose rarest clause the flow could satisfy (an IP set that contains its
+address, a network, a service account, a port), in the order of tiers, policies and rules. An answer that did not
+depend on HTTP is cached for connections with the same ends, until the next change.
 
-Not thread-safe, and needs no locks in asyncio: neither updating nor evaluating waits.
+It is not thread-safe. Code in asyncio needs no lock, because neither updating nor evaluating awaits.
 """
 
 from bisect import bisect_left, insort

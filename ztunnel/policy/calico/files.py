@@ -82,8 +82,8 @@ class FilePolicies:
 
     Calls can come from any thread, one at a time.
 
-    An unusable part is left out alone: see :class:`~ztunnel.kube.files.FileObjects` for documents that cannot be
-    read, and :class:`~ztunnel.policy.calico.objects.PolicyObjects` for faulty objects.
+    Only the unusable part of a file is left out: see :class:`~ztunnel.kube.files.FileObjects` for documents that
+    cannot be read, and :class:`~ztunnel.policy.calico.objects.PolicyObjects` for faulty objects.
 
     Args:
         paths: YAML files and folders.

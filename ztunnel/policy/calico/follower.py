@@ -1,4 +1,4 @@
-"""Follows a PolicySync server: a new store for each stream, which takes over when it is complete.
+"""Follows a PolicySync server. Each stream fills a new store, which replaces the previous one when complete.
 
 While the connection is down, and until a new stream has sent InSync, the last complete store answers. So objects
 deleted in the meantime do not survive, and a restart of Felix interrupts no connection.
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 METHOD: Final = "/felix.PolicySync/Sync"
 
-#: Felix's own limit is 4 MiB, 82,200 members of an IP set. Other servers need not know it.
+#: Felix's own limit is 4 MiB, or 82,200 members of an IP set. Other servers might not have that limit.
 MESSAGE_BYTES: Final = 64 * 1024 * 1024
 #: The number of consecutive faulty messages in one stream that causes a restart.
 FAULTS: Final = 100
@@ -38,7 +38,7 @@ _BYTES_PER_MEMBER: Final = 8
 #: The number of updates, or of members in one update, that are applied before other tasks run: about 4 ms.
 _BATCH: Final = 64
 _SLICE: Final = 4096
-#: The time after which a line reports an incomplete snapshot. Felix waits for its datastore.
+#: The time after which a log line reports an incomplete snapshot, for example while Felix waits for its datastore.
 _SLOW_S: Final = 30.0
 #: The prefix of a set's id while the set is being filled. No message can have such an id.
 _FILLING: Final = "\0"

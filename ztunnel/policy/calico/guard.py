@@ -1,10 +1,10 @@
 """Decides by Calico's policies whether the tunnel proxy may carry a connection, and counts decisions. Pure.
 
-A pod's tiers and profiles are one more source of policy beside Istio's and Envoy's: all must allow. The evaluator
-judges connections only (see :mod:`ztunnel.policy.calico.clauses`).
+Calico's tiers and profiles apply in addition to Istio's or Envoy's policies: all must allow a connection. Requests
+are not evaluated (see :mod:`ztunnel.policy.calico.clauses`).
 
-A source of Kubernetes' policies also sends its node's addresses (:data:`~xds.model.calico.NODE_ADDRESSES`). Then
-the node can always reach its own pods and they the node, and a pod itself, like in the kernel's table. A tunnel
+A source of Kubernetes' policies also sends its node's addresses (:data:`~xds.model.calico.NODE_ADDRESSES`). Then a
+node and its pods can always reach each other, and a pod can reach itself, like in the kernel's table. A tunnel
 whose outer source is the node does not count as a connection of the node: it carries a workload's identity, so
 policies apply.
 
@@ -73,7 +73,7 @@ class Decision:
     """The answer about a connection.
 
     Attributes:
-        pending: it denies because a part is missing that can still arrive.
+        pending: the connection is denied because of a missing part that can still arrive.
         staged: the decision of staged policies, if it differs; for a field of the access line.
     """
 
@@ -124,10 +124,10 @@ def connection(
 
 
 class Guard:
-    """Judges the connections of a node's pods.
+    """Decides about the connections of a node's pods.
 
     Args:
-        evaluator: returns the current one, over the last complete store, made with ``connections_only``.
+        evaluator: returns the current evaluator, which has the last complete store and ``connections_only``.
         wall_s: the wall clock, for counted decisions.
         uses: where they are counted.
         allow_unknown: see the module.
@@ -151,11 +151,11 @@ class Guard:
         return self._evaluator().store.endpoint_at(address) is not None
 
     def check(self, direction: c.Direction, flow: c.Flow, *, counted: bool = True) -> Decision:
-        """Judge a connection from or to a pod of this node.
+        """Decide about a connection from or to a pod of this node.
 
         Args:
-            direction: ingress judges by the destination's policies, egress by the source's.
-            counted: False for open connections that are judged again.
+            direction: ingress applies the destination's policies, egress the source's.
+            counted: False for open connections that are evaluated again.
         """
         evaluator = self._evaluator()
         store = evaluator.store

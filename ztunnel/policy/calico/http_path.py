@@ -17,12 +17,12 @@ _ENCODED_TWICE: Final = re.compile(rb"%(?:2e|2f|5c)", re.IGNORECASE)
 def normal_path(path: str) -> bytes | None:
     """Return the normal form of a path, or None if it has none.
 
-    Without query and fragment; decoded once; backslashes as slashes; without parameters (``;`` to the segment's
-    end), empty and dot segments; ``..`` stops at the root. It begins with a slash and ends with none, except
-    ``/``.
+    It has no query and fragment, is decoded once, and has slashes for backslashes. Parameters (from ``;`` to the
+    segment's end), empty segments and dot segments are removed; ``..`` stops at the root. It begins with a slash
+    and ends with none, except for ``/``.
 
     Args:
-        path: as the request has it. Bytes that are no UTF-8 are surrogates.
+        path: the path in the request. Bytes that are not UTF-8 are surrogates.
     """
     raw = re.split(rb"[?#]", path.encode("utf-8", "surrogateescape"), maxsplit=1)[0]
     if _BAD_ESCAPE.search(raw):

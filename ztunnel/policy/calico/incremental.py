@@ -110,7 +110,7 @@ class _Watch:
     """A selector of one set or one policy.
 
     Attributes:
-        selected: the selected objects with their members. A policy's have no members.
+        selected: the selected objects with their members. A policy's objects have no members.
     """
 
     terms: tuple[_Term, ...]

@@ -40,11 +40,11 @@ class MalformedMember(ValueError):
 class IpSets:
     """The IP sets of a store.
 
-    If a member of a set is unreadable, its other members are known. Whether any other address is a member is as
-    unknown as for a missing set.
+    If a member of a set is unreadable, the set still contains its other members. Whether it contains any other
+    address is unknown, like for a missing set.
 
     Attributes:
-        generation: changes when sets appear, disappear, break or are mended, but not with their members.
+        generation: changes when sets appear, disappear or become (un)usable, but not with their members.
     """
 
     def __init__(self) -> None:
@@ -124,7 +124,7 @@ class IpSets:
             self.generation += 1
 
     def containing(self, address: str | None) -> frozenset[str]:
-        """Return the ids of the sets that are known to contain an address; of sets with ports, none."""
+        """Return the ids of the sets that are known to contain an address, except for sets with ports."""
         if address is None:
             return _NOTHING
         version, number = address_number(address)

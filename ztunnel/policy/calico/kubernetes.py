@@ -1,10 +1,10 @@
-"""Reads Kubernetes' kinds that make policy: pods, namespaces, accounts, services, nodes, NetworkPolicy. Pure.
+"""Reads Kubernetes objects that policies need: pods, namespaces, accounts, services, nodes, NetworkPolicy. Pure.
 
-An unusable part of an object is a :class:`Flaw`. It is left out alone, in the direction that admits no more
-traffic: the entry of a list, the whole of an allowing rule, the clause of a denying rule. A fault makes the object
-as a whole unusable. Only parts that select pods or decide when the object applies can have one.
+An unusable part of an object is a :class:`Flaw`. Only as much is left out as admits no more traffic: the entry of
+a list, the whole of an allowing rule, the clause of a denying rule. A fault makes the whole object unusable. Only
+parts that select pods or decide when the object applies can have faults.
 
-Objects have no largest number of entries here: an API server keeps none of more than a few megabytes.
+The number of entries is not limited, because an API server stores no objects of more than a few megabytes.
 """
 
 import functools
@@ -75,7 +75,7 @@ class Flaw:
 
 @dataclass(slots=True)
 class RuleFaults:
-    """What cannot be read of one rule.
+    """The unreadable parts of one rule.
 
     Attributes:
         allows: whether the rule allows.
@@ -126,15 +126,16 @@ class KubernetesReader(ConfigReader):
         return value
 
     def needed(self, rule: RuleFaults, read: Callable[[], _Value]) -> _Value:
-        """Return a clause that needs all of its entries: the fallback for a fault never matches less traffic."""
+        """Return a clause that is only valid with all of its entries. With a fault, the rule could match more than
+        written."""
         value, faults = self.attempt(read)
         rule.faults += faults
         rule.opens = rule.opens or bool(faults)
         return value
 
     def entries(self, rule: RuleFaults, read: Callable[[], tuple[_Value, ...]]) -> tuple[_Value, ...]:
-        """Return the alternatives of a rule. A faulty one is removed from an allowing rule, and makes another rule
-        match any.
+        """Return the alternatives of a rule. A faulty alternative is removed from an allowing rule, and makes any
+        other rule match all.
         """
         values, faults = self.attempt(read)
         rule.faults += faults

@@ -1,7 +1,7 @@
 """Calico's active policies in one process of the tunnel proxy: their source, and the reviews after a change.
 
-A change of the store starts a review: every live connection is judged again, and ended if it is no longer allowed.
-Changes shortly after a review share one further review.
+A change of the store starts a review: every live connection is evaluated again, and ended if it is no longer
+allowed. Changes shortly after a review share one further review.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class PolicySource(Protocol):
     :class:`~ztunnel.policy.calico.files.Files`.
 
     Attributes:
-        in_sync: the answering policies are known to be current.
+        in_sync: the policies in use are known to be current.
         error: why it is out of sync. Empty if it is in sync, or still unknown.
     """
 
@@ -57,7 +57,7 @@ class LivePolicies:
     """The active policies; the process keeps :meth:`run` running.
 
     Args:
-        source: makes the source, which calls its argument after each change of the evaluator or its store.
+        source: makes the source. Its argument is a callback for each change of the evaluator or its store.
         clock: for counters.
         uses: where decisions are counted.
         allow_unknown: see :mod:`ztunnel.policy.calico.guard`.
@@ -101,10 +101,10 @@ class LivePolicies:
         self._reviews.pop(review, None)
 
     async def admit(self, direction: c.Direction, flow: c.Flow) -> Decision:
-        """Judge a new connection. It waits at most :data:`GRACE_S` for a pod that is not known yet.
+        """Decide about a new connection. It waits at most :data:`GRACE_S` for a pod that is not known yet.
 
-        The caller has registered the connection for reviews before, or judges again when it does: a change while
-        this waits must not be missed.
+        The caller registers the connection for reviews first, or evaluates it again afterwards, so that a change
+        during the wait is not missed.
         """
         guard = self.guard
         if guard.knows((flow.destination_ip if direction is c.Direction.INGRESS else flow.source_ip) or ""):

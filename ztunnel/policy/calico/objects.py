@@ -1,8 +1,9 @@
-"""Turns objects of an API server into changes of policy resources, with a fallback for each that is faulty. Pure.
+"""Converts objects of an API server to changes of policy resources, with a fallback for faulty objects. Pure.
 
-An unusable part is left out alone, see :mod:`ztunnel.policy.calico.kubernetes`, and the rest is enforced. If that
-is impossible, the object's last good form stays. A policy without one closes the pods that it selects, or all pods
-of its namespace if its selector is also unreadable. A policy outside of namespaces closes all pods.
+Only the unusable part of an object is left out (see :mod:`ztunnel.policy.calico.kubernetes`). If that is
+impossible, the object's last good form stays. A policy without a good form denies the traffic of the pods that it
+selects, or of all pods of its namespace if its selector is also unreadable. A policy outside of namespaces denies
+it for all pods.
 """
 
 from collections.abc import Iterator, Mapping
@@ -43,7 +44,7 @@ class Problem:
     """A fault of an object.
 
     Attributes:
-        consequence: the behaviour in its place.
+        consequence: how the faulty part is treated.
     """
 
     key: ObjectKey
@@ -141,7 +142,7 @@ def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
 
 
 def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
-    """Return a policy that closes the pods selected by a faulty policy, in the latter's directions.
+    """Return a policy that denies the traffic of the pods that a faulty policy selects, in its directions.
 
     The unreadable part of a selector selects all pods; unreadable directions mean both.
     """

@@ -1,4 +1,4 @@
-"""Calico's and Kubernetes' resources that make policy, as values. Pure.
+"""The resources of Calico and Kubernetes from which policies are compiled, as values. Pure.
 
 :mod:`ztunnel.policy.calico.read` reads them from YAML. :mod:`ztunnel.policy.calico.compile` converts them to
 PolicySync's objects.
@@ -15,7 +15,7 @@ from xds.model.address import IpNetwork
 #: The default clause of a rule: it matches all traffic.
 NO_HTTP: Final = c.HttpMatch()
 DEFAULT_TIER: Final = "default"
-#: Tiers that exist without being written: order, and whether their end passes.
+#: The predefined tiers: order, and whether flows without a matching rule pass to the next tier.
 BUILT_IN_TIERS: Final = {
     "kube-admin": (1_000.0, True),
     DEFAULT_TIER: (1_000_000.0, False),

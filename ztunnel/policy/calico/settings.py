@@ -26,8 +26,8 @@ class PolicySettings:
         directory: a folder of YAML files, or one file. Empty if ``sync`` is given.
         sync: the PolicySync server of the node, as gRPC spells it.
         allow_unknown: see :mod:`ztunnel.policy.calico.guard`.
-        http_waypoints: waypoints that judge requests by the same policies, ``namespace/account`` each. A rule that
-            allows by HTTP allows connections to them, and nowhere else.
+        http_waypoints: the waypoints that evaluate requests by the same policies, each ``namespace/account``. A
+            rule with an HTTP clause allows connections only to these waypoints.
     """
 
     directory: str = ""

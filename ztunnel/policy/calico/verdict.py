@@ -175,7 +175,8 @@ class Facts:
 
     Attributes:
         read_http: whether a clause has read method or path, so that the answer holds for this request only.
-        unseen: the first rule that would allow some requests of this connection, if only the connection is judged.
+        unseen: the first rule that would allow some requests of this connection, if only the connection is
+            evaluated.
         left_to: the proxy that evaluates the requests of this connection. Empty if none is known.
         left: the rule that matched because its HTTP clause is left to that proxy.
     """
@@ -225,7 +226,7 @@ def with_unseen(verdict: Verdict, facts: Facts) -> Verdict:
     """Return a verdict whose message names the rule with an HTTP clause, if there is one.
 
     Called last for connections. The message distinguishes a policy about requests from a policy without a match
-    for this client. For an allow it names the proxy that judges the requests.
+    for this client. For an allowed connection it names the proxy that evaluates the requests.
     """
     if facts.left is not None and verdict.allowed:
         return Verdict(verdict.code, f"{facts.left} is about HTTP, left to {facts.left_to}", verdict.rule)

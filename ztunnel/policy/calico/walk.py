@@ -46,7 +46,7 @@ _OF_ACTION = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rule that was read, or with index -1 one policy, or the end of a tier.
+    """An evaluated rule. Index -1 stands for a policy as a whole, or for the end of a tier.
 
     Attributes:
         clause: the first failing clause of a rule that did not match, or the error, if any.
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(slots=True)
 class Walk:
-    """The steps up to the deciding one, and the verdict."""
+    """The steps of an evaluation up to the deciding one, and the verdict."""
 
     steps: list[Step] = field(default_factory=list)
     verdict: Verdict = field(default_factory=lambda: Verdict(Code.PERMISSION_DENIED))

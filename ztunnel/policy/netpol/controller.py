@@ -67,7 +67,7 @@ class _Work:
         return self.builder.build(self.compiler.compiled, self.node, notes)
 
     def excerpt(self, ours: set[IpAddress]) -> Compiled:
-        """Return a copy of everything that this node's proxies need in order to judge like the table.
+        """Return a copy of everything that this node's proxies need in order to decide like the table.
 
         Args:
             ours: the node's own addresses.
@@ -84,7 +84,7 @@ class Controller:
         node: name of this node; its pods are policed.
         events: reports objects that cannot be applied as written.
         tunnels, pod_cidrs: see :class:`~ztunnel.policy.netpol.table.TableBuilder`.
-        netns: the network namespace of the table and of the connections that it judges.
+        netns: the network namespace of the table and of the connections that it filters.
         proxies: receives the policies of this node's pods once all objects have been read, and after each change,
             even while the kernel refuses the table, because a proxy can still enforce them.
         nodes: whether the source includes Node objects; see :class:`~ztunnel.policy.calico.objects.PolicyObjects`.

@@ -20,7 +20,7 @@ from tproxy.aio.netns import Netns
 
 log = logging.getLogger(__name__)
 
-#: A waiter that cannot even wait in the owner's queue looks again after this time.
+#: A process that cannot wait for the owner, because the owner's accept queue is full, retries after this time.
 _AGAIN_S = 1.0
 _WAITERS = 16
 
@@ -30,12 +30,12 @@ class Held(OSError):
 
 
 class NodeLock:
-    """The right to change a table, from the moment when ``async with`` has it until it ends.
+    """The right to change a table. ``async with`` acquires and releases it.
 
     Args:
         name: the table's name.
         netns: the namespace of the lock. None is the caller's own.
-        wait: False raises instead.
+        wait: False raises if another process has the lock.
 
     Raises:
         Held: ``wait`` is False and another process has it.

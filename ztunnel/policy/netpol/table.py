@@ -3,8 +3,8 @@
 Each direction has a base chain at the forward hook, egress before ingress. An accept ends its own base chain only,
 so both must accept a connection. A map leads from a local pod's address to the chain of its tiers. Pods without
 policies are not in the map. Pods with the same policies share that chain, and every policy has one chain per
-direction, which all chains of tiers call. Passing rules are in the chain of the tier, which they leave. A jump for
-each continuing tier would soon exceed the kernel's depth (16, NFT_JUMP_STACK_SIZE)::
+direction, which all chains of tiers call. Rules with action Pass are in the tier's chain, because they leave it.
+One jump for each tier that continues would soon exceed the kernel's depth (16, NFT_JUMP_STACK_SIZE)::
 
     egress, ingress        established, neighbour discovery, the pod to itself; then the map
     pod-in-HASH            calls each tier, then the profiles
@@ -15,10 +15,10 @@ each continuing tier would soon exceed the kernel's depth (16, NFT_JUMP_STACK_SI
     a4-HASH                addresses with protocol and port, of named ports and services
     not-as-written         comments about objects with faults, for operators; no packet gets there
 
-Names are hashes, comments say what they are of. A member that joins or leaves changes elements of sets only.
+Names contain hashes, and comments name what was hashed. A new or removed member only changes elements of sets.
 
-Conditions invisible to the kernel (HTTP) never allow: such a rule is left out if it allows, and otherwise drops
-the packets matched by its other conditions. :attr:`Built.unseen` names it.
+The kernel cannot see some conditions (HTTP). An allowing rule with such a condition is left out, and any other
+rule drops the packets matched by its other conditions. :attr:`Built.unseen` names both.
 """
 
 import base64
@@ -80,8 +80,9 @@ class Built:
 
     Attributes:
         owners: the policy and direction whose rules a chain has.
-        passing: the same of rules that pass, by their comments: they are in the chain of their tier.
-        policed: local pods whose traffic the table judges, by direction.
+        passing: the policy and direction of passing rules, which are in the chain of their tier, by their
+            comments.
+        policed: local pods whose traffic the table filters, by direction.
         unseen: rules that are stricter here than written.
     """
 
@@ -140,9 +141,9 @@ class TableBuilder:
     """Builds one node's table, and rebuilds it after every change. Unchanged parts are the same objects as before.
 
     Args:
-        tunnels: let tunnels to and from captured pods through, because the node's proxy judges what is in them.
-        pod_cidrs: the node's ranges of pod addresses. An address in them without a known pod is closed, because
-            its pod's policies are possibly not looked up yet.
+        tunnels: let tunnels to and from captured pods through, because the node's proxy filters their content.
+        pod_cidrs: the node's ranges of pod addresses. Traffic of an address in them without a known pod is
+            dropped, because its pod's policies might not be known yet.
     """
 
     def __init__(self, *, tunnels: bool = False, pod_cidrs: tuple[IpNetwork, ...] = ()) -> None:

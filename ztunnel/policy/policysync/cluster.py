@@ -23,7 +23,7 @@ class ClusterPolicies:
     """Keeps a server's policies equal to the policies of a cluster.
 
     Policies are published only after every object has been read, because a missing object could be the policy that
-    closes a pod. While the source is unreachable, the last state is served.
+    denies a pod's traffic. While the source is unreachable, the last state is served.
 
     Args:
         source: the source of objects, such as an informer of :data:`~ztunnel.policy.policysync.kinds.SERVED`.

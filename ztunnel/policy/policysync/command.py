@@ -235,7 +235,7 @@ def serve_command(args: argparse.Namespace) -> int:
         policies = FilePolicies(*args.files)
         policies.read()
         if not policies.complete:
-            # An unreadable document can be a policy that closes a pod.
+            # An unreadable document can be a policy that denies a pod's traffic.
             return failed("policy serve", "there are documents that have never been readable")
     # Imported here, because a server of files needs no API client.
     known: tuple[type[Exception], ...] = (ServeError, OSError, ValueError)

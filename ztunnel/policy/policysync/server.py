@@ -88,9 +88,9 @@ class PolicySyncServer:
         """Serve a socket, in place of a stale one.
 
         Args:
-            streams: how many it has at once, see :data:`NODE_STREAMS`.
-            mode: the socket's mode. A pod's socket is open to all, since only the pod has its folder. A node's
-                mode decides alone who can read the policies of every pod.
+            streams: the largest number of streams at once, see :data:`NODE_STREAMS`.
+            mode: the socket's mode. A pod's socket is open to all, since only the pod has its folder. Only the
+                mode of a node's socket decides who can read the policies of every pod.
 
         Raises:
             ServeError: the path cannot be served.
@@ -183,7 +183,7 @@ def endpoint_of_credentials(text: bytes) -> c.EndpointId:
 class Binder:
     """Keeps a socket for each pod of a node below ``<prefix>/mount``.
 
-    Pods are the pods in the policies, by their uids, and pods whose credentials a volume driver has left in
+    These are the pods in the policies, by their uids, and the pods whose credentials a volume driver has left in
     ``<prefix>/creds`` (Calico's FlexVolume and CSI drivers): ``ID.json`` names a pod, whose socket is then
     ``<prefix>/mount/ID/socket``, even before the policies include the pod. For a CSI driver the ID is the
     volume's.

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from xds.model import calico as c
 from ztunnel.policy.calico.compile import Compiled
 
-#: Members in one message: 4 MiB, gRPC's default limit, by 51 bytes, the longest member.
+#: Members in one message: gRPC's default limit of 4 MiB divided by the longest member, 51 bytes.
 MESSAGE_MEMBERS: Final = 82_200
 
 _Key = TypeVar("_Key")

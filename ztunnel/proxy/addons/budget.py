@@ -14,7 +14,7 @@ _BOUNDS_NS: Final = tuple(int(bound * 1000) for bound in BOUNDS_US)
 SHARE: Final = 0.02
 WINDOW_S: Final = 60
 _WINDOW_NS: Final = WINDOW_S * 1_000_000_000
-#: The share of a minute.
+#: The event-loop time that one addon may use within a window, in nanoseconds.
 MOST_NS: Final = int(_WINDOW_NS * SHARE)
 
 
@@ -22,7 +22,7 @@ class HookCounts(NamedTuple):
     """Call counts of one addon's hook. The counts of several processes can be added.
 
     Attributes:
-        addon: its name.
+        addon: the addon's name.
         hook: the hook's name.
         results: the number of calls, by result.
         buckets: the number of calls by duration: up to each bound in :data:`BOUNDS_US`, and longer ones.
@@ -103,7 +103,7 @@ class HookAccount:
 
 
 class LoopShare:
-    """The event-loop time that one addon has used within a one-minute window.
+    """Measures the event-loop time that one addon uses within one-minute windows.
 
     The clock is read only when the sum reaches the addon's share of a minute. If the window is then older than a
     minute, the addon is within its share, and the sum is reset. This needs neither a list of calls nor a clock

@@ -148,8 +148,8 @@ def combined(so_far: Outcome, addon: str, verdict: Verdict) -> Outcome:
 
 
 def _lower(one: Cut | None, other: Cut) -> Cut:
-    """Combine two sets of limits by the lower value of each. The later addon's reason is used if it lowers a
-    limit.
+    """Combine two sets of limits by taking the lower value of each. If the later addon lowers any limit, its
+    reason is used.
     """
     if one is None:
         return other

@@ -37,7 +37,7 @@ Hooks = tuple[tuple[RunningAddon, Hook], ...]
 
 
 class Asked:
-    """One connection's facts and addon verdicts, from the first deciding hook to its end.
+    """The state of one connection's addon calls: its facts and the verdicts so far.
 
     Attributes:
         facts: the latest facts about the connection. The front end replaces them when more is known.
@@ -126,7 +126,7 @@ class AddonHost:
 
     Attributes:
         current: the hook that is running now, for the watchdog.
-        problems: by addon name, why its changed file could not be loaded.
+        problems: for each addon whose changed file could not be loaded, the reason, by addon name.
     """
 
     def __init__(self, loaded: Sequence[LoadedAddon]) -> None:
@@ -203,7 +203,7 @@ class AddonHost:
         (hooks, place, verdict), asked.undecided = asked.undecided, None
         for addon, hook in hooks[place:]:
             if verdict is not None:
-                pass  # of the first hook, which was already called
+                pass  # ask_now has already called the first of these hooks
             elif hook.waits:
                 asked.waited = True
                 with held(life):

@@ -45,7 +45,7 @@ class AddonError(ConfigError):
     """An addon cannot be loaded.
 
     Attributes:
-        faults: one line per fault, naming the addon and where the fault is.
+        faults: one line per fault, with the addon's name and the fault's location.
     """
 
     def __init__(self, *faults: str) -> None:

@@ -20,13 +20,13 @@ _WAITS: Final = "not known here: it is asynchronous"
 
 
 class Said(NamedTuple):
-    """One addon's predicted answer.
+    """The predicted answer of one addon.
 
     Attributes:
-        addon: its name.
+        addon: the addon's name.
         says: the answer in words.
-        verdict: the verdict. ``None`` if there is none or it is unknown.
-        known: whether it is known.
+        verdict: the predicted verdict. ``None`` if the addon returns none or it cannot be predicted.
+        known: whether the answer can be predicted.
         denies: whether the connection would be refused.
     """
 

@@ -1,9 +1,9 @@
 """Runs the addons of one process: loads them, watches their files for changes, interrupts blocking hooks, and ends
 them.
 
-A changed file is loaded beside the running addon and replaces it when its hook ``configured`` has returned. If it
-cannot be loaded, the running version stays, and the log and ``ztunnel addons`` show the reason. Modules and entry
-points are loaded once.
+A changed file is loaded while the old version of the addon still runs, and the new version replaces the old one
+after its hook ``configured`` has returned. If the file cannot be loaded, the old version stays, and the log and
+``ztunnel addons`` show the reason. Modules and entry points are loaded only once.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 Hooks run on the event loop that carries the connections, so a slow hook delays them. Four limits apply:
 
-* A ``def`` hook above its budget is counted, and named in the log at most once a minute.
+* A ``def`` hook's calls above its time budget are counted, and logged at most once a minute.
 * A hook that blocks the loop for :data:`ztunnel.proxy.addons.interrupt.LIMIT_S` is interrupted and has failed.
 * An ``async def`` hook above its time limit is cancelled and has failed. If it does not end within
   :data:`_ENDS_S` then, the addon is suspended.
-* An addon above its share of the loop (:mod:`ztunnel.proxy.addons.budget`) is suspended, and so is one with a hook
-  that raises.
+* An addon that uses more than its share of the loop (:mod:`ztunnel.proxy.addons.budget`) is suspended, and so is
+  an addon whose hook raises an exception.
 
 A suspended addon is not called until it is replaced. Its deciding hooks then deny or are ignored, as set by
 ``on_error``.
@@ -103,7 +103,7 @@ class RunningAddon:
         self.hooks = {
             name: Hook(loaded.name, name, _with_argument(name, function), waits=name in loaded.waits)
             for name, function in loaded.hooks.items()
-            if name != "configured"  # which was called once, when it was loaded
+            if name != "configured"  # already called once, when the addon was loaded
         }
         self._current = current
         self._guards_loop = loaded.names_asyncio
@@ -115,8 +115,8 @@ class RunningAddon:
     # Hooks that decide
 
     def decide(self, hook: Hook, facts: object) -> Verdict | None:
-        """Call a ``def`` hook and return its verdict, or if it fails the verdict set by ``on_error``. Never
-        raises.
+        """Call a ``def`` hook and return its verdict. If the hook fails, return the verdict set by ``on_error``.
+        Never raises.
         """
         if self.suspended:
             return self._not_called(hook)
@@ -130,7 +130,7 @@ class RunningAddon:
         return self._checked(hook, answer)
 
     async def decide_later(self, hook: Hook, facts: object) -> Verdict | None:
-        """Run an ``async def`` hook and return its verdict, or if it fails the verdict set by ``on_error``.
+        """Run an ``async def`` hook and return its verdict. If it fails, return the verdict set by ``on_error``.
 
         The hook runs in its own task. Cancelling this call also cancels the task, without waiting for its end.
         """
@@ -227,7 +227,7 @@ class RunningAddon:
         """Call a ``def`` hook, and add its duration to the addon's counts.
 
         Raises:
-            _Failed: it raised, and the addon is suspended.
+            _Failed: the hook raised an exception, and the addon is suspended.
         """
         current, account, share = self._current, hook.account, self._share
         loop = None
@@ -341,7 +341,7 @@ class RunningAddon:
                 hook.account = old.hooks[name].account
 
     def end(self, *, cancel: bool) -> None:
-        """Call the hook ``done``; the caller calls this once.
+        """Call the hook ``done``. The caller must call this only once.
 
         Args:
             cancel: cancel waiting calls, too. Otherwise they continue until they return.

@@ -36,7 +36,7 @@ class AddonSpec:
 
     Attributes:
         text: the location as configured.
-        class_name: empty: the only addon of the file.
+        class_name: the addon's class. Empty selects the file's only addon.
         sha256: the required digest of the file, in lower-case hexadecimal digits. Empty: any contents.
     """
 
@@ -69,10 +69,10 @@ class AddonSettings:
 
 
 def parse_spec(text: str) -> AddonSpec:
-    """Parse one specification; see the module.
+    """Parse one specification, in one of the forms listed in the module's documentation.
 
     Raises:
-        ValueError: the text has another form.
+        ValueError: the text has none of these forms.
     """
     rest, at, digest = text.partition("@sha256:")
     if at and not _DIGEST.fullmatch(digest):
@@ -89,7 +89,7 @@ def parse_spec(text: str) -> AddonSpec:
 
 
 def addon_settings(env: Mapping[str, str], file_options: object = None) -> tuple[AddonSettings | None, list[str]]:
-    """Return the addon settings in an environment, and their faults.
+    """Return the addon settings in an environment, and the invalid settings.
 
     Args:
         env: the environment; flags are stored under their variables' names.

@@ -2,8 +2,8 @@
 
 A tunnel between two pods of one node can skip TLS and HTTP/2, but only if the handshake would succeed. Otherwise
 the caller connects over the network, where the handshake fails with the right alert and counter. OpenSSL verifies
-both chains, as it does in handshakes (:mod:`hbone.verification`). If a rule cannot be judged without a handshake,
-the answer must be ``False``.
+both chains, as it does in handshakes (:mod:`hbone.verification`). If a rule cannot be checked without a
+handshake, the answer must be ``False``.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ Chain = Sequence[x509.Certificate]
 
 
 def none_revoked(chain: Chain) -> bool:
-    """Return False: no certificate is revoked. Used for credentials without revocation lists."""
+    """Return False, because no certificate is revoked. Used for credentials without revocation lists."""
     return False
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Credentials:
-    """One side's certificate in handshakes, and its verification of the other. Compared by identity: create one
-    per certificate and keep it, because the result for each pair is cached.
+    """One side's certificate in handshakes, and its verification of the other side. Create one object per
+    certificate and keep it: objects are compared by identity, and the result for each pair is cached.
 
     Attributes:
         chain: its certificates, the leaf first.
@@ -57,7 +57,7 @@ class Credentials:
         try:
             return by_role[shown_by]
         except KeyError:
-            pass  # once per pair; signatures cost 0.1 ms each
+            pass  # verify each pair only once, because signatures cost 0.1 ms each
         path = verified_chain(shown.chain, self.anchors or (), shown_by)
         found: Verified | str
         if path is None:
@@ -103,8 +103,8 @@ def disagreement(client: Party, server: Party, now: datetime) -> str:
     """Return why a TLS handshake between two parties would fail at ``now`` (aware, UTC), or the empty string if it
     would succeed.
 
-    A server that does not verify clients never agrees: its policies would have to judge a peer without an
-    identity.
+    A server that does not verify client certificates never agrees, because its policies could not evaluate a
+    peer without an identity.
     """
     if server.credentials.anchors is None:
         return "the server verifies no client"

@@ -2,7 +2,7 @@
 
 An attempt ends with an open upstream or an error. Until an upstream answers, the client's bytes stay in the
 kernel, so that another endpoint can be tried. An attempt whose peer has possibly received bytes of the client must
-never be repeated, because they would be delivered twice: :attr:`Attempts.repeatable` judges the error.
+never be repeated, because they would be delivered twice: :attr:`Attempts.repeatable` decides by the error.
 """
 
 import math
@@ -33,14 +33,14 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Decision: try another endpoint. ``failures`` is the number of failed attempts, for the caller's back-off."""
+    """The decision to try another endpoint. ``failures`` is the number of failed attempts, for the back-off."""
 
     failures: int
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Report the error."""
+    """The decision to give up and report the error."""
 
     reason: Reason
 

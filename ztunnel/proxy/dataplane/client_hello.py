@@ -27,8 +27,8 @@ def parse_client_hello(data: bytes) -> ClientHello:
     """Parse a ClientHello from the first bytes of a connection.
 
     Raises:
-        NeedMore: the bytes are the beginning of one.
-        NotTls: they are something else, or over :data:`MAX_BYTES`.
+        NeedMore: the bytes are the beginning of a ClientHello.
+        NotTls: the bytes are not a ClientHello, or there are more than :data:`MAX_BYTES`.
     """
     return _hello(_Reader(_handshake(data)))
 

@@ -14,7 +14,7 @@ _MESSAGE_HEADER: Final = 4
 class FirstBytes(Enum):
     """The kind of a connection's first bytes.
 
-    ``OTHER`` is not TLS, or not a ClientHello. The TLS handshake will refuse it.
+    ``OTHER`` is anything but a TLS ClientHello. The TLS handshake will refuse it.
     """
 
     PART = "part"
@@ -28,7 +28,7 @@ def first_bytes(data: bytes | memoryview, most_bytes: int) -> FirstBytes:
 
     Args:
         data: the connection's bytes from the first one on. They are not consumed.
-        most_bytes: the longest accepted message. Longer ones are ``TOO_LONG``. The length is known once the
+        most_bytes: the longest accepted message. A longer one is ``TOO_LONG``, which is known as soon as the
             message's header has arrived.
     """
     size, position, found = len(data), 0, 0

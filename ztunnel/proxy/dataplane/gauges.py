@@ -37,10 +37,10 @@ def process_gauges(
     """Return the gauges of a process, by their names.
 
     Args:
-        half_open: its connections before the end of their handshake.
-        descriptors: its limit of descriptors.
-        writer: writes its log lines.
-        handover: moves its connections to another process. ``None`` if that is off.
+        half_open: the process's connections whose handshake has not finished.
+        descriptors: the process's limit of file descriptors.
+        writer: writes the process's log lines.
+        handover: hands the process's connections over to another process. ``None`` if that is off.
     """
     holder, poller = held_sockets.holder(), half_open.poller
     rows: tuple[tuple[str, str, str, Callable[[], float]], ...] = (
@@ -77,8 +77,8 @@ def configuration_gauges(
 
     Args:
         clock: the wall clock.
-        staleness_s: returns the seconds since the control plane was last connected; 0 while it is.
-        updated_ago_s: returns the seconds since its last message; None before the first.
+        staleness_s: returns the seconds since the control plane was last connected, or 0 while it is connected.
+        updated_ago_s: returns the seconds since the control plane's last message, or None before the first.
     """
 
     def updated_s() -> float:

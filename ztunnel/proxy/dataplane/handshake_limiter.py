@@ -14,8 +14,8 @@ therefore delays neither the bytes of established connections nor other pods' ha
 Every unfinished handshake is charged to its source, its pod and the process. A source that left many handshakes
 unfinished must wait. While others wait, a stalled handshake is ended after a second.
 
-The first response to overload is waiting. If that is not enough, the oldest connection of the same source is
-closed, else the oldest of the same pod, else the oldest of the pod with the most.
+Under overload, connections wait first. If that is not enough, the oldest connection of the same source is closed,
+else the oldest of the same pod, else the oldest of the pod with the most half-open connections.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Cancellable(Protocol):
 
 #: Begins the handshake of an accepted socket, becomes the socket's owner, and returns a handle for cancelling.
 Begin = Callable[["PendingHandshake"], Cancellable]
-#: Called with a connection that is closed next, and the reason. An empty reason means that the pod ends.
+#: Called with a connection that is about to be closed, and the reason. The reason is empty if the pod ends.
 Rejected = Callable[["PendingHandshake", str], None]
 
 
@@ -125,14 +125,14 @@ class _Source:
 
 
 class PendingHandshake:
-    """One connection before the end of its handshake. It is a handler of the poller until the handshake starts.
+    """A connection whose handshake has not finished. Until the handshake starts, it is a handler of the poller.
 
     Attributes:
         sock: a non-blocking socket. The limiter owns it until the handshake begins.
         peer: the client's address.
         owner: the owner's key for this connection.
         queued: whether its handshake is queued.
-        over: whether it has left the limiter.
+        over: whether the connection has left the limiter.
     """
 
     __slots__ = (
@@ -293,7 +293,7 @@ class HalfOpen:
 
     def gives_way(self, now_s: float) -> bool:
         """End the oldest handshake of the pod with the most handshakes, if it is older than ``patience_s``. Return
-        whether it was.
+        whether it was ended.
         """
         fullest = max(self._limiters, key=lambda each: len(each.running), default=None)
         # There are possibly none: handshakes of a stopped pod are counted until their fibers end.
@@ -445,7 +445,7 @@ class HandshakeLimiter:
             self._all.pump()
 
     def begin_one(self, now_s: float) -> bool:
-        """Begin one handshake, of the next source that may start one. Return whether there was such a source."""
+        """Begin one handshake, of the next source that may start one. Return False if no source may."""
         if not self._unfinished.affords(now_s):
             return False
         if not self._all.may_begin(now_s):
@@ -487,7 +487,7 @@ class HandshakeLimiter:
         return self._all.handshakes < limits.handshakes or self._all.gives_way(now_s)
 
     def gives_way(self, running: dict[PendingHandshake, None], now_s: float) -> bool:
-        """End the oldest of some handshakes if it is older than ``patience_s``. Return whether it was."""
+        """End the oldest of some handshakes if it is older than ``patience_s``. Return whether it was ended."""
         pending = next(iter(running))
         if now_s - pending.since_s < self._limits.patience_s:
             return False
@@ -521,7 +521,7 @@ class HandshakeLimiter:
         pending.stop()
 
     def leave(self, pending: PendingHandshake, *, proved: bool) -> float:
-        """Remove a connection; idempotent. Return the seconds of its handshake, 0 if none was running."""
+        """Remove a connection; idempotent. Return the duration of its handshake in seconds, or 0 without one."""
         if pending.over:
             return 0.0
         seconds = 0.0
@@ -548,7 +548,7 @@ class HandshakeLimiter:
         return seconds
 
     def sweep(self, now_s: float) -> None:
-        """Close connections that have sent no ClientHello in time. A handshake has its own limit."""
+        """Close connections whose ClientHello did not arrive in time. Started handshakes have their own limit."""
         until_s = now_s - self._timeout_s
         for pending in list(self._pending):
             if pending.in_handshake:
@@ -558,7 +558,7 @@ class HandshakeLimiter:
             self.reject(pending, NO_HELLO)
 
     def close(self) -> None:
-        """Close connections without a running handshake, and later ones. Idempotent.
+        """Close all connections whose handshake has not started, and reject new ones. Idempotent.
 
         Started handshakes end with their fibers.
         """

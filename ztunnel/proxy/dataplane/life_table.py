@@ -8,8 +8,9 @@ skips states that it does not need. :data:`TABLE` has one :class:`Action` for ea
 The rule behind the table: **an open connection is allowed by the current policies and revocation lists**, or is
 within a grace period stated by its :class:`Verdict`. Two rules ensure it:
 
-* A life whose facts are complete is judged at each event that can change its verdict (:attr:`Action.JUDGE`).
-* A life with incomplete facts is judged when they are complete, by the policies current *then*
+* A life is judged at each event that can change its verdict (:attr:`Action.JUDGE`), once all *facts* that policies
+  read are known, for example the peer's identity.
+* Until then its verdict waits: it is judged when the facts are complete, by the policies current *then*
   (:attr:`Action.AWAIT_FACTS`). So no life captures a policy, a chain or a revocation list before the wait that
   precedes its verdict.
 """
@@ -27,15 +28,15 @@ class State(Key):
     """The states of a life, in order."""
 
     ACCEPTED = "accepted"
-    """A socket was accepted. Its destination is not known yet: listener filters, SOCKS, the pod's workload."""
+    """A socket was accepted. Its destination is not known yet: listener filters, SOCKS or a look-up sets it."""
     FILTERED = "filtered"
     """The destination is known and, in Envoy's dialect, the filter chain; the handshake waits for its turn."""
     HANDSHAKE = "handshake"
-    """The TLS handshake with the peer is running, so that the peer's identity is unknown."""
+    """The TLS handshake with the peer is running, so the peer's identity is not known yet."""
     IDENTIFIED = "identified"
     """All facts that policies need are known. The first verdict waits for a policy that has not arrived."""
     HELD = "held"
-    """Policy allows it, or will judge it later. It waits for an addon's answer, or during an addon's delay."""
+    """Policy allows it, or will judge it later. It waits for an addon's answer or for a delay set by an addon."""
     DIALING = "dialing"
     """Policy allows it; the connection to the next hop is being opened."""
     OPEN = "open"
@@ -72,16 +73,16 @@ class Event(Key):
 
 
 class Action(Enum):
-    """What follows."""
+    """What an event does to a life."""
 
     KEEP = "keep"
     """No action: the life continues unchanged."""
     AWAIT_FACTS = "judge when the facts are complete"
-    """Nothing now. Once the facts are complete, the connection is judged by the policies current then."""
+    """No action yet. Once the facts are complete, the connection is judged by the policies current then."""
     JUDGE = "judge now"
     """Judge by the current policies: end it with the verdict's reason, or keep it until the verdict's time."""
     LEAVE = "ask to leave"
-    """Send GOAWAY if the protocol has it. The connection may end by itself before the deadline."""
+    """Send GOAWAY if the protocol has it. The connection can then end by itself before the deadline."""
     FINISH = "close in order"
     """Close with END_STREAM, close_notify and FIN, so that an application can distinguish this from a crash."""
     CLOSE = "close"
@@ -132,9 +133,9 @@ class Verdict(NamedTuple):
     """Whether policy allows a connection now.
 
     Attributes:
-        reason: why it must end, in the words of its access line. Empty if it is allowed.
-        until_s: allowed until this time of the event loop, when it is judged again: a policy is named and has not
-            arrived. Infinite: until the next event.
+        reason: why the connection must end, as its access log line states it. Empty if it is allowed.
+        until_s: the event-loop time at which the connection is judged again, because a named policy has not
+            arrived. Infinite if it stays allowed until the next event.
     """
 
     reason: str = ""

@@ -6,9 +6,9 @@ reach connections only through :meth:`LiveTable.review` and :meth:`Lives.review`
 :data:`~ztunnel.proxy.dataplane.life_table.TABLE` for each life, and carry out its action. A front end supplies
 only :meth:`Life.judge` and the functions that end a life.
 
-A life is registered on construction, before policy judges it, so that a policy change in between still finds it.
-How a life is ended changes over time (first by cancelling the dialling fiber, later by aborting the relay): the
-entry holds the current function for that. Without one, it stores the reason until one is set.
+A life is registered on construction, before policies are checked, so a policy change in between still finds it.
+The way to end a life changes over time (first by cancelling the dialling fiber, later by aborting the relay), so
+the entry stores the current function. While it has none, it stores the reason until a function is set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LifeT = TypeVar("LifeT", bound="Life")
 #: The number of lives that a review checks at a time. Other connections wait about a millisecond meanwhile
 #: (``bench/review.py``).
 SLICE: Final = 128
-#: The reason for ending a connection if judging it raised an unexpected error: fail closed.
+#: The reason for ending a connection whose policy check raised an unexpected error (fail closed).
 UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
 #: Compiled code reads these constants without a look-up.
 _ACCEPTED: Final = State.ACCEPTED
@@ -90,7 +90,7 @@ class Life:
         self._owned.append(release)
 
     def aborts_by(self, abort: Abort | None) -> None:
-        """Use ``abort`` to end the connection from now on; called at once if the connection was already ended."""
+        """Use ``abort`` to end the connection from now on. If it has already ended, call ``abort`` at once."""
         self._abort = abort
         if self.reason and abort is not None:
             abort(self.reason)
@@ -111,7 +111,7 @@ class Life:
             abort: ends it at once.
             state: the state to enter.
             leave: asks the peer to end gracefully. ``None`` if the protocol cannot.
-            finish: ends it gracefully. ``None``: same as ``abort``.
+            finish: ends it gracefully. ``None`` uses ``abort``.
         """
         self.state = _DRAINING if self.leaving else state
         self._finish, self._leave = finish, leave
@@ -174,7 +174,7 @@ class Lives(Generic[LifeT]):
         table: the table that contains this group.
 
     Attributes:
-        on_close: called with each closed life. None disables it.
+        on_close: called with each closed life, unless None.
     """
 
     __slots__ = ("_emptied", "_entries", "_table", "_timer", "_until_s", "on_close")
@@ -243,7 +243,7 @@ class Lives(Generic[LifeT]):
 
     def _judge(self, life: LifeT) -> None:
         if life.reason:
-            return  # ended, but its own task has not run yet
+            return  # already ended, but its own task has not run yet
         try:
             verdict = life.judge()
         except Exception:
@@ -255,7 +255,7 @@ class Lives(Generic[LifeT]):
             self._look_again(verdict.until_s)
 
     def _look_again(self, until_s: float) -> None:
-        """Schedule a review of all entries at a time. An earlier time replaces a later one."""
+        """Schedule a review of all entries at ``until_s``. An earlier time replaces a later one."""
         self._stop_timer()
         self._until_s = until_s
         self._timer = asyncio.get_running_loop().call_at(until_s, self._time_is_over)
@@ -305,10 +305,10 @@ class LiveTable:
             await asyncio.sleep(0)
 
     def _start(self, walk: Iterator[None]) -> None:
-        # The first slice runs at once: in a small mesh, ended lives are closed before the update is answered.
-        # Running reviews come first, so that a life sees events in order.
+        # The first slice runs at once: in a small mesh, ended lives are closed before the update is acknowledged.
+        # Earlier reviews finish first, so that each life receives events in order.
         self._walks.append(walk)
-        # otherwise one of these is running and ended a life, which led here
+        # Otherwise a scheduled or running review also processes this walk.
         if self._handle is None and not self._walking:
             self._continue()
 

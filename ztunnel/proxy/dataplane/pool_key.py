@@ -23,9 +23,9 @@ class PoolKey(NamedTuple, Generic[CredentialsT, OptionsT]):
 
     Attributes:
         address: the address of the far end.
-        credentials: the source of its TLS context, compared by identity. ``None`` for cleartext.
-        generation: the credentials' generation. A rotated certificate opens new connections, and tunnels on old
-            connections stay.
+        credentials: the source of the connection's TLS context, compared by identity. ``None`` for cleartext.
+        generation: the credentials' generation. After a certificate rotation, new tunnels open a new connection,
+            and tunnels on old connections stay.
         options: further properties: expected identities (Istio), socket options (Envoy).
     """
 

@@ -111,12 +111,12 @@ _VERSION_2_PROXY = 0x21
 def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: str | None) -> bytes:
     """Return a version 2 header like the Rust ztunnel's to a sandwiched waypoint (``application_tunnel``).
 
-    One header cannot hold addresses of two families: it then has AF_UNSPEC and no addresses.
+    One header cannot hold addresses of two families. In that case it has AF_UNSPEC and no addresses.
 
     Args:
         source: the peer address of the tunnel's TCP connection.
         destination: the destination of the tunnel.
-        spiffe_id: the SPIFFE id of the tunnel's client, for TLV 0xD0. ``None`` leaves it out.
+        spiffe_id: the SPIFFE id of the tunnel's client, for TLV 0xD0. ``None`` omits the TLV.
     """
     addresses = [ipaddress.ip_address(address.host) for address in (source, destination)]
     versions = {address.version for address in addresses}

@@ -71,7 +71,7 @@ _BY_CODE: Final = {
 }
 
 
-#: Errors that count as an ordinary end of an application's connection, like in the Rust ztunnel.
+#: Errors that count as an ordinary end of an application's connection, as in the Rust ztunnel.
 _ORDINARY: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
 
 

@@ -1,7 +1,7 @@
 """Sends messages with file descriptors over a Unix stream socket, between a proxy process and its successor.
 
-A frame is its length (4 bytes), the number of its descriptors (2 bytes) and the message. Descriptors travel beside
-the bytes and in order: they cannot overtake their frame. The kernel passes at most 253 descriptors per call, so a
+A frame is its length (4 bytes), the number of its descriptors (2 bytes) and the message. Descriptors travel as
+ancillary data in stream order, so they cannot overtake their frame. The kernel passes at most 253 per call, so a
 frame with more needs several calls.
 """
 
@@ -71,8 +71,8 @@ class Rendezvous:
         self._sending = asyncio.Lock()
 
     async def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a message. The descriptors are duplicated. A cancelled call leaves an incomplete frame, after which
-        the connection must be closed.
+        """Send a message with duplicates of the descriptors. A cancelled call leaves an incomplete frame, after
+        which the connection must be closed.
 
         Raises:
             OSError: the other process is gone.

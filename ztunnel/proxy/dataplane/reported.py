@@ -1,4 +1,4 @@
-"""Waits for objects that carry connections without a coroutine. Never compiled, like :mod:`hbone.aio.waits`."""
+"""Reports the result of an awaitable to a callback. Never compiled, like :mod:`hbone.aio.waits`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ async def reported(
 ) -> None:
     """Wait for ``opening``, and call ``done`` once, with its result or its error.
 
-    Both are ``None`` after a cancellation or an error that is not one of ``expected``, which is raised as well.
+    Both arguments are ``None`` after a cancellation or an error that is not one of ``expected``; this error is
+    also raised.
     """
     try:
         opened = await opening

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dns.resolver import Answer as DnsAnswer
 
 
-#: The time to live, in seconds, of names found in a hosts file, which has none itself.
+#: The time to live of names from a hosts file, which specifies none, in seconds.
 _HOSTS_TTL_S: Final = 5.0
 #: Envoy's value for answers of getaddrinfo(3).
 _NO_TTL_S: Final = 60.0
@@ -65,7 +65,7 @@ class Resolver:
         hosts: the file of names with fixed addresses; read again whenever it changes.
         resolv_conf: the file of name servers; read once.
         port: the port of the name servers in ``resolv_conf``.
-        lifetime_s: the time limit per candidate and family, if the settings have none.
+        lifetime_s: the default time limit per search-list candidate and address family.
         settings: differences from the host's resolver configuration.
     """
 

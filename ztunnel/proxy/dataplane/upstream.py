@@ -14,18 +14,18 @@ LifeT = TypeVar("LifeT", bound=Life)
 class Upstream(Generic[LifeT]):
     """The upstream side of one proxied connection. The function that opened it closes it.
 
-    Closing works like ``contextlib.ExitStack``: first the end, which the peer observes, then the callbacks of
-    :meth:`on_close` in reverse order.
+    Closing works like ``contextlib.ExitStack``: the connection to the host is closed first, then the callbacks of
+    :meth:`on_close` run in reverse order.
 
     Args:
-        closing: the first such callback.
+        closing: the first callbacks, see :meth:`on_close`.
 
     Attributes:
-        end: the end for the relay.
+        end: the endpoint that the relay reads and writes.
         hops: the further connection-table entries of the same connection in this process, outermost first. They
             end with this upstream.
-        ended_by_peer: whether the host ended last, or reset, rather than this side. Set before the upstream
-            closes.
+        ended_by_peer: whether the host, not this side, closed the connection: it sent a reset, or ended last. Set
+            before the upstream closes.
         in_use: whether the upstream was still carrying a request when it ended.
         moved: whether the connection continues in another process, which counts its end.
     """
@@ -42,14 +42,14 @@ class Upstream(Generic[LifeT]):
         self._closing: list[Callable[[], object]] = list(closing)
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` once, after the end has closed."""
+        """Call ``callback`` once, after ``end`` has closed."""
         self._closing.append(callback)
 
     def relayed(self, ended: RelayEnd, downstream: End) -> bool:
         """Record which side ended the relay with ``downstream``. Return whether a request was still in progress.
 
-        Like in Envoy's counters, a host has closed its connection by a reset, or by ending after we did. A request
-        is over if the client and we ended both directions, and did not leave the host with an open one.
+        As in Envoy's counters, the host has closed the connection if the host reset it, or ended its direction
+        after the client's. A request is complete if both directions ended without a reset, error or time-out.
         """
         cut = self.end.source is SourceState.CUT
         in_order = ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT

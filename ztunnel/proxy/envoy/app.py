@@ -110,7 +110,7 @@ class Proxy:
         self._build()
 
     def _build(self) -> None:
-        """Make every object, from the sockets up: each has all that it calls when it is made."""
+        """Create every object, in an order in which each object's dependencies already exist."""
         fields = self.bootstrap.message.node.metadata.fields
         cluster_id = fields["CLUSTER_ID"].string_value if "CLUSTER_ID" in fields else ""
         self._surroundings = Surroundings(
@@ -188,7 +188,7 @@ class Proxy:
     def _build_data_path(self, table: ListenerTable) -> None:
         settings, switches, rng, dialler = self.settings, self.settings.switches, self._rng, Dialler(self.poller)
         if settings.tap_socket:
-            from ztunnel.proxy.tap.taps import Taps  # most proxies permit none, and save the memory
+            from ztunnel.proxy.tap.taps import Taps  # imported here to save memory: most proxies permit no taps
 
             self.taps = Taps(self.clock)
         self._enforcer: Enforcer | None = None
@@ -196,7 +196,7 @@ class Proxy:
         admit_host: AdmitsHost | None = None
         if settings.policies is not None:
             from ztunnel.proxy.envoy.path import (
-                calico,  # most proxies have no Calico policies, and save the memory
+                calico,  # imported here to save memory: most proxies have no Calico policies
             )
 
             waited = partial(self.account.times.waited, "policy")
@@ -253,7 +253,7 @@ class Proxy:
     def _build_addons(self) -> None:
         if self.settings.addons is None:
             return
-        # Most proxies have no addons, and save the memory.
+        # Imported here to save memory: most proxies have no addons.
         from ztunnel.proxy.addons.process import AddonProcess
         from ztunnel.proxy.envoy.path.addons import StreamAddons
 
@@ -273,7 +273,7 @@ class Proxy:
             poller=self.poller,
             connections=self.connections,
             accepted=self.datapath.accepted,
-            # The pod of a connection is known only once it is accepted; see PodQuota.
+            # The pod of a connection is known only after accepting it; see PodQuota.
             gate=self.descriptors.share("the proxy", lambda: 0),
             drain_s=self.settings.drain_s,
         )
@@ -282,7 +282,7 @@ class Proxy:
         settings, enforcer = self.settings, self._enforcer
         if not settings.handover_dir:
             return None
-        # Most proxies have no place to meet, and save the memory.
+        # Imported here to save memory: most proxies have no hand-over folder.
         from ztunnel.proxy.dataplane.handover.service import Handover, protect_secrets
         from ztunnel.proxy.envoy.handover.kinds import kinds_of
         from ztunnel.proxy.envoy.handover.taker import Parts
@@ -394,7 +394,7 @@ class Proxy:
 
         Raises:
             ConfigError, TproxyError: a static resource is unusable, or a port is taken.
-            Exception: a bug of ours in the start.
+            Exception: a bug of this program during the start.
         """
         heap.expect_growth()
         loop = asyncio.get_running_loop()
@@ -542,7 +542,7 @@ class Proxy:
         self.sources.count(self.stats.scope(f"{scope}.{kind}"), subscription)
 
     async def _flush_logs(self) -> None:
-        """Flush access logs, and sample the totals as often."""
+        """Flush access logs periodically, and sample the totals at the same interval."""
         while True:
             await self.account.sample(self.connections)
             await asyncio.sleep(self.settings.log_flush_s)

@@ -48,7 +48,7 @@ from ztunnel.runtime.text_file import read_text
 
 Model = TypeVar("Model")
 
-#: The resource that a path begins with.
+#: The resource at the beginning of a path.
 _RESOURCE = re.compile(r"(?:static_resources\.\w+|resources)\[\d+\]")
 
 
@@ -57,8 +57,8 @@ class Findings:
     """The result of a check.
 
     Attributes:
-        faults: one line each, with their places.
-        resources, contexts: how many resources and TLS contexts were checked.
+        faults: one line per fault, with its place.
+        resources, contexts: the numbers of checked resources and TLS contexts.
         files: the resource files that were read.
     """
 
@@ -74,13 +74,13 @@ class Findings:
 
 
 def findings_of_file(path: str) -> Findings:
-    """Check a bootstrap file and every file it leads to."""
+    """Check a bootstrap file and every file that it refers to."""
     faults: list[ConfigError] = []
     try:
         message = parse_bootstrap(path, faults)
     except ConfigError as error:
         return Findings([f"{path}: {error}"])
-    read = len(faults)  # the readable parts are checked nevertheless
+    read = len(faults)  # the parts that could be read are checked anyway
     bootstrap = read_bootstrap(message, faults)
     found = findings_of(bootstrap, path, unread=faults[:read])
     return replace(found, faults=[*(f"{path}: {fault}" for fault in faults), *found.faults])
@@ -89,13 +89,13 @@ def findings_of_file(path: str) -> Findings:
 def findings_of(
     bootstrap: BootstrapConfig, place: str = "bootstrap", *, unread: Collection[ConfigError] = ()
 ) -> Findings:
-    """Check a bootstrap's static resources and every file it leads to.
+    """Check a bootstrap's static resources and every file that it refers to.
 
     Args:
         bootstrap: the bootstrap.
         place: its name in faults.
-        unread: faults of its text. Static resources with such faults are not checked further, because their
-            omitted parts would be reported as missing.
+        unread: the faults found when reading the text. Static resources with such faults are not checked further,
+            because their omitted parts would be reported as missing.
     """
     check = _Check(bootstrap)
     static = bootstrap.message.static_resources
@@ -132,12 +132,12 @@ class _Check:
         self._static: dict[str, Secret] = {}
         self._by_file: dict[tuple[str, str], Secret] = {}
         self._contexts: list[tuple[str, Role, ContextModel]] = []
-        #: By file and name: the places that wait for a filter, and how each reads it.
+        #: The places that wait for a filter from a file, and their readers, by file and name.
         self._extensions: dict[tuple[str, str], list[tuple[Discovered, Callable[..., object]]]] = {}
 
     def findings(self) -> Findings:
         """Return the findings so far."""
-        faults = list(dict.fromkeys(self.faults))  # a control plane's cluster is checked twice
+        faults = list(dict.fromkeys(self.faults))  # without duplicates: a control plane's cluster is checked twice
         return Findings(faults, self._resources, len(self._contexts), tuple(self._files))
 
     def control_plane(self, target: GrpcTarget, place: str) -> None:
@@ -150,7 +150,7 @@ class _Check:
             self.faults.append(f"{place}: {named}")
 
     def follow(self) -> None:
-        """Check the files that resources name: endpoints and secrets."""
+        """Check the files that resources refer to: endpoints and secrets."""
         while left := [path for path in self._wanted if path not in self._files]:
             for path in left:
                 self.file(path)
@@ -178,7 +178,7 @@ class _Check:
         """Check resources of any type, except those with known faults.
 
         Args:
-            place: the path of the list. The index follows.
+            place: the path of the list, without the index.
             bodies: the resources.
             at_fault: see :func:`_at_fault`.
             file: the file of the resources, for secrets. Empty for static ones.
@@ -194,7 +194,7 @@ class _Check:
                 self.faults.append(f"{where}: {error}")
 
     def contexts(self) -> None:
-        """Build every TLS context with the secrets found. Secrets from a stream are still missing."""
+        """Build every TLS context with the secrets found so far. Secrets from a stream are missing."""
         for place, role, model in self._contexts:
             try:
                 build(role, model, self._find)

@@ -1,6 +1,6 @@
 """Filters of Hubble's GetFlows, compiled once per call. Pure.
 
-They have the meaning of Hubble's own filters; tests compare both by ``hubble observe --input-file``. A filter that
+Filters mean the same as Hubble's own; tests compare both by ``hubble observe --input-file``. A filter that
 is unknown or has an invalid value is refused with an error naming it, because ignoring it would show too many
 flows. Flows are in JSON's types, as :mod:`ztunnel.proxy.flows.hubble` makes them.
 """
@@ -55,7 +55,7 @@ class BadFilter(ValueError):
 
 
 def compiled(whitelist: Iterable[FlowFilter], blacklist: Iterable[FlowFilter]) -> Test:
-    """Return a test of flows: some whitelist filter matches (or there is none), and no blacklist filter does.
+    """Return a test for flows: at least one whitelist filter matches, if there are any, and no blacklist filter.
 
     Raises:
         BadFilter: a filter cannot be read.
@@ -67,7 +67,7 @@ def compiled(whitelist: Iterable[FlowFilter], blacklist: Iterable[FlowFilter]) -
 
 
 def _filter(message: FlowFilter) -> Test:
-    """Return the test of one filter: each set field matches, by one of its values."""
+    """Return the test of one filter: each field that is set must match with at least one of its values."""
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]  # the stubs lack __iter__
         name = _UNSUPPORTED.get(unknown.field_number, f"number {unknown.field_number}")
         raise BadFilter(f"filter {name} is not supported")
@@ -108,8 +108,8 @@ def _service(side: str) -> Callable[[str], Test]:
 
 
 def _named(value: str, of: Callable[[Flow], Flow], key: str) -> Test:
-    """Return the test of ``NAMESPACE/PREFIX``. Without a slash the namespace is ``default``. An empty namespace
-    matches all.
+    """Return the test of ``NAMESPACE/PREFIX``. Without a slash, the namespace is ``default``. An empty namespace
+    matches every namespace.
     """
     namespace, slash, prefix = value.rpartition("/")
     namespace = namespace if slash else "default"
@@ -206,7 +206,7 @@ def _event_type(value: EventTypeFilter) -> Test:
 
 
 def _node(value: str) -> Test:
-    """Return the test of ``CLUSTER/NODE`` with ``*``. Without a slash the cluster is default."""
+    """Return the test of ``CLUSTER/NODE``, where ``*`` is a wildcard. Without a slash, the cluster is default."""
     cluster, slash, node = value.rpartition("/")
     parts = (cluster if slash else "default", node or "*")
     pattern = re.compile("/".join(".*".join(map(re.escape, part.split("*"))) for part in parts))
@@ -232,7 +232,7 @@ def _trace(flow: Flow) -> str | None:
 
 
 def _no_name(value: str) -> Test:
-    """Return the test of a DNS name; flows here have none."""
+    """Return the test of a DNS name. It never matches, because flows here have no DNS names."""
     return lambda flow: False
 
 

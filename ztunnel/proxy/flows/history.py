@@ -1,4 +1,4 @@
-"""Records by how much a process's totals grew in each ten seconds of the last 15 minutes, in a ring of 3 KiB.
+"""Records the growth of a process's totals per ten seconds, for the last 15 minutes, in a ring of 3 KiB.
 Pure.
 
 A timer samples existing totals, so connections have no additional cost. Steps are numbered by the monotonic clock,
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 STEP_S: Final = 10.0
 STEPS: Final = 90
-#: The largest accepted growth per step, because numbers from worker processes are not trusted.
+#: The largest accepted growth per step, because the numbers of worker processes are not trusted.
 _MOST: Final = 1 << 56
 
 

@@ -1,8 +1,8 @@
 """Converts an entry of the ring to Hubble's Flow in JSON, the format of ``hubble observe -o jsonpb``. Pure.
 
-Hubble reports packets of pods with numeric identities. Here an entry is an ended connection. Values without a
-field in the message (bytes, times, SPIFFE ids, the reason) are in ``Summary`` for people and in ``extensions`` for
-programs.
+Hubble reports packets of pods with numeric identities, but an entry here is an ended connection. Values without a
+field in Hubble's message (bytes, times, SPIFFE ids, the reason) are in ``Summary`` for people, and in
+``extensions`` for programs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Ended(NamedTuple):
 
     Attributes:
         reason: the failure's reason. None for a normal end.
-        text: the failure in the words of the access line.
+        text: the failure as stated in the access line.
         policy: ``NAMESPACE/NAME`` of the deciding policy, or empty.
         flags: the response flags.
     """
@@ -74,7 +74,7 @@ class Ended(NamedTuple):
 
 
 BY_ITSELF: Final = Ended()
-#: The event and drop reason of connections that were refused or ended on purpose.
+#: The event type and the drop reason for connections that were refused or ended on purpose.
 _DROPPED: Final = {
     Reason.POLICY: ((POLICY, 0), 133),
     Reason.POLICY_MISSING: ((POLICY, 0), 133),

@@ -1,8 +1,8 @@
 """Hubble's gRPC service over the flight recorder: Observer, Peer and Health, for ``hubble`` and ``hubble-relay``.
 
 Import this module only where the service is configured: grpcio takes 13 MiB and a thread. A call reads the ring in
-slices, one per loop iteration, filters in JSON's types, and makes messages of matching flows. A client that
-follows the flows too slowly gets a LostEvent, and never delays the proxy.
+slices, one per loop iteration, filters entries in JSON's types, and creates messages only for matching flows. A
+client that follows the flows too slowly gets a LostEvent, and never delays the proxy.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Observer:
         found: returns the discovered peers, in addition to the configured ones.
 
     Attributes:
-        address: the address served, at which Hubble Relay reaches this node.
+        address: the address on which Hubble Relay reaches this node.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Observer:
             last *= 8
 
     async def _read(self, after_ns: int, last: int = _MOST) -> AsyncIterator[tuple[int, Response]]:
-        """Yield at most ``last`` connections that ended after a time, oldest first, yielding to the loop in
+        """Yield at most ``last`` connections that ended after a time, oldest first. Lets the event loop run in
         between.
         """
         entries = self._ring.entries(after_ns, last)

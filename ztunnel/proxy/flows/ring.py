@@ -1,6 +1,6 @@
 """A ring buffer of the last ended connections, in preallocated slots.
 
-One call per connection writes numbers into octets and references into a list. It creates no objects that outlive
+Adding a connection writes numbers into a buffer and references into a list. It creates no objects that outlive
 the connection: CPython frees memory in blocks of a megabyte, so a few small objects would keep whole
 megabytes allocated. Texts come from a bounded table. Entries are formatted only when they are read.
 """
@@ -40,14 +40,14 @@ class Entry(NamedTuple):
     Attributes:
         ended_ns: wall time in nanoseconds, unique within a ring.
         duration_s: from accept to end.
-        connect_s: from accept until it counted as opened; negative if it never did.
+        connect_s: from accept until the connection counted as opened, negative if it never did.
         sent, received: bytes from the client to the server, and back.
         source, destination: address and port. An empty host is unknown, for example for a destination given by
         name.
         trace: the trace id, 16 octets; zeroes without one.
         outbound: whether the source's proxy reports.
         secured: whether mTLS was used.
-        refs: values that the front end stores, in an order of its own.
+        refs: values that the front end stores, in its own order.
     """
 
     ended_ns: int
@@ -67,7 +67,7 @@ class FlowRing:
     """The last connections of one process.
 
     Args:
-        capacity: entries that are kept; 0 keeps none.
+        capacity: the number of entries to keep; 0 keeps none.
         width: the number of references (``refs``) per entry.
 
     Attributes:

@@ -22,8 +22,8 @@ class PathTimes(NamedTuple):
 
     Attributes:
         length: from accept to end.
-        connected: from accept to the far side's answer. None for destinations.
-        failed: from accept to the failure. None for destinations.
+        connected: from accept to the far side's answer. None if the reporter is the destination.
+        failed: from accept to the failure. None if the reporter is the destination.
     """
 
     length: Durations
@@ -56,9 +56,9 @@ HISTOGRAMS: Final = (
         ("what",),
     ),
 )
-#: The values of the label ``what`` of waits.
+#: The values of the label ``what`` in the histogram of waits.
 WAITS: Final = ("workload", "policy", "certificate", "secret")
-#: Histograms as values, by attribute and labels.
+#: Histograms in a form for sending to another process, by attribute and labels.
 TimeCounts = Mapping[str, Mapping[tuple[str, ...], DurationCounts]]
 
 

@@ -34,7 +34,7 @@ _SECRET_BYTES = 32
 
 
 class CaError(Exception):
-    """The root is unreadable, readable by others, or expired, or its key is another's."""
+    """The root is unreadable, readable by others or expired, or its key does not match."""
 
 
 class CertificateAuthority:
@@ -54,7 +54,7 @@ class CertificateAuthority:
         """Return the authority whose root is in a directory. A root is created if there is none.
 
         Raises:
-            CaError: the root is unreadable, readable by others, or expired, or its key is another's.
+            CaError: the root is unreadable, readable by others or expired, or its key does not match.
         """
         key_file, root_file = directory / "root-key.pem", directory / "root-cert.pem"
         try:
@@ -123,7 +123,7 @@ class CertificateAuthority:
         now: datetime,
         lifetime: timedelta,
     ) -> x509.Certificate:
-        """Return a leaf for a given key: empty subject, one critical URI name, for both ends of TLS."""
+        """Return a leaf for a given key, for both ends of TLS, with an empty subject and one critical URI name."""
         return self._leaf(key, [x509.UniformResourceIdentifier(str(identity))], now, lifetime)
 
     def _with_key(self, key: ec.EllipticCurvePrivateKey, leaf: x509.Certificate) -> Certificate:
@@ -162,7 +162,7 @@ def token_secret(directory: Path) -> bytes:
     """Return the key that signs tokens of nodes. It is created in the directory if there is none.
 
     Raises:
-        CaError: it is unreadable, readable by others, or of the wrong length.
+        CaError: the key is unreadable, readable by others, or of the wrong length.
     """
     path = directory / "token-key"
     try:

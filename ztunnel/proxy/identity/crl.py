@@ -1,13 +1,13 @@
 """Checks certificates against a file of revocation lists, and reloads the file when it changes.
 
 :meth:`RevocationLists.is_revoked` checks peers in handshakes, and peers of open connections when the lists change.
-It checks the whole chain, permits certificates without a list, and uses lists after their next update. OpenSSL's
-own check is not used: it needs a copy of the lists in each of many contexts, and uses only the newest list of an
-issuer.
+It checks the whole chain, permits certificates without a list, and also uses lists past their next update.
+OpenSSL's own check is not used, because it needs a copy of the lists in each of many contexts, and uses only the
+newest list of an issuer.
 
 If the file becomes unusable, the last good lists stay current. Without an earlier good file, an unusable file
-revokes every certificate, because its content is unknown and could revoke any. The proxy logs an ERROR, and polls
-the file until it ends. (The Rust ztunnel disables revocation permanently then.) A file that is missing from the
+revokes every certificate, because its content is unknown and could revoke any. The proxy logs an ERROR, and keeps
+polling the file. (The Rust ztunnel disables revocation permanently then.) A file that is missing from the
 start revokes no certificate. A file with PEM blocks but no list is unusable, because it is probably the wrong
 file.
 """
@@ -31,7 +31,7 @@ _CHECK_EVERY_S = 1.0
 
 
 class CrlError(Exception):
-    """The data is no revocation list."""
+    """The data is not a revocation list."""
 
 
 class _List:
@@ -59,7 +59,7 @@ class _List:
         if spki not in self._signers:
             try:
                 self._signers[spki] = self._crl.is_signature_valid(issuer.public_key())  # type: ignore[arg-type]
-            except (TypeError, ValueError):  # a kind of key that cannot sign lists
+            except (TypeError, ValueError):  # a type of key that cannot sign lists
                 self._signers[spki] = False
         return self._signers[spki]
 
@@ -84,7 +84,7 @@ class RevocationLists:
 
     Args:
         crls: the lists.
-        unreadable: the lists are unreadable, so every chain counts as revoked.
+        unreadable: whether the lists are unreadable, so that every chain counts as revoked.
     """
 
     def __init__(self, crls: Sequence[x509.CertificateRevocationList] = (), *, unreadable: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Makes requests for certificates, and checks the authority's answers. Pure.
+"""Creates certificate signing requests, and checks the authority's answers. Pure.
 
 A request contains one URI name and no subject, like the Rust ztunnel's. istiod takes the identity from the bearer
 token or the request's metadata, other authorities from the name.
@@ -64,13 +64,13 @@ def issued_certificate(
     Args:
         identity: the requested identity.
         key: the key that signed the request.
-        answer: the leaf, then the intermediates one by one, last all roots in one text; each in PEM.
-        exact: the leaf must name ``identity``. Otherwise it can name another: without impersonation the authority
-            certifies the token's identity.
+        answer: certificates in PEM: the leaf, then the intermediates one by one, then all roots in one text.
+        exact: whether the leaf must name ``identity``. Otherwise it can name another: without impersonation, the
+            authority certifies the token's identity.
 
     Raises:
-        IdentityError: the answer is unusable: no PEM, for another key or identity, of several names, or a chain
-            that does not lead to its roots, which no peer would accept.
+        IdentityError: the answer is unusable: it is not PEM, has another key or identity or several names, or its
+            chain does not lead to its roots, so that no peer would accept it.
     """
     if not answer:
         raise IdentityError(f"chain returned from CA is empty for: {identity}")

@@ -1,8 +1,8 @@
 """Reads files of root certificates as OpenSSL does, one certificate at a time. Pure.
 
-An unreadable certificate is left out, which reduces trust, and reported by name. The others stay. Blocks with the
-label ``TRUSTED CERTIFICATE`` (``openssl x509 -addtrust``) have a list of uses after the certificate: such a root
-counts if it can end the chain of a TLS server or client, and none of its uses is rejected.
+An unreadable certificate is omitted, which reduces trust, and is reported by name. The others are used. A block
+with the label ``TRUSTED CERTIFICATE`` (``openssl x509 -addtrust``) has a list of uses after the certificate: its
+root counts if it is trusted for TLS servers or clients, and none of its uses is rejected.
 """
 
 import base64
@@ -21,7 +21,7 @@ _BEGIN: Final = re.compile(rb"-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----")
 _BLOCK: Final = re.compile(
     rb"-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.*?)-----END \1CERTIFICATE-----", re.DOTALL
 )
-#: DER of the uses that let a root end a chain of TLS: serverAuth, clientAuth, anyExtendedKeyUsage.
+#: DER of the uses that make a root trusted for TLS: serverAuth, clientAuth, anyExtendedKeyUsage.
 _USES: Final = (
     b"\x06\x08+\x06\x01\x05\x05\x07\x03\x01",
     b"\x06\x08+\x06\x01\x05\x05\x07\x03\x02",
@@ -31,7 +31,7 @@ _SEQUENCE, _REJECTED = 0x30, 0xA0
 
 
 class _Unusable(Exception):
-    """A certificate in the file is left out. The text is the reason."""
+    """A certificate in the file is omitted. The text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class RootFile:
     Attributes:
         certificates: the usable certificates, in the file's order.
         faults: why other certificates are unusable. Each names the certificate's number in the file, from 1.
-        plain: every certificate is usable and has the usual label, so that other readers take the file as it is.
+        plain: whether every certificate is usable and has the usual label, so that other readers accept the file.
     """
 
     certificates: tuple[x509.Certificate, ...]
@@ -55,7 +55,7 @@ class RootFile:
 
 
 def read_roots(pem: bytes) -> RootFile:
-    """Read the certificates of a text in PEM; other blocks, and text between them, are passed over."""
+    """Read the certificates of a text in PEM. Other blocks, and text between blocks, are skipped."""
     found, faults = [], []
     plain = True
     for number, (label, content) in enumerate(_blocks(pem), start=1):
@@ -92,8 +92,8 @@ def _certificate(der: bytes, *, trusted: bool) -> x509.Certificate:
         der, uses = der[:end], der[end:]
         _check_uses(uses)
     with warnings.catch_warnings():
-        # A serial number that is not positive is no reason to distrust a root. A release of the library that
-        # refuses it costs this root alone.
+        # A serial number that is not positive is no reason to distrust a root. If a later release of the library
+        # refuses it, only this root is lost.
         warnings.simplefilter("ignore", CryptographyDeprecationWarning)
         try:
             return x509.load_der_x509_certificate(der)

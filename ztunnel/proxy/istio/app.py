@@ -1,9 +1,9 @@
 """The node proxy of an Istio mesh: creates and owns its components, and starts and stops them in order.
 
-The order is Rust ztunnel's. Admin, readiness and metrics pages are served from the start. No pod is captured
-before the control plane has described the mesh; then the proxy connects to the node agent. At the end all
-listeners close at once, so that a successor on the same ports takes new connections. Open connections have until
-the deadline.
+The order is the Rust ztunnel's. Admin, readiness and metrics pages are served from the start. Pods are captured
+only after the control plane has described the mesh; then the proxy connects to the node agent. At the end all
+listeners close at once, so that a successor on the same ports accepts new connections. Open connections can
+continue until the deadline.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ class IstioProxy:
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
         awaited = {STATE_MANAGER}
         if config.proxy_mode is ProxyMode.SHARED:
-            awaited.add(POD_MANAGER)  # covers the proxies of all pods
+            awaited.add(POD_MANAGER)  # this task also stands for the proxies of all pods
         else:
             awaited |= {task for task, on in ((PROXY, config.proxy), (DNS_PROXY, config.dns_proxy)) if on}
         self.workers: Workers | None = None
         if config.worker_threads > 1:
-            from ztunnel.proxy.istio.workers.main import Workers  # most nodes have one process and save the memory
+            from ztunnel.proxy.istio.workers.main import Workers  # most nodes have one process
 
             self.workers = Workers(
                 config.worker_threads, self.node, self.certificates, on_serving=self._workers_serve
@@ -166,7 +166,7 @@ class IstioProxy:
         self._successor: int | None = None
         if config.moves:
             from ztunnel.proxy.dataplane.handover.service import (
-                Handover,  # most proxies have no place to meet
+                Handover,  # imported here: most proxies have no hand-over folder
                 protect_secrets,
             )
             from ztunnel.proxy.istio.handover.kinds import kinds_of
@@ -217,10 +217,10 @@ class IstioProxy:
 
     def _last_configuration(self) -> LastConfiguration | None:
         holder = held_sockets.holder()
-        # the on-demand requests of the previous process are unknown
+        # after a restart, the on-demand requests of the previous process are unknown
         if holder is None or self.config.xds_on_demand:
             return None
-        # Most proxies have no holder, and save the memory.
+        # Imported here to save memory: most proxies have no holder of sockets.
         from ztunnel.proxy.istio.xds.last_configuration import LastConfiguration
 
         return LastConfiguration(holder, self.clock)
@@ -425,7 +425,7 @@ class IstioProxy:
 
     def _taps(self) -> TapServer:
         from ztunnel.proxy.istio.admin.tapped_pods import (
-            TappedPods,  # most proxies permit none, and save the memory
+            TappedPods,  # imported here to save memory: most proxies permit no taps
         )
         from ztunnel.proxy.tap.server import TapServer
 
@@ -435,7 +435,7 @@ class IstioProxy:
         log.info("version: %s", build_info(self.config.version_tag))
         mode = self.config.proxy_mode.value.lower()
         log.info("starting mode=%s node=%s files=%d", mode, self.config.node, limit_of_process())
-        # One line of JSON, which is YAML too.
+        # JSON on one line, which is also valid YAML.
         log.info("running with config: %s", json.dumps(logged_config(self.config), sort_keys=True))
         for warning in self.config.warnings:
             log.warning("%s", warning)
@@ -505,5 +505,5 @@ class IstioProxy:
                 giving.append(self.workers.hand_over(GIVE_S))
             await asyncio.gather(*giving)
         elif self.workers is not None:
-            await self.workers.hand_over(0.0)  # to a late successor
+            await self.workers.hand_over(0.0)  # to a successor that connects later
         return self._tasks.start(handover.give_late(), "late hand-over")

@@ -51,7 +51,7 @@ def _faults_of_addons(config: IstioConfig) -> list[str]:
 
 
 def described(config: IstioConfig, local: str, contexts: int, warnings: int) -> str:
-    """Return a summary of a valid environment for a person: the peers and sources that a start needs."""
+    """Return a summary of a valid environment for a person: the control plane and files needed for a start."""
     parts = {
         "control plane": config.xds_address,
         "certificates from": config.ca_address,

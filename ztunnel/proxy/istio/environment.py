@@ -68,7 +68,7 @@ from ztunnel.runtime.settings import (
 
 MESH_CONFIG = "./etc/istio/config/mesh"
 ISTIOD = "https://istiod.istio-system.svc:15012"
-#: Largest ``KEEPALIVE_TIME`` and ``_INTERVAL`` that Linux accepts (``MAX_TCP_KEEPIDLE`` in include/net/tcp.h).
+#: The largest ``KEEPALIVE_TIME`` and ``_INTERVAL`` accepted by Linux (``MAX_TCP_KEEPIDLE`` in include/net/tcp.h).
 _KEEPALIVE_LONGEST_S = 32767.0
 #: The largest number of worker processes, and the largest default.
 MOST_WORKERS = 64
@@ -87,7 +87,7 @@ def _number(smallest: int, largest: int) -> Callable[[str], int]:
 
 
 def _switch(text: str) -> bool:
-    """Parse a boolean, written as a word or as a number like in some variables; the Rust ztunnel accepts both."""
+    """Parse a boolean, written as a word or, for some variables, as a number. The Rust ztunnel accepts both."""
     return boolean({"1": "true", "0": "false", "": "false"}.get(text, text))
 
 
@@ -139,7 +139,7 @@ class _Environment:
         ]
 
 
-#: Variables read by other code, or set by Istio's chart but without effect here.
+#: Variables that other code reads, or that Istio's chart sets without an effect in this proxy.
 _OTHER_VARIABLES = frozenset(
     (
         "INPOD_ENABLED",
@@ -244,7 +244,7 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
     ):
         if text is None:
             continue
-        from xds.proto import core_yaml  # 1 MiB, which proxies without these settings save
+        from xds.proto import core_yaml  # imported only with these settings, because it takes 1 MiB
 
         try:
             loaded = core_yaml.load(text)
@@ -270,7 +270,7 @@ def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) ->
 def _string_map(value: Any) -> dict[str, str]:
     if not isinstance(value, dict):
         return {}
-    # YAML reads an unquoted true as a boolean, but values of metadata are strings, so it is the word "true" here.
+    # YAML reads an unquoted true as a boolean, but metadata values are strings, so it becomes the word "true".
     return {str(k): str(item).lower() if isinstance(item, bool) else str(item) for k, item in value.items()}
 
 
@@ -330,7 +330,7 @@ def _metadata(seen: _Environment, proxy_config: dict[str, Any], values: dict[str
         try:
             parsed[key] = json.loads(text, parse_constant=_no_constant)
         except ValueError as error:
-            # Like in the Rust ztunnel, the value is left out of the node's metadata and the proxy starts.
+            # As in the Rust ztunnel, the value is omitted from the node's metadata, and the proxy starts.
             seen.warnings.append(f"environment variable ISTIO_METAJSON_{key} is ignored: not JSON: {error}")
     values["metadata_json"] = parsed
     return metadata
@@ -390,7 +390,7 @@ def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
     )
     wanted = seen.get("ENABLE_ORIG_SRC", _one_of("true", "false", "auto"), "auto")
     if values["sidecar"]:
-        # They need CAP_NET_ADMIN, which a sidecar does not have.
+        # These settings need CAP_NET_ADMIN, which a sidecar does not have.
         for name, given in (("ENABLE_ORIG_SRC", wanted == "true"), ("PACKET_MARK", bool(mark))):
             if given:
                 seen.faults.append(f"{name} cannot be used with ZTUNNEL_SIDECAR=true, whose rules match the user")
@@ -424,8 +424,8 @@ def _tunnels(seen: _Environment, values: dict[str, Any]) -> None:
     values["baggage"] = seen.get("ENABLE_RESPONSE_BAGGAGE", boolean, True)
     values["pool_max_streams"] = max(1, seen.get("POOL_MAX_STREAMS_PER_CONNECTION", _number(0, 65535), 100))
     values["pool_unused_release_s"] = seen.get("POOL_UNUSED_RELEASE_TIMEOUT", duration_s, 300.0)
-    # The limits of SETTINGS and WINDOW_UPDATE (RFC 9113, 6.5.2 and 6.9): a connection's window cannot be smaller
-    # than its initial size. A stream's minimum is its initial window here (hbone/windows.py).
+    # The limits of SETTINGS and WINDOW_UPDATE (RFC 9113, 6.5.2 and 6.9). A connection's window cannot be smaller
+    # than its initial size. Here a stream's window cannot be smaller either (hbone/windows.py).
     values["stream_window"] = seen.get("HTTP2_STREAM_WINDOW_SIZE", _number(16_384, 2**31 - 1), 4 * 1024 * 1024)
     values["connection_window"] = seen.get(
         "HTTP2_CONNECTION_WINDOW_SIZE", _number(65_535, 2**31 - 1), 16 * 1024 * 1024
@@ -512,7 +512,7 @@ def _addons(seen: _Environment, read_file: Callable[[str], str | None]) -> Addon
     seen.names |= ADDON_VARIABLES
     path, contents = seen.environment.get(OPTIONS_FILE, ""), None
     if path:
-        from xds.proto import core_yaml  # 1 MiB, which proxies without this file save
+        from xds.proto import core_yaml  # imported only with this file, because it takes 1 MiB
 
         try:
             text = read_file(path)
@@ -551,8 +551,8 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int,
         count = _number(0, 4096)(text)
         return count or available
 
-    # Unlike Rust ztunnel's threads each process holds the mesh in its own memory, so the default is low: one per
-    # four CPUs, and one for a dedicated workload.
+    # Unlike Rust ztunnel's threads, each process holds the mesh in its own memory. So the default is low: one
+    # process per four CPUs, and one for a dedicated workload.
     default = 1 if available <= 2 or dedicated else min(math.ceil(available / 4), _MOST_BY_DEFAULT)
     concurrency = proxy_config.get("concurrency")
     if isinstance(concurrency, int) and not isinstance(concurrency, bool) and concurrency >= 0:
@@ -600,7 +600,7 @@ def _validate(seen: _Environment, values: dict[str, Any]) -> None:
 
 
 def _nearest(name: str, names: list[str]) -> list[str]:
-    import difflib  # imported here: most environments need it never
+    import difflib  # imported here, because it is rarely needed
 
     return difflib.get_close_matches(name, names, n=1, cutoff=0.88)
 
@@ -612,7 +612,7 @@ def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
     for name in sorted(env.keys() - known):
         if name.startswith(_PREFIXES) or is_service_link(name, env[name]):
             continue
-        # A matcher of all names takes 20 ms where Kubernetes gives variables of thirty services.
+        # Matching against all names would take 20 ms where Kubernetes sets the variables of thirty services.
         like = [
             each
             for each in known

@@ -1,4 +1,4 @@
-"""Checks before the start whether the proxy can use the TLS files named in its environment."""
+"""Checks, before the start, whether the proxy can use the TLS files named in its environment."""
 
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class Findings:
             client_tls(roots.read(), names, tls_1_2=policy.tls_1_2, groups=policy.groups)
         except CredentialsError as error:
             self.faults.append(f"{variable}: {error}")
-        except ValueError:  # the library's text, which refers to its manual, is not used
+        except ValueError:  # its text is not used, because it refers to the library's manual
             self.faults.append(f"{variable}: {roots.place}: no certificate in PEM that can be read")
         else:
             self.contexts += 1

@@ -1,4 +1,4 @@
-"""The conditions of the readiness page of an Istio mesh's proxy: the tasks that must be complete."""
+"""The readiness conditions of a proxy in an Istio mesh: the tasks that must be complete."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ class Readiness:
 
     Args:
         pending: the tasks at the start.
-        short: whether pods wait for descriptors before they accept, which the proxy reports, too.
+        short: returns whether pods wait for file descriptors before they accept. The proxy is then not ready.
     """
 
     def __init__(self, pending: set[str], short: Callable[[], bool] = lambda: False) -> None:

@@ -1,5 +1,5 @@
-"""Sends with OpenTelemetry's library, which this module alone imports. Its functions block, so call them from
-other threads.
+"""Sends data with OpenTelemetry's library, which only this module imports. Its functions block, so other threads
+than the event loop's must call them.
 
 The library takes 9 MiB and 0.1 s to import, so the sending thread imports it first.
 """
@@ -63,8 +63,8 @@ _KINDS: Final = {Kind.CLIENT: SpanKind.CLIENT, Kind.SERVER: SpanKind.SERVER}
 
 
 class _Reasons(logging.Handler):
-    """Keeps the library's last messages in each thread, because it reports the reason of a failure to its log
-    only, and the same reason at most once a minute.
+    """Keeps the library's last messages in each thread. The library reports the reason of a failure only to its
+    log, and the same reason at most once a minute.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class MetricClient:
     """Sends metrics; see :class:`LogClient`.
 
     Args:
-        start_ns: when counters were 0, in nanoseconds since the epoch.
+        start_ns: when all counters were 0, in nanoseconds since the epoch.
     """
 
     def __init__(self, destination: Destination, attributes: Mapping[str, str], start_ns: int) -> None:
@@ -188,7 +188,7 @@ def _record(line: Line, resource: Resource) -> ReadableLogRecord:
 
 
 def _context(line: Line) -> Context:
-    """Return the span of a line: the connection's own, otherwise the one named by the ``traceparent``."""
+    """Return the span that a line belongs to: the connection's own, otherwise the one named by ``traceparent``."""
     if line.trace is None:
         return Context()
     found = _span_context(line.trace, line.span_id or line.trace.span_id, remote=not line.span_id)
@@ -237,9 +237,9 @@ def _metric(slices: Sequence[Slice], start_ns: int, now_ns: int) -> Metric:
 
 
 def _histograms(samples: Iterable[Sample], start_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
-    """Make one point per histogram. Its samples are the buckets in ascending order up to +Inf, the sum, the count.
+    """Make one point per histogram. The samples are the buckets in ascending order up to +Inf, the sum, the count.
 
-    Buckets of the page are cumulative, OpenTelemetry's are not.
+    Buckets are cumulative on the page, but not in OpenTelemetry.
     """
     bounds: list[float] = []
     counts: list[int] = []

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ztunnel.proxy.otlp.samples import Slice
     from ztunnel.runtime.http.exposition import Family
 
-#: The most data points in a request: below 1 MiB, while collectors accept at least 4.
+#: The largest number of data points per request: below 1 MiB, while collectors accept at least 4 MiB.
 _POINTS: Final = 2000
 #: The limit of queued metric requests. Above it the oldest are dropped.
 REQUESTS: Final = 200
-#: The time for sending queued data when the process ends. An unreachable collector must not delay an upgrade.
+#: The time limit for sending queued data at shutdown. An unreachable collector must not delay an upgrade.
 _CLOSE_S: Final = 2.0
 
 Families = Callable[[], Awaitable[Iterable["Family"]]]
@@ -146,7 +146,7 @@ class AccessExport:
             time_s: wall clock.
             level: ``trace`` to ``error``.
             message: without fields.
-            fields: not changed any more.
+            fields: the fields, which must not be changed any more.
             traceparent: the ``traceparent`` of the connection's tunnel, sent or received, or empty.
         """
         line = Line(time_s, level, message, fields, parse_traceparent(traceparent) if traceparent else None)
@@ -207,7 +207,7 @@ class MetricExport:
         """Queue the current values, slice by slice, so that a page of many thousand samples does not block the
         loop.
         """
-        from ztunnel.proxy.otlp.samples import slices  # with the first export, as the page with its first scrape
+        from ztunnel.proxy.otlp.samples import slices  # imported at the first export
 
         now_ns = self._now_ns()
         request: list[Slice] = []

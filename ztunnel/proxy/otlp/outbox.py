@@ -1,6 +1,6 @@
 """Queues items for a collector, within a bound, and sends them in its own thread.
 
-OpenTelemetry's exporters block and retry until their timeout. So only this thread waits for a slow or unreachable
+OpenTelemetry's exporters block and retry until their timeout, so only this thread waits for a slow or unreachable
 collector. Callers never wait. If the queue is full, the oldest entry is dropped.
 """
 
@@ -24,14 +24,14 @@ class Outbox(Generic[ItemT]):
 
     Args:
         name: the kind of data, for logs and for the thread's name.
-        send: sends one batch in the thread; raises :class:`ExportFailed`. Any other error is a bug of ours: it is
-            logged, and the batch counts as dropped, too.
+        send: sends one batch in the thread. Raises :class:`ExportFailed`. Any other error is a bug: it is logged,
+            and the batch also counts as dropped.
         most: the queue's limit. Above it the oldest items are dropped.
-        batch: items of one batch at most.
+        batch: the largest number of items per batch.
         delay_s: how long the first item of a batch waits for others.
 
     Attributes:
-        sent, dropped: numbers of items, ever.
+        sent, dropped: the numbers of items since the start.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Cuts families of the metrics page into slices, on their way to the collector."""
+"""Cuts metric families into slices for sending them to the collector."""
 
 from collections.abc import Iterator
 from itertools import islice

@@ -21,7 +21,7 @@ LIBRARY: Final = "opentelemetry.exporter.otlp.proto.http"
 #: delay.
 _QUEUE: Final = 8192
 _BATCH: Final = 512
-#: The specification's; spans are rarer than lines.
+#: The specification's default, because spans are rarer than lines.
 _SPAN_QUEUE: Final = 2048
 _SPAN_DELAY_S: Final = 5.0
 _EXPORTER: Final = "OTEL_EXPORTER_OTLP_"
@@ -64,8 +64,8 @@ VARIABLES: Final = frozenset(
     }
 )
 
-#: Further variables of OpenTelemetry for the same subject, without an effect here. Listed, so that they do not
-#: count as misspelt.
+#: OpenTelemetry's other variables on the same subject, which have no effect here. Listed so that they do not count
+#: as misspelt.
 OTHERS: Final = frozenset(
     {
         "OTEL_METRIC_EXPORT_TIMEOUT",
@@ -134,7 +134,8 @@ class OtlpSettings:
 
     Attributes:
         metrics, logs, traces: the destination of each signal. None disables it.
-        sampled_below: see :func:`hbone.headers.format_traceparent`. 0: this proxy begins no sampled trace.
+        sampled_below: see :func:`hbone.headers.format_traceparent`. 0 means that this proxy starts no sampled
+            trace.
         interval_s: the time between two exports of all metrics.
         lines, spans: the batching of access lines and spans.
         attributes: resource attributes set by the operator. They replace the proxy's own.
@@ -199,10 +200,10 @@ def _share(text: str) -> float:
 
 
 class _Variables:
-    """Reads variables and collects faults. Like in the specification, an empty variable is not set.
+    """Reads variables and collects faults. As in the specification, an empty variable counts as unset.
 
     Attributes:
-        endpoint: the first variable that named one.
+        endpoint: the first variable that set an endpoint.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:

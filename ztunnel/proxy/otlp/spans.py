@@ -1,7 +1,7 @@
 """Decides for which connections a span is exported, at their last access line, and builds it.
 
-A span is created only if the tunnel's ``traceparent`` has the sampled flag. The operator sets which traces that
-begin in this proxy have it (``OTEL_TRACES_SAMPLER``).
+A span is created only if the tunnel's ``traceparent`` has the sampled flag. For traces that begin in this proxy,
+the operator configures which ones have it (``OTEL_TRACES_SAMPLER``).
 """
 
 import random

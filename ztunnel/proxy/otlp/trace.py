@@ -26,12 +26,12 @@ class Trace(NamedTuple):
 
     @property
     def sampled(self) -> bool:
-        """Whether the sender recorded its span, and requests the same of others."""
+        """Whether the sender recorded its span, and asks the receivers to record theirs."""
         return bool(self.flags & 1)
 
 
 def parse_traceparent(value: bytes) -> Trace | None:
-    """Return the content of a ``traceparent``, or None if it is empty or invalid: then there is no trace."""
+    """Return the content of a ``traceparent``, or None if it is empty or invalid, which means no trace."""
     found = _TRACEPARENT.fullmatch(value)
     if found is None or (found[1] == b"00" and found[5] is not None):
         return None

@@ -28,7 +28,7 @@ MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
 _SPARE_BYTES: Final = 256 * 1024
 #: The overhead of a segment's block and its acknowledgment's block, with a comment.
 _OVERHEAD_BYTES: Final = 512
-#: The number of ports that are tried to distinguish connections: several tunnel connections have streams.
+#: The number of ports that are tried to distinguish connections: the tunnel connections can have equal streams.
 _MOST_PORTS: Final = 4096
 #: The comment of a capture's last packet for a connection after an internal error. The connection has lost no
 #: bytes.
@@ -36,7 +36,7 @@ _FAILED: Final = "the tap failed here; the connection itself continues"
 
 
 def interface_of(direction: Direction) -> int:
-    """Return the id of the interface that shows a direction."""
+    """Return the id of the capture interface for a direction."""
     return 0 if direction is Direction.OUTBOUND else 1
 
 
@@ -52,7 +52,7 @@ class Capture:
     Attributes:
         packets: the number of packets, including dropped ones.
         dropped: the number of packets missing from the capture.
-        dropped_bytes: their payload.
+        dropped_bytes: the payload bytes of the dropped packets.
         streams: the number of captured connections.
         waiting_bytes: the length of the queue.
     """
@@ -89,7 +89,7 @@ class Capture:
     def _told_apart(self, facts: StreamFacts) -> StreamFacts:
         """Return a connection's facts with a unique pair of addresses.
 
-        Streams of one tunnel connection can all have its client address, and a reader would merge them.
+        All streams of one tunnel connection can have its client address, and a reader would merge them.
         """
         client, server = facts.client, facts.server
         for step in range(_MOST_PORTS):
@@ -108,7 +108,7 @@ class Capture:
     def take(self) -> bytes:
         """Remove and return the first blocks of the queue, about 64 KiB. Empty if there are none.
 
-        They count as waiting until :meth:`taken`.
+        The returned blocks count as waiting until :meth:`taken`.
         """
         found, size = [], 0
         while self._queue and size < 64 * 1024:
@@ -159,7 +159,7 @@ class Capture:
 
 
 class CapturedStream:
-    """Captures one connection, as a :class:`hbone.aio.observed.StreamObserver` that never raises."""
+    """Captures one connection. Implements :class:`hbone.aio.observed.StreamObserver`, and never raises."""
 
     __slots__ = ("_app", "_capture", "_comment", "_direction", "_facts", "_lost", "_open", "_tcp")
 
@@ -196,7 +196,7 @@ class CapturedStream:
         self._end(self._app.other, reset=reset)
 
     def left(self) -> None:
-        """Record the end of the connection. A side that has not ended was closed by the proxy."""
+        """Record the end of the connection. If a side has not ended by itself, the proxy has closed it."""
         if self._app.other in self._open:
             self._comment = "closed by the proxy; its access log has the reason"
             self._end(self._app.other, reset=False)

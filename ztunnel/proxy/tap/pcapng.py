@@ -39,7 +39,7 @@ def section(application: str, comment: str = "") -> bytes:
         application: the name of the program that wrote the file.
         comment: a comment on the whole file.
     """
-    # Length -1: unknown, because the section is written while it grows.
+    # Length -1 means unknown, because the section is written while it grows.
     body = struct.pack("<IHHq", _BYTE_ORDER, 1, 0, -1)
     return _block(_SECTION, body + _options((_COMMENT, comment), (_SECTION_APPLICATION, application)))
 
@@ -90,12 +90,12 @@ def statistics(
 
 
 def _halves(at_us: int) -> bytes:
-    """Return a time in the format's form: the upper 32 bits first, in any byte order."""
+    """Return a time in pcapng's form: the upper 32 bits first, whatever the byte order."""
     return struct.pack("<II", at_us >> 32, at_us & 0xFFFF_FFFF)
 
 
 def _block(kind: int, body: bytes) -> bytes:
-    size = 12 + len(body)  # at both ends, so that a reader can go backwards
+    size = 12 + len(body)  # written at both ends of the block, so that a reader can go backwards
     return _BLOCK.pack(kind, size) + body + _LENGTH.pack(size)
 
 

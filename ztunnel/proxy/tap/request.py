@@ -10,7 +10,7 @@ from typing import Final
 from xds.model.address import SocketAddress, canonical
 from ztunnel.runtime.settings import duration_s
 
-#: The page of the socket.
+#: The path of the page on the local socket.
 PATH: Final = "/tap"
 CONTENT_TYPE: Final = "application/x-pcapng"
 #: The header with the number of the pod's connections that were open when the tap began.
@@ -22,7 +22,7 @@ ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES = (
 #: The setting that permits taps: the path of the socket. Empty, the default, permits none.
 VARIABLE: Final = "ZTUNNEL_TAP_SOCKET"
 
-#: A tap that is forgotten ends by itself.
+#: The default and the longest duration of a tap in seconds, so that a forgotten tap ends by itself.
 DEFAULT_S, MOST_S = 60.0, 900.0
 DEFAULT_BYTES, MOST_BYTES = 64 * 1024 * 1024, 1024 * 1024 * 1024
 #: The largest number of concurrent taps in one proxy, each of a different pod.
@@ -36,7 +36,7 @@ _SIZE: Final = re.compile(r"(\d+)\s*([KMG]?i?B?)", re.ASCII | re.IGNORECASE)
 
 
 def refusal(socket_path: str) -> str:
-    """Return the answer of the admin server, which any process of the node can reach, instead of a capture."""
+    """Return the admin server's refusal of a tap request. Any process of the node can reach the admin server."""
     if not socket_path:
         return f"taps are not permitted: {VARIABLE} names no socket\n"
     return f"taps are for root, at the local socket {socket_path}: ztunnel tap\n"
@@ -47,7 +47,7 @@ class BadRequest(ValueError):
 
 
 class Direction(StrEnum):
-    """Which way a connection was opened, as the pod sees it."""
+    """The direction in which a connection was opened, as seen from the pod."""
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
@@ -60,7 +60,7 @@ class StreamFacts:
     Attributes:
         direction: the reporting side.
         client: the address of the application that connected.
-        server: outbound the dialled address, inbound that of the application.
+        server: the dialled address (outbound), or the application's address (inbound).
         peers: the names of the other end: its addresses, its workload, its services, its identity.
         ports: the dialled port, in addition to the server's.
         notes: identities, tunnel and the like, one line each.
@@ -76,14 +76,14 @@ class StreamFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapRequest:
-    """What to capture, and for how long.
+    """Which connections to capture, and for how long.
 
     Attributes:
         pod: ``NAMESPACE/NAME`` in an Istio mesh, an address in Envoy's dialect.
         port: capture only connections to this port. 0: any port.
-        peer: only connections with this address, workload, service or identity. Empty for all.
-        for_s: the longest time, in seconds.
-        limit_bytes: the longest capture.
+        peer: capture only connections with this address, workload, service or identity. Empty: any peer.
+        for_s: the longest duration of the capture, in seconds.
+        limit_bytes: the largest size of the capture.
     """
 
     pod: str
@@ -134,8 +134,8 @@ class Totals:
     Attributes:
         streams: the number of captured connections.
         outbound, inbound: the number of packets per direction, including dropped ones.
-        outbound_dropped, inbound_dropped: the number of these that are missing from the capture.
-        dropped_bytes: their payload.
+        outbound_dropped, inbound_dropped: the number of these packets that are missing from the capture.
+        dropped_bytes: the payload bytes of the missing packets.
     """
 
     streams: int = 0

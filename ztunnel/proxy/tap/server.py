@@ -5,9 +5,9 @@ which must be root. The protocol is HTTP/1.1, one request per connection: ``GET 
 (:class:`ztunnel.proxy.tap.request.TapRequest`), answered by a capture in chunks for the duration of the tap, with
 trailers that report how it ended. ``curl --unix-socket`` works as well as ``ztunnel tap``.
 
-A tap ends at its time or size limit, when its reader closes its side of the connection (packets captured until
-then are still sent), and with the proxy. Its beginning and its end are lines of the log at level warning, which
-name the reader.
+A tap ends at its time or size limit, with the proxy, or when its reader closes its side of the connection (packets
+captured until then are still sent). The log has a line at level warning for its beginning and for its end, which
+names the reader.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _PRIVACY: Final = "Decrypted streams of a pod: this file contains its applicatio
 
 
 class _Refusal(Exception):
-    """A request is refused. The text is the answer's body.
+    """A request is refused. The text is the response's body.
 
     Attributes:
         status: the answer's status.
@@ -70,11 +70,11 @@ class TapServer(LocalServer):
     """Listens while entered.
 
     Args:
-        path: the socket's path. Its folder is created if it is missing. A successor's socket takes its place, and
-            this one removes no other than its own.
+        path: the socket's path. Its folder is created if it is missing. A successor's socket can replace this one
+            at the path; this process removes only its own.
         source: the proxy.
         clock: the clock of capture times.
-        root: the user that may ask.
+        root: the id of the user that can request taps.
 
     Raises:
         TproxyError: raised by ``async with``: the socket cannot be created.
@@ -181,7 +181,7 @@ class _Running:
         self._carriers = carriers
         self._clock = clock
         self._over = asyncio.Event()
-        self._full = False  # at the size limit: write no more packets
+        self._full = False  # whether the size limit is reached, so that no more packets are written
         self._started_us = self._now_us()
 
     def _now_us(self) -> int:
@@ -192,7 +192,7 @@ class _Running:
         self._over.set()
 
     async def run(self, reader: Sink) -> list[tuple[str, str]]:
-        """Write the capture until the tap is over, and return the trailers."""
+        """Write the capture until the tap has ended, and return the trailers."""
         self._reader = reader
         await self._write(self._head())
         async with contextlib.AsyncExitStack() as sockets:
@@ -222,7 +222,7 @@ class _Running:
             if not task.cancelled():
                 self.totals += task.result()
         async with asyncio.timeout(FLUSH_S):
-            await self._write(self._tail())  # even beyond the size limit: it has the number of dropped packets
+            await self._write(self._tail())  # even beyond the size limit: it counts dropped packets
         totals = self.totals
         values = (self.ended, totals.streams, totals.packets, totals.dropped, totals.dropped_bytes)
         return [(name, str(value)) for name, value in zip(_TRAILERS, values, strict=True)]

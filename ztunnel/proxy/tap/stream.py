@@ -1,10 +1,10 @@
 """The packets of a TCP connection that would have carried a stream: addresses, sequence numbers, checksums. Pure.
 
-A tap sees bytes that pass between an application and the proxy, and no packets. Tools that read captures need a
-handshake, segments with sequence numbers, and an end, so :class:`SyntheticTcp` creates them (RFC 9293). It is TCP
-on a perfect network: no segment is lost, reordered or sent twice, every write is acknowledged at once, and the
-window is scaled so far that no sender waits. A reader sees gaps only where the capture itself has them
-(:meth:`SyntheticTcp.lost`).
+A tap observes bytes that pass between an application and the proxy, not packets. Tools that read captures need a
+handshake, segments with sequence numbers, and an end, so :class:`SyntheticTcp` creates them (RFC 9293). It
+simulates TCP on a perfect network: no segment is lost, reordered or sent twice, every write is acknowledged at
+once, and the window is scaled so far that no sender waits. A reader sees gaps only where the capture itself has
+them (:meth:`SyntheticTcp.lost`).
 """
 
 import ipaddress
@@ -58,7 +58,7 @@ class _End:
 
     Attributes:
         next: the sequence number of the next byte.
-        ended: it has sent FIN or RST.
+        ended: whether it has sent FIN or RST.
     """
 
     __slots__ = ("address", "ended", "next", "port")
@@ -78,9 +78,9 @@ class SyntheticTcp:
 
     Args:
         client, server: the two addresses. An IPv4 address beside an IPv6 one is shown as IPv4-mapped.
-        number: the connection's number in the capture. Initial sequence numbers differ, so that a reader does not
-            mistake a connection with the ports of an earlier one for the same.
-        mss: the longest payload of a segment. ``None``: Ethernet's.
+        number: the connection's number in the capture. Initial sequence numbers depend on it, so that a reader
+            does not mistake a connection for an earlier one with the same ports.
+        mss: the longest payload of a segment. ``None`` uses Ethernet's.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class SyntheticTcp:
         return host.packed
 
     def opening(self) -> list[Segment]:
-        """Return the three packets of the handshake; called first, and once."""
+        """Return the three packets of the handshake. Call this first, and only once."""
         options = struct.pack("!BBHBBBB", 2, 4, self.mss, 1, 3, 3, _WINDOW_SCALE)
         syn = self._segment(Side.CLIENT, _SYN, options=options)
         self._ends[Side.CLIENT].advance(1)
@@ -123,13 +123,13 @@ class SyntheticTcp:
         yield self._segment(sender.other, _ACK)
 
     def lost(self, sender: Side, size: int) -> None:
-        """Pass over bytes that were sent and are not in the capture: a reader sees the gap."""
+        """Skip bytes that were sent but are not in the capture. A reader sees the gap."""
         end = self._ends[sender]
         if not end.ended:
             end.advance(size)
 
     def end(self, sender: Side) -> list[Segment]:
-        """Return FIN of one direction and its acknowledgment; none when the direction has ended."""
+        """Return the FIN of one direction and its acknowledgment, or nothing if the direction has ended."""
         end = self._ends[sender]
         if end.ended:
             return []

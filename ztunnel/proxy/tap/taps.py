@@ -35,7 +35,7 @@ class TapSource(Protocol):
         """
 
     def carriers(self) -> list[Carry]:
-        """Return a capture carrier for each process that carries connections."""
+        """Return a capture function (``Carry``) for each process that carries connections."""
 
 
 class Carry(Protocol):

@@ -1,7 +1,7 @@
-"""Answers ``/ui`` and the paths below it: the page, its script and style, one event as JSON, and all as a stream.
+"""Answers ``/ui`` and the paths below it: the page, its scripts and styles, one event as JSON, the event stream.
 
-This module never changes the proxy: every path takes GET and HEAD only. The page is one document of our own files,
-and its content security policy forbids other sources. Three rules keep other sites of the user's browser out:
+This module never changes the proxy: every path accepts only GET and HEAD. The page consists of our own files, and
+its content security policy forbids other sources. Three rules keep out other sites in the user's browser:
 
 - ``Host`` must be an address or ``localhost``. A malicious site can resolve its name to 127.0.0.1 (DNS rebinding),
   so that its scripts could read these pages. The browser still sends the site's name.
@@ -27,11 +27,11 @@ from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, Repeated, not_found, text
 
 PATH: Final = "/ui"
-#: Concurrent streams: one per person and visible tab.
+#: The largest number of concurrent event streams: one per person and visible tab.
 MOST_FOLLOWERS: Final = 8
 #: The interval of events, fast enough to watch.
 INTERVAL_S: Final = 2.0
-#: The interval is at least this many times as long as creating an event takes, so events use at most 2 % of a CPU.
+#: The interval is at least this many times the time to create an event, so that events use at most 2 % of a CPU.
 _SHARE: Final = 50
 _SECURITY: Final = (
     (
@@ -80,7 +80,7 @@ class LivePages:
     Args:
         see: returns the current content. Called in the event loop, never twice at a time.
         clock: the clock of rates and times.
-        began: called when the first client follows the events. ``ended``: called when the last one leaves.
+        began: called when the first client begins to follow events. ``ended``: called when the last one leaves.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LivePages:
 
     @property
     def followers(self) -> int:
-        """The number of streams."""
+        """The number of open event streams."""
         return self._followers
 
     def answer(self, request: PageRequest) -> Page | Awaitable[Page]:
@@ -130,7 +130,7 @@ class LivePages:
         return _secured(not_found((*_FILES, _DATA, _EVENTS)))
 
     async def _data(self) -> Page:
-        """Return one event without rates, which belong to the clients that follow."""
+        """Return one event without rates, which are computed only for clients that follow the stream."""
         shown = event(await self._see(), Rates(), self._clock.monotonic(), self._clock.wall())
         return _secured(text(json.dumps(shown) + "\n", content_type=JSON))
 

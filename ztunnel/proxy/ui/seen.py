@@ -54,7 +54,7 @@ class Flow:
         open: currently open connections.
         opened, failed: counts since then.
         denied: failed connections that a policy of this proxy denied.
-        refused: failed connections that the peer's policy refused, as known by the source's side.
+        refused: failed connections that the peer's policy refused, as reported by the source's side.
         bytes_sent: bytes from client to server. ``bytes_received``: bytes back.
     """
 
@@ -107,7 +107,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy with its decisions, which are None where it is not counted.
+    """A policy with its decisions, which are None if the policy is not counted.
 
     Attributes:
         mode: ``enforced``, ``dry run``, or Envoy's ``shadow`` or ``both``.
@@ -141,7 +141,7 @@ class Denied:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Certificate:
-    """A certificate that the proxy shows to peers, or waits for; times are seconds of the wall clock."""
+    """A certificate that the proxy presents or waits for. Times are seconds of the wall clock."""
 
     identity: str
     state: str
@@ -157,9 +157,9 @@ class Source:
 
     Attributes:
         connected: None for a file, which has no connection.
-        away_s: seconds since it was last connected; 0 while it is.
-        updates: the number of its updates, with ``updated_s`` as the time of the last (wall clock). None if
-            unknown.
+        away_s: the seconds since it was last connected, or 0 while it is connected.
+        updates: the number of updates received, with ``updated_s`` as the time of the last one (wall clock). None
+            if unknown.
     """
 
     name: str
@@ -186,9 +186,9 @@ class Facts:
     Attributes:
         dialect: ``istio`` or ``envoy``.
         state: one line: ready, or what is missing.
-        totals: numbers of things by name, such as ``workloads``.
+        totals: the numbers of objects by name, such as ``workloads``.
         counted_since_s: the wall clock when flows began to be counted; 0 for the proxy's start.
-        question: an example for the form of explain, by parameter.
+        question: example values for the form of the explain page, by parameter.
         flows_kept: the number of connections in the flight recorder. 0 if it is off.
     """
 

@@ -1,4 +1,4 @@
-"""The setting of the live page, which both front ends have: served on loopback, everywhere, or nowhere."""
+"""The setting of the live page in both front ends: served only on loopback, everywhere, or nowhere."""
 
 from typing import Final
 

@@ -1,7 +1,7 @@
 """Cuts a front end's data to an event of bounded size, and adds rates. Pure.
 
-An event has the most active entries and counts the rest as ``left_out``, so that 200,000 workloads do not make it
-longer than 200.
+An event contains the most active entries and counts the others as ``left_out``, so that it is no longer with
+200,000 workloads than with 200.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, Final
 
 from ztunnel.proxy.ui.seen import Flow, Seen
 
-#: A sample older than this yields no rate: no client was connected meanwhile, and the mean over an hour is not a
-#: current rate.
+#: A sample older than this gives no rate, because no client was connected meanwhile, and a mean over an hour is
+#: not a current rate.
 _OLDEST_SAMPLE_S: Final = 60.0
-#: Characters of a text; SPIFFE ids of real meshes have a hundred.
+#: The longest text, in characters. SPIFFE ids of real meshes have about a hundred.
 LONGEST_TEXT: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The largest numbers of entries in an event, chosen so that a person can read them. Guesses."""
+    """The largest numbers of entries in an event, guessed so that a person can read them."""
 
     workloads: int = 60
     flows: int = 120
@@ -41,20 +41,21 @@ class Rates:
         """Return entries for the most active flows, in that order, and remember all for the next call.
 
         Args:
-            flows: their keys differ.
+            flows: flows with different keys.
             now_s: monotonic seconds.
             most: the largest number of entries.
 
         Returns:
-            The flow's attributes, with ``connections_per_s``, ``failures_per_s`` and ``bytes_per_s``: None if the
-            previous sample is missing or too old. A decreased count (the proxy restarted) yields 0.
+            The attributes of each flow, with ``connections_per_s``, ``failures_per_s`` and ``bytes_per_s``. These
+            are None if the previous sample is missing or too old, and 0 if a count decreased (the proxy
+            restarted).
         """
         before, elapsed_s = self._before, now_s - self._at_s if self._at_s is not None else 0.0
         if not 0.0 < elapsed_s <= _OLDEST_SAMPLE_S:
             before, elapsed_s = {}, 0.0
         self._before = {flow.key: flow for flow in flows}
         self._at_s = now_s
-        # A flow that is new since the last event started at 0.
+        # A flow that is new since the last event started with counts of 0.
         pairs = ((flow, before.get(key)) for key, flow in self._before.items())
         active = heapq.nlargest(most, pairs, key=_activity if elapsed_s else _size)
         return [_shown(flow) | _rates(flow, old, elapsed_s) for flow, old in active]

@@ -8,7 +8,7 @@ from typing import Any, Final
 #: A hundred years: every clock, certificate and timer can still add it to the current time.
 _LONGEST_S: Final = 100 * 365 * 86400.0
 
-#: Names with spaces between, metavar, help, other options of ``add_argument``. An empty metavar makes a switch,
+#: Names separated by spaces, metavar, help, other options of ``add_argument``. An empty metavar makes a switch,
 #: None leaves it to ``argparse``.
 Flag = tuple[str, str | None, str | None] | tuple[str, str | None, str | None, Mapping[str, Any]]
 

@@ -1,4 +1,4 @@
-"""The form of log lines of every process: that of the Rust ztunnel, plain or JSON by ``LOG_FORMAT=json``.
+"""Formats the log lines of every process like the Rust ztunnel: plain, or as JSON with ``LOG_FORMAT=json``.
 
 The proxy of an Istio mesh writes its lines itself (``ztunnel.proxy.istio.accounting.logs``), in the same form.
 """

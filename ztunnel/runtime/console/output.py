@@ -104,7 +104,7 @@ class Answer(Generic[T]):
         across: several nodes were asked, and the table has a column NODE.
         bad: the exit status is 1.
         notes: lines below a table, for people.
-        summary: the same for programs, beside the items.
+        summary: the content of the notes for programs, beside the items.
     """
 
     kind: Kind[T]

@@ -41,7 +41,7 @@ def stop_event() -> asyncio.Event:
 
 @contextlib.contextmanager
 def until_signal() -> Iterator[None]:
-    """Cancel the block at SIGINT or SIGTERM and continue behind the block. Errors and other cancellations pass."""
+    """Cancel the block at SIGINT or SIGTERM and continue after it. Errors and other cancellations propagate."""
     loop = asyncio.get_running_loop()
     running = asyncio.current_task()
     assert running is not None

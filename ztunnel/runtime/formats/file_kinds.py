@@ -1,6 +1,6 @@
-"""Recognizes by its keys a file that is meant for another command, for a helpful error. Pure.
+"""Recognizes a file for another command by its keys, so that the error can name that command. Pure.
 
-A file that is read by the wrong command has a fault in nearly every line, and none of these faults helps.
+Otherwise the wrong command would report a fault in nearly every line, and none of these faults would help.
 """
 
 import json

@@ -22,7 +22,7 @@ def parse(
 
     Args:
         arguments: the command line after the command.
-        flags: by name, whether each is a switch, which is ``true`` without a value.
+        flags: whether each flag, by name, is a switch. A switch without a value is ``true``.
         shorthands: names of flags by their letter.
 
     Raises:

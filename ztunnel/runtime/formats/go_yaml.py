@@ -293,7 +293,7 @@ def _number(plain: str, text: str) -> int | float | str:
     match = _INTEGER.fullmatch(plain)
     if match is not None and len(plain) < _MOST_DIGITS:
         number = _integer(match)
-        # A sign is only read by the signed reader.
+        # Go parses a number with a sign only as int64, a number without a sign also as uint64.
         if _LEAST <= number <= (_MOST if not match["sign"] else -_LEAST - 1):
             return number
     if _FLOAT.fullmatch(plain):

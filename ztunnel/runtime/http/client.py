@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client on h11, over a connection that the caller has made: one request, one answer.
 
-Captures of ``ztunnel tap`` have trailers and a blocking socket, and use h11 themselves. Probes of applications
-read answers like Go (:mod:`ztunnel.proxy.istio.admin.probe_response`).
+``ztunnel tap`` uses h11 directly, because a capture has trailers and a blocking socket. Probes of applications
+parse answers like Go (:mod:`ztunnel.proxy.istio.admin.probe_response`).
 """
 
 from collections.abc import Awaitable, Callable, Iterable

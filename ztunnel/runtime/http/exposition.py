@@ -1,4 +1,4 @@
-"""Makes Prometheus pages in the scraper's format, compressed if it accepts that.
+"""Makes Prometheus pages in the format that the scraper accepts, compressed if it accepts compression.
 
 The Prometheus client library negotiates and encodes. It is called per family and per slice of samples, so that a
 page of many thousand series never blocks the event loop for long. Import this module with the first scrape, not

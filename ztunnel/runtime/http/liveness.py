@@ -2,8 +2,8 @@
 
 A kubelet restarts a container that fails this probe, which ends every connection of the node. So the page only
 checks conditions that a restart repairs. It does not check the control plane, the node agent or any pod. An answer
-proves that the event loop runs. A step in an iteration of the poller proves the same of the data path, which uses
-another epoll.
+proves that the event loop runs. The data path uses another epoll, so the page also waits for a step in an
+iteration of its poller.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class PageRequest:
 
     Attributes:
         path: decoded, without its query.
-        target: both, as sent.
+        target: path and query, as sent.
         local: it came from this host to a loopback address.
         host: the ``Host`` header, as sent.
         fetch_site: ``Sec-Fetch-Site``, a browser's statement about the requesting page. Empty if it is missing.

@@ -1,8 +1,8 @@
 """Profiles a process: where the event loop's thread spends its time, or where memory was allocated and kept.
 
-A sample of the thread's stack takes microseconds of the interpreter's lock, a hundred times a second. A loop that
-waits for events appears as a stack of its own. A profile of the heap traces every allocation meanwhile, which
-makes them two to four times as slow.
+Sampling the thread's stack holds the interpreter's lock for microseconds, a hundred times a second. A loop that
+waits for events appears as a stack of its own. A heap profile traces every allocation, which makes allocations two
+to four times as slow.
 """
 
 import asyncio

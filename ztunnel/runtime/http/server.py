@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 server on TCP and Unix sockets: h11 parses and formats, asyncio's streams transport.
+"""A small HTTP/1.1 server on TCP and Unix sockets: h11 parses and formats, asyncio's streams carry bytes.
 
 It runs beside the data path and must not disturb it. The number of connections and the size and time of requests
 are bounded, long pages are sent piece by piece, and a client that does not read is disconnected.
@@ -59,9 +59,9 @@ class _Server(ABC):
             not block; pieces of the body are made later.
         clock: the clock for the ``date`` header.
         max_connections: the largest number of connections. Above it a connection of the address with the most
-            connections is closed, so that probes and scrapers are answered beside any number of slow clients. The
-            first found of these is closed: idle, following an endless page, slow to send its request, slow to read
-            its answer, with a streamed body. The oldest of these is closed.
+            connections is closed, so that probes and scrapers are answered beside any number of slow clients. Its
+            connections are closed in this order: idle, following an endless page, slow to send its request, slow
+            to read its answer, with a streamed body. Among equals, the least recently active one is closed first.
         product: value of the ``server`` header.
 
     Attributes:

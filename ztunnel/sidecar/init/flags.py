@@ -135,8 +135,8 @@ def wanted(
 
     Args:
         args: from a parser with :func:`add_flags`.
-        env: the environment, for what upstream has no flag for.
-        versions: that the namespace has.
+        env: the environment, for settings that have no flag upstream.
+        versions: the IP versions that the namespace has.
         resolvers: the resolvers in ``/etc/resolv.conf``.
 
     Raises:

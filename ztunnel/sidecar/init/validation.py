@@ -92,7 +92,8 @@ def _captured(wanted: Sidecar, version: Version, *, always: bool) -> Iterator[Ip
 
 
 def _fault(version: Version, target: tuple[IpAddress, int], port: int, timeout_s: float) -> str | None:
-    """Return what the connection reached instead of the listener. ``None``: it has reached the listener."""
+    """Return what happened to a connection that did not reach the listener. ``None`` if it has reached the
+    listener."""
     with contextlib.ExitStack() as stack:
         try:
             listener = stack.enter_context(sockets.listen(_WILDCARD[version], port, backlog=1))

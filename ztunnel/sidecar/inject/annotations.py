@@ -1,8 +1,8 @@
 """The sidecar options that the author of a pod can set by annotations. Pure.
 
-Names and meanings are the same as in Istio's injector. An unusable value denies the pod, and all such values are
-reported together: an ignored exclusion would cost its author more than a pod that is not created. Annotations that
-only Envoy could obey, and misspelt ones, are warnings.
+Names and meanings are the same as in Istio's injector. A pod with an unusable value is denied, and all such values
+are reported together. Ignoring an exclusion would do its author more harm than denying the pod. Annotations that
+only Envoy could obey, and misspelt ones, cause warnings.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""The injector's own CA: in a Secret that all replicas share. It issues their serving certificates.
+"""The injector's own CA, in a Secret that all replicas share. It issues their serving certificates.
 
 The first replica that finds no Secret creates the CA. A second one gets 409 and reads the first one's. Each
 replica has a serving certificate in files that :class:`ztunnel.sidecar.inject.server.InjectServer` watches. To
@@ -55,7 +55,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A serving certificate, PEM, and when to replace it: at half of its life."""
+    """A serving certificate in PEM, and when to replace it: at half of its lifetime."""
 
     certificate: bytes
     key: bytes
@@ -96,7 +96,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(ca=False), critical=True)
-        # RFC 5280, 4.2.1.1: during a rotation it selects the CA at a verifier that has two.
+        # RFC 5280, 4.2.1.1: during a rotation, a verifier with two CAs finds the right one by this key identifier.
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(ca_key, hashes.SHA256())
@@ -131,7 +131,7 @@ class OwnCertificates:
         self._renew = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
     async def refresh(self) -> None:
-        """Write what has changed: a new CA, or a new serving certificate at half of the old one's life.
+        """Write what has changed: a new CA, or a new serving certificate at half of the old one's lifetime.
 
         Raises:
             BadAuthority, KubeError: the files stay as they are.
@@ -141,8 +141,8 @@ class OwnCertificates:
         if authority == self._authority and now < self._renew:
             return
         leaf = issue(authority, self._names, now)
-        # The CA first: with the new certificate an API server must not find only the old CA for longer than
-        # needed.
+        # The CA is written first, to shorten the time in which an API server has only the old CA for the new
+        # certificate.
         self._write("ca.crt", authority.certificates)
         self._write("tls.key", leaf.key)
         self._write("tls.crt", leaf.certificate)

@@ -31,8 +31,8 @@ def certificates(bundle: bytes) -> frozenset[bytes]:
 def operations(configuration: Object, bundle: bytes) -> list[Operation]:
     """Return the patch of a MutatingWebhookConfiguration, empty if every entry has these certificates already.
 
-    Each change is preceded by a test of the entry's name: if another client has inserted an entry in front
-    meanwhile, the patch fails as a whole, instead of changing the wrong one.
+    Each change is preceded by a test of the entry's name: if another client has meanwhile inserted an entry before
+    it, the whole patch fails instead of changing the wrong entry.
 
     Raises:
         BadBundle: see :func:`certificates`.
@@ -46,7 +46,7 @@ def operations(configuration: Object, bundle: bytes) -> list[Operation]:
         if not isinstance(client, Mapping) or _found(client) == wanted:
             continue
         patch.append({"op": "test", "path": pointer("webhooks", number, "name"), "value": entry.get("name")})
-        # Replaces as well where there is one (RFC 6902, 4.1).
+        # If the member exists, ``add`` replaces it (RFC 6902, 4.1).
         patch.append(
             {"op": "add", "path": pointer("webhooks", number, "clientConfig", "caBundle"), "value": encoded}
         )

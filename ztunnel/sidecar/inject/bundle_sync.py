@@ -37,7 +37,7 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
     loop = asyncio.get_running_loop()
     configuration: Object | None = None
     backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S)
-    # The first write is at once, later ones keep their distance.
+    # The first write is immediate; each later write waits for a back-off after the previous one.
     not_before_s = loop.time()
     said = ""
     async with Informer(client, (Selection(MUTATING_WEBHOOK, fields=f"metadata.name={name}"),)) as informer:
@@ -59,8 +59,7 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
                 elif not patch and loop.time() >= not_before_s + _LONGEST_WAIT_S:
                     backoff.reset()
             except ApiRefused as error:
-                # 404: it was deleted, which is its owner's right. 422: an entry has moved, and its event is on its
-                # way.
+                # 404: the owner has deleted it. 422: an entry has moved, and the event about that will arrive.
                 if error.status not in (404, 422):
                     fault = str(error)
             except (KubeError, BadBundle, OSError) as error:

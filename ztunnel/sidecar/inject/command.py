@@ -1,4 +1,5 @@
-"""``ztunnel inject -f FILE``, ``ztunnel inject serve``, and what injected pods run: ``gate`` and ``drain``."""
+"""``ztunnel inject -f FILE``, ``ztunnel inject serve``, and the commands of injected pods: ``gate`` and
+``drain``."""
 
 import argparse
 import asyncio

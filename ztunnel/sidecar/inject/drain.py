@@ -2,10 +2,9 @@
 
 A native sidecar runs it when its pod starts to end, and gets SIGTERM after the application, so it need not wait. A
 sidecar that is an ordinary container gets SIGTERM together with the application, which can still have connections
-to finish or to open. There the hook delays SIGTERM (``wait_s``) until there are no connections, or until its time
-is over.
+to finish or to open. There the hook delays SIGTERM until no connection is left, for at most ``wait_s``.
 
-Imports are the standard library's, as the gate's.
+Like the gate, it imports only the standard library.
 """
 
 import http.client

@@ -5,7 +5,7 @@ the pod to the proxy. So a connection to 15008 on the pod's own loopback, which 
 once the pod is in the mesh. It is closed without sending a byte. This works with any ztunnel and any agent, needs
 no file or port of its own, and no other pod can answer.
 
-Imports are the standard library's: this starts in every pod.
+It imports only the standard library, because it starts in every pod.
 """
 
 import errno

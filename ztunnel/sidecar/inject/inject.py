@@ -37,7 +37,7 @@ class Outcome:
 
     Attributes:
         pod: a new object if any part was added, otherwise the given one.
-        decision: whether and why.
+        decision: whether the pod was injected, and why.
         warnings: for the author of the pod.
     """
 

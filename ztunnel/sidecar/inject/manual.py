@@ -37,13 +37,13 @@ class BadDocument(Exception):
 
 
 def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str]) -> str:
-    """Return a file with its pods injected, in the order and the language that it has.
+    """Return a file with its pods injected. Its order, and its language (YAML or JSON), are unchanged.
 
     Args:
         text: YAML, of any number of documents, or JSON, one value after the other.
         namespace: the namespace of objects that name none.
         config: the injector's.
-        notes: receives a line for each pod: the action, or the reason for none.
+        notes: receives a line for each pod: the action, or why there is none.
 
     Raises:
         BadDocument: names the object and its fault, or the file is neither YAML nor JSON.

@@ -39,7 +39,7 @@ def _diff(before: Any, after: Any, path: str) -> Iterator[Operation]:
 def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Operation]:
     """Change the part between the common start and the common end of both lists.
 
-    A container that was put in front of others is one ``add`` so, not a replacement of every container.
+    So a container inserted before others becomes one ``add``, not a replacement of every container.
     """
     shorter = min(len(before), len(after))
     head = next((at for at in range(shorter) if not same(before[at], after[at])), shorter)

@@ -1,9 +1,9 @@
 """Redirects kubelet's probes to the sidecar, and restores them. Pure.
 
-Kubelet connects without a certificate, which a mesh that requires one would refuse. So ``httpGet``, ``tcpSocket``
-and ``grpc`` of probes and lifecycle hooks become ``httpGet`` of the proxy's status port. The proxy gets the
-originals as a list in its environment (:mod:`ztunnel.proxy.istio.settings.app_probes` reads it). Paths and format
-are the same as in Istio's injector. ``exec`` and ``sleep`` stay.
+Kubelet connects without a client certificate, so a mesh that requires one would refuse its probes. So ``httpGet``,
+``tcpSocket`` and ``grpc`` of probes and lifecycle hooks become ``httpGet`` of the proxy's status port. The proxy
+gets the originals as a list in its environment (:mod:`ztunnel.proxy.istio.settings.app_probes` reads it). Paths
+and format are the same as in Istio's injector. ``exec`` and ``sleep`` stay.
 """
 
 import copy

@@ -16,7 +16,7 @@ from ztunnel.sidecar.inject.decision import mapping
 from ztunnel.sidecar.inject.inject import Denied, inject
 from ztunnel.sidecar.inject.patch import diff
 
-#: etcd's limit for a request, twice, as Istio's: an object and its old state.
+#: Twice etcd's limit for a request, as in Istio, because a review has an object and its old state.
 MAX_BODY: Final = 3 * 1024 * 1024
 _URL_NAMES: Final = {"cluster": ("CLUSTER_ID", "ISTIO_META_CLUSTER_ID"), "net": ("NETWORK",)}
 _VERSIONS: Final = ("admission.k8s.io/v1", "admission.k8s.io/v1beta1")
@@ -28,7 +28,7 @@ class Answer:
 
     Attributes:
         result: for logs and metrics: ``injected``, ``skipped``, ``denied`` or ``bad-request``.
-        about: which pod, and why.
+        about: the pod, and the reason for the result.
     """
 
     status: int

@@ -13,14 +13,14 @@ class BadSelector(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """One line of a selector."""
+    """One requirement of a selector."""
 
     key: str
     operator: str
     values: tuple[str, ...] = ()
 
     def holds(self, labels: Mapping[str, Any]) -> bool:
-        """Return whether labels meet it. A label that is missing is not in any list of values."""
+        """Return whether labels meet the requirement. A missing label is in no list of values."""
         match self.operator:
             case "In":
                 return labels.get(self.key) in self.values

@@ -155,7 +155,8 @@ class InjectServer:
 
     def _reload_certificate(self, context: ssl.SSLContext) -> bool:
         try:
-            # On a separate context first: a chain that fails half-way would stay in the served one.
+            # Loaded into a separate context first, because a chain that fails half-way would stay in the served
+            # context.
             self._load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
             self._load_certificate(context)
         except OSError as error:
@@ -256,7 +257,7 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
             return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
         def _check(self) -> None:
-            # There is no new request since the last check, so no complete request arrived in between.
+            # No request was started since the last check, so no complete one arrived in between.
             if self.cycle is self._seen and not self.busy():
                 self.transport.abort()
                 return

@@ -7,11 +7,11 @@ connections.
 
 The added parts are recorded in ``sidecar.istio.io/status``, whose presence makes node agents leave the pod alone.
 Injecting again first removes all added parts. So a later injector or configuration replaces an earlier one, and a
-repetition has no effect. The pod's containers with our names are its author's changes to ours: they are merged
-over the template's, and kept in ``proxy.istio.io/overrides`` for the next time.
+repetition has no effect. A container in the pod with the name of one of ours contains its author's changes to
+ours. It is merged over the template's container, and kept in ``proxy.istio.io/overrides`` for the next injection.
 
-``security.istio.io/tlsMode`` is not among the labels: it invites the Envoys of a mesh to speak Istio's own mTLS,
-which this proxy does not. They reach the pod by HBONE (``networking.istio.io/tunnel``), or in plain text.
+The label ``security.istio.io/tlsMode`` is not added, because it makes a mesh's Envoys use Istio's own mTLS, which
+this proxy does not speak. Envoys reach the pod by HBONE (``networking.istio.io/tunnel``), or in plain text.
 """
 
 import copy
@@ -106,7 +106,7 @@ def add(
         asked: the options from its annotations.
         config: the injector's.
         variables: further environment of the proxy, which wins over the configuration's.
-        native: else an ordinary container.
+        native: use a native sidecar instead of an ordinary container.
         workload: the owner of the pod. Empty means the owner in the pod.
 
     Raises:
@@ -140,7 +140,8 @@ def add(
     if native:
         spec["containers"], all_inits = containers, [*rules, proxy, *inits]
     else:
-        # Rules last: the user's own init containers have the network as it is, since no proxy runs yet.
+        # The container with the rules comes last, because no proxy runs yet while the user's init containers need
+        # the network.
         spec["containers"], all_inits = [proxy, *containers], [*inits, *rules]
     if all_inits:
         spec["initContainers"] = all_inits
@@ -311,7 +312,7 @@ def _environment(
     ]
     values = {
         "PROXY_MODE": "dedicated",
-        # Kubelet puts the values of earlier variables in.
+        # Kubelet substitutes the values of earlier variables.
         "PROXY_WORKLOAD_INFO": "$(POD_NAMESPACE)/$(POD_NAME)/$(SERVICE_ACCOUNT)",
         "ZTUNNEL_SIDECAR": "true",
         "XDS_ADDRESS": sidecar.xds_address,
@@ -425,7 +426,7 @@ def _ids(proxy: Mapping[str, Any]) -> tuple[int, int]:
     """Return the proxy's user and group, for rules to match.
 
     Raises:
-        BadPod: root, whose every process would pass.
+        BadPod: the user or group is root, so the rules would not capture any process of root.
     """
     context = mapping(proxy, "securityContext")
     ids = [context.get(name, USER) for name in ("runAsUser", "runAsGroup")]

@@ -8,8 +8,8 @@ entries follow ``istio.io/dataplane-mode``. The path of the URL selects the temp
 API servers call configurations in the order of their names. The webhooks for sidecars come after the gate's, so a
 pod selected by both gets a sidecar: the later injection removes the gate.
 
-The entries' names do not end as Istio's do: istiod puts its own CA into every entry that does, in configurations
-of its revision.
+The names of entries do not end like Istio's. In configurations of its revision, istiod puts its own CA into every
+entry with such a name.
 """
 
 from collections.abc import Sequence
@@ -128,7 +128,7 @@ def _entry(
         "admissionReviewVersions": ["v1"],
         "sideEffects": "None",
         "timeoutSeconds": _TIMEOUT_S,
-        # Only for pods that requested injection: without it such a pod would send outside the mesh.
+        # This only affects pods that requested injection, which would otherwise send traffic outside the mesh.
         "failurePolicy": "Fail",
         "reinvocationPolicy": "Never",
         "namespaceSelector": {"matchExpressions": [*of_namespace, system]},

@@ -12,17 +12,17 @@ from cryptography import x509
 from ztunnel.ask.check.rules import objects as o
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Object, error, warning
 
-#: The lowest minor of Kubernetes 1 whose API this project uses (``MutatingAdmissionPolicy`` apart), and the minor
-#: of its tests.
+#: The lowest minor version of Kubernetes 1 that has the APIs used here (except ``MutatingAdmissionPolicy``), and
+#: the minor version that the tests use.
 LEAST_MINOR: Final = 28
 TESTED_MINOR: Final = 32
-#: The longest normal rollout: each node's connections drain for minutes. If it takes longer, a pod blocks it.
+#: The longest normal rollout, in which each node's connections drain for minutes. A pod blocks a longer one.
 _ROLLOUT_S: Final = 600.0
 _WEBHOOK_WARN_S: Final = 7 * 86400.0
 
 
 def api_server(facts: Facts) -> Iterator[Finding]:
-    """Judge whether the API server answers."""
+    """Check whether the API server answers."""
     if not facts.cluster_asked:
         raise NotGathered(facts.cluster_error)
     if facts.cluster_error:
@@ -41,7 +41,7 @@ def permissions(facts: Facts) -> Iterator[Finding]:
 
 
 def versions(facts: Facts) -> Iterator[Finding]:
-    """Judge the versions of the server and of Gateway API."""
+    """Check the versions of the server and of Gateway API."""
     if facts.cluster_error:
         raise NotGathered(facts.cluster_error)
     found = re.match(r"\d+", str(facts.version.get("minor") or ""))
@@ -60,7 +60,7 @@ def versions(facts: Facts) -> Iterator[Finding]:
 
 
 def daemon_sets(facts: Facts) -> Iterator[Finding]:
-    """Judge whether each node with pods of the mesh has a ready proxy, and whether rollouts advance."""
+    """Check whether each node with pods of the mesh has a ready proxy, and whether rollouts advance."""
     sets = [item for item in facts.listed("DaemonSet") if _app(item) in (o.PROXY, o.AGENT, o.ISTIO_CNI)]
     if not any(_app(item) == o.PROXY for item in sets):
         yield error("no DaemonSet with the label app=ztunnel: no node has a proxy")
@@ -104,7 +104,7 @@ def _app(item: Object) -> str:
 
 
 def privileges(facts: Facts) -> Iterator[Finding]:
-    """Judge whether privileged pods are admitted, and whether one agent is on each node."""
+    """Check whether privileged pods are admitted, and whether each node has one agent."""
     homes = {o.key(item)[0] for item in facts.listed("DaemonSet") if _app(item) in (o.PROXY, o.AGENT)}
     for item in facts.listed("Namespace"):
         name = o.key(item)[1]
@@ -121,7 +121,7 @@ def privileges(facts: Facts) -> Iterator[Finding]:
 
 
 def proxy_versions(facts: Facts) -> Iterator[Finding]:
-    """Judge whether all proxies have the same version, and one close to istiod's."""
+    """Check whether all proxies have the same version, and whether it is close to istiod's."""
     found: dict[str, list[str]] = {}
     minors: dict[str, int] = {}
     for node, dump in facts.dumps():
@@ -160,7 +160,7 @@ def _few(names: list[str], most: int = 5) -> str:
 
 
 def webhooks(facts: Facts) -> Iterator[Finding]:
-    """Judge the injector's registration."""
+    """Check the injector's registration."""
     found = False
     for item in facts.listed("MutatingWebhookConfiguration"):
         name = o.key(item)[1]

@@ -1,4 +1,4 @@
-"""Judges the delivered configuration, and whether pods are captured as it requires. Pure."""
+"""Checks the configuration that proxies received, and whether pods are captured as labels require. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _KINDS: Final = ("workloads", "services", "policies")
 
 
 def streams(facts: Facts) -> Iterator[Finding]:
-    """Judge the stream of each proxy to its control plane."""
+    """Check the stream of each proxy to its control plane."""
     found = False
     for node, dump in facts.dumps():
         plane = dump.get("controlPlane")
@@ -34,7 +34,7 @@ def streams(facts: Facts) -> Iterator[Finding]:
 
 
 def refused(facts: Facts) -> Iterator[Finding]:
-    """Judge resources that proxies could not read."""
+    """Find resources that proxies could not read."""
     seen: dict[tuple[str, str, str], list[str]] = {}
     for node, check in facts.checks():
         for each in (check.get("controlPlane") or {}).get("refused") or ():
@@ -47,7 +47,8 @@ def refused(facts: Facts) -> Iterator[Finding]:
 
 
 def same_mesh(facts: Facts) -> Iterator[Finding]:
-    """Judge whether all proxies have the same mesh: by hashes from ours, else by counts in their dumps."""
+    """Check whether all proxies have the same mesh: by hashes if all proxies are ours, else by counts in their
+    dumps."""
     if any((dump.get("config") or {}).get("xdsOnDemand") for _, dump in facts.dumps()):
         raise NotGathered("proxies hold what they need only (XDS on demand)")
     ours = all(node.check is not None for node in facts.nodes.values() if node.dump is not None)
@@ -71,7 +72,7 @@ def same_mesh(facts: Facts) -> Iterator[Finding]:
 
 
 def capture(facts: Facts) -> Iterator[Finding]:
-    """Judge whether pods marked as captured are captured, and report what node agents found."""
+    """Check whether pods marked as captured are captured, and report what node agents found."""
     claims: dict[str, set[tuple[str, str]]] = {}
     for pod in o.captured(facts):
         if o.annotated(pod).get(o.REDIRECTION) == "enabled":
@@ -103,7 +104,8 @@ def _up(dump: Mapping[str, Any]) -> set[tuple[str, str]]:
 
 
 def references(facts: Facts) -> Iterator[Finding]:
-    """Judge whether named policies, waypoints and gateways exist, by the dump of one proxy."""
+    """Check in the dump of one proxy whether the policies, waypoints and gateways exist that its workloads
+    name."""
     node, dump = next(iter(facts.dumps()))
     policies = {f"{each.get('namespace')}/{each.get('name')}" for each in dump.get("policies") or ()}
     services = dump.get("services") or ()

@@ -15,14 +15,14 @@ from ztunnel.ask.check.rules.objects import seconds_of
 
 #: The audience of the tokens that istiod accepts.
 _AUDIENCE: Final = "istio-ca"
-#: Renewal is due at half of a certificate's life; below this share it has failed repeatedly.
+#: Renewal is due at half of a certificate's lifetime. Below this remaining fraction it has failed repeatedly.
 _LEFT: Final = 0.4
 _ROOT_WARN_S: Final = 60 * 86400.0
 _ROOT_S: Final = 7 * 86400.0
 
 
 def certificates(facts: Facts) -> Iterator[Finding]:
-    """Judge the state of each identity, and how much of its certificate's life is left."""
+    """Check the state of each identity, and how much of its certificate's lifetime remains."""
     for node, dump in facts.dumps():
         for each in dump.get("certificates") or ():
             identity, state = str(each.get("identity")), str(each.get("state"))
@@ -46,7 +46,7 @@ def _share_left(entry: Mapping[str, Any], now_s: float) -> float | None:
 
 
 def authorities(facts: Facts) -> Iterator[Finding]:
-    """Judge intermediate and root certificates, each once."""
+    """Check intermediate and root certificates, each once."""
     seen: dict[tuple[str, str], list[str]] = {}
     ends: dict[tuple[str, str], str] = {}
     for node, dump in facts.dumps():
@@ -70,7 +70,7 @@ def authorities(facts: Facts) -> Iterator[Finding]:
 
 
 def trust(facts: Facts) -> Iterator[Finding]:
-    """Judge whether each node's leaf verifies at the other nodes, and whether all have the same roots."""
+    """Check whether each node's leaf verifies at the other nodes, and whether all have the same roots."""
     roots: dict[str, dict[bytes, x509.Certificate]] = {}
     chains: dict[str, list[x509.Certificate]] = {}
     for node, dump in facts.dumps():
@@ -99,7 +99,7 @@ def trust(facts: Facts) -> Iterator[Finding]:
 
 
 def tokens(facts: Facts) -> Iterator[Finding]:
-    """Judge the token of each proxy's requests for certificates and configuration."""
+    """Check the token with which each proxy requests certificates and configuration."""
     found = False
     for node, check in facts.checks():
         token = check.get("token")

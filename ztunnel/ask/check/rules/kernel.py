@@ -19,14 +19,14 @@ _STRICT: Final = 1
 
 
 def pod_rules(facts: Facts) -> Iterator[Finding]:
-    """Judge the trial of a pod's rules in a network namespace of its own."""
+    """Check whether a pod's rules could be applied in a temporary network namespace."""
     for node, agent in facts.agents():
         if agent.get("rulesRefused"):
             yield error(f"the kernel refuses the rules of a pod: {agent['rulesRefused']}", node=node)
 
 
 def capabilities(facts: Facts) -> Iterator[Finding]:
-    """Judge the effective capabilities of proxies and agents."""
+    """Check the effective capabilities of proxies and agents."""
     for node, who, kernel in facts.kernels():
         shown = (kernel.get("process") or {}).get("capabilities")
         if shown is None:
@@ -38,14 +38,14 @@ def capabilities(facts: Facts) -> Iterator[Finding]:
 
 
 def control_groups(facts: Facts) -> Iterator[Finding]:
-    """Judge the version of control groups."""
+    """Check the version of control groups."""
     for node, who, kernel in facts.kernels():
         if who == "agent" and kernel.get("cgroupVersion") == 1:
             yield warning("control groups are of version 1: there is no memory pressure", node=node)
 
 
 def reverse_path(facts: Facts) -> Iterator[Finding]:
-    """Judge the reverse path filter (rp_filter): packets from the proxy to a pod return by ``lo``."""
+    """Check the reverse path filter (rp_filter): packets from the proxy to a pod return by ``lo``."""
     for node, who, kernel in facts.kernels():
         values: Mapping[str, int] = kernel.get("rpFilter") or {}
         if max(values.get("all", 0), values.get("lo", 0)) == _STRICT:
@@ -55,7 +55,7 @@ def reverse_path(facts: Facts) -> Iterator[Finding]:
 
 
 def ipv6(facts: Facts) -> Iterator[Finding]:
-    """Judge whether ``lo`` has IPv6 if other devices have it."""
+    """Check whether ``lo`` has IPv6 if other devices have it."""
     for node, check in facts.checks():
         values: Mapping[str, int] = (check.get("kernel") or {}).get("disableIpv6") or {}
         others = [value for device, value in values.items() if device not in ("lo", "all", "default")]
@@ -64,7 +64,7 @@ def ipv6(facts: Facts) -> Iterator[Finding]:
 
 
 def connection_tracking(facts: Facts) -> Iterator[Finding]:
-    """Judge how full the table of connection tracking is."""
+    """Check how full the conntrack table is."""
     for node, who, kernel in facts.kernels():
         table = kernel.get("conntrack") or {}
         used = _share(table.get("count"), table.get("maximum"))
@@ -74,7 +74,7 @@ def connection_tracking(facts: Facts) -> Iterator[Finding]:
 
 
 def local_ports(facts: Facts) -> Iterator[Finding]:
-    """Judge the range of local ports, and how many ports a pod uses toward one target."""
+    """Check the range of local ports, and how many ports a pod uses toward one target."""
     found = False
     for node, check in facts.checks():
         found = True
@@ -116,7 +116,7 @@ def _ports(text: str) -> set[int]:
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
-    """Judge descriptors, memory and throttled periods of each process against their limits."""
+    """Compare descriptors, memory and throttled periods of each process with their limits."""
     for node, who, kernel in facts.kernels():
         process = kernel.get("process") or {}
         for name, used, limit in (

@@ -1,7 +1,7 @@
-"""Checks as values: each has an id, a remedy and a pure function from gathered facts to findings. Pure.
+"""Defines checks as values: each has an id, a remedy and a pure function from gathered facts to findings. Pure.
 
-Ids are never used twice. A fact that could not be gathered raises :class:`NotGathered`, and the check counts as
-skipped, with the reason: neither good nor bad.
+An id is never reused. If a check needs a fact that could not be gathered, it raises :class:`NotGathered` and is
+reported as skipped, with the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Finding:
 
     Attributes:
         fact: one sentence.
-        about: the object, such as ``pod shop/web``. Empty for the cluster.
+        about: the affected object, such as ``pod shop/web``. Empty for the cluster.
         node: empty if the finding is not about a node.
         severity: ``WARNING`` or ``ERROR``.
     """
@@ -63,8 +63,8 @@ class NodeFacts:
     Attributes:
         dump: ``/config_dump`` of a proxy in an Istio mesh, ours or the Rust ztunnel's.
         check: ``/check`` of our proxy. ``None`` for the Rust ztunnel.
-        clock_s: the proxy's clock less that of this machine at the middle of the request.
-        reached: trials of tunnels to other nodes and gateways: place, address, port, seconds, error.
+        clock_s: how far the proxy's clock is ahead of this machine's, at the middle of the request.
+        reached: the attempts to reach other nodes and gateways, each with place, address, port, seconds and error.
         agent: ``/check`` of our node agent.
         audit: ``/audit`` of our node agent.
     """
@@ -79,7 +79,7 @@ class NodeFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The facts that checks judge.
+    """The facts that checks evaluate.
 
     Attributes:
         now_s: Unix time.
@@ -123,7 +123,7 @@ class Facts:
         """Yield the dump of each node's proxy.
 
         Raises:
-            NotGathered: there is none at all.
+            NotGathered: no node has one.
         """
         yield from self._of_nodes(lambda node: node.dump, "no proxy of an Istio mesh has answered")
 
@@ -131,7 +131,7 @@ class Facts:
         """Yield ``/check`` of each node's proxy.
 
         Raises:
-            NotGathered: there is none at all.
+            NotGathered: no node has one.
         """
         yield from self._of_nodes(lambda node: node.check, "no proxy of this project has answered")
 
@@ -139,7 +139,7 @@ class Facts:
         """Yield ``/check`` of each node's agent.
 
         Raises:
-            NotGathered: there is none at all.
+            NotGathered: no node has one.
         """
         yield from self._of_nodes(lambda node: node.agent, "no node agent of this project has answered")
 
@@ -147,7 +147,7 @@ class Facts:
         """Yield node, ``proxy`` or ``agent``, and the facts of the kernel as that process sees them.
 
         Raises:
-            NotGathered: there is none at all.
+            NotGathered: no node has them.
         """
         found = False
         for name, node in self.nodes.items():

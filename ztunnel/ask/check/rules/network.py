@@ -21,7 +21,7 @@ _PLUGIN: Final = "ztunnel-cni"
 
 
 def tunnels_between_nodes(facts: Facts) -> Iterator[Finding]:
-    """Judge the trials of port 15008 from each node to pods on others, and to gateways of other networks."""
+    """Check whether each node could reach port 15008 of pods on other nodes, and of other networks' gateways."""
     tried = 0
     for node, found in facts.nodes.items():
         for each in found.reached:
@@ -36,7 +36,7 @@ def tunnels_between_nodes(facts: Facts) -> Iterator[Finding]:
 
 
 def large_packets(facts: Facts) -> Iterator[Finding]:
-    """Judge the trials of port 15008 by a first message of 12 KiB, where a small one has arrived."""
+    """Check whether a first message of 12 KiB arrived at port 15008, if a small one did."""
     tried = 0
     for node, found in facts.nodes.items():
         for each in found.reached:
@@ -50,7 +50,7 @@ def large_packets(facts: Facts) -> Iterator[Finding]:
 
 
 def taken_ports(facts: Facts) -> Iterator[Finding]:
-    """Judge ports of the proxy that containers declare."""
+    """Find containers that declare one of the proxy's ports."""
     for pod in o.captured(facts):
         taken = sorted(o.ports_of(pod) & _IN_PODS)
         if taken:
@@ -74,7 +74,7 @@ def _listed(ports: list[int]) -> str:
 
 
 def others_rules(facts: Facts) -> Iterator[Finding]:
-    """Judge whether another mesh redirects the traffic of captured pods, and check the nodes' iptables."""
+    """Check whether another mesh redirects the traffic of captured pods, and check the nodes' iptables."""
     for pod in o.captured(facts):
         for container in [*(o.spec(pod).get("containers") or ()), *(o.spec(pod).get("initContainers") or ())]:
             mesh = _OTHER_MESHES.get(str(container.get("name")))
@@ -88,7 +88,7 @@ def others_rules(facts: Facts) -> Iterator[Finding]:
 
 
 def plugins(facts: Facts) -> Iterator[Finding]:
-    """Judge the CNI configuration of nodes whose agent installs its plugin."""
+    """Check the CNI configuration of nodes whose agent installs its plugin."""
     found = False
     for node, agent in facts.agents():
         cni = agent.get("cni")
@@ -114,7 +114,7 @@ def plugins(facts: Facts) -> Iterator[Finding]:
 
 
 def probes(facts: Facts) -> Iterator[Finding]:
-    """Judge the table for kubelet's probes, and other data planes on the node, which can drop probes."""
+    """Check the table for kubelet's probes, and find other data planes on the node, which can drop probes."""
     for node, agent in facts.agents():
         state = agent.get("probes") or {}
         if state.get("fault"):
@@ -124,7 +124,7 @@ def probes(facts: Facts) -> Iterator[Finding]:
 
 
 def clocks(facts: Facts) -> Iterator[Finding]:
-    """Judge the clocks of nodes against the API server's, or this machine's where that is not known."""
+    """Compare the nodes' clocks with the API server's, or with this machine's if the API server's is unknown."""
     known = {node: found.clock_s for node, found in facts.nodes.items() if found.clock_s is not None}
     if not known:
         raise NotGathered(facts.no_nodes or "no proxy of this project has answered")

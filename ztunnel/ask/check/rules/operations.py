@@ -13,7 +13,7 @@ _RECENT_S: Final = 900.0
 
 
 def restarts(facts: Facts) -> Iterator[Finding]:
-    """Judge restarts of proxies and agents in the last 15 minutes."""
+    """Check restarts of proxies and agents in the last 15 minutes."""
     for app in (o.PROXY, o.AGENT):
         for pod in o.of_app(facts, app):
             for each in o.status(pod).get("containerStatuses") or ():
@@ -56,7 +56,7 @@ def upgrades(facts: Facts) -> Iterator[Finding]:
 
 
 def observed(facts: Facts) -> Iterator[Finding]:
-    """Judge whether metrics are scraped and alerts exist."""
+    """Check whether metrics are scraped and alerts exist."""
     pods = o.of_app(facts, o.PROXY)
     if not pods:
         raise NotGathered("no proxy runs")

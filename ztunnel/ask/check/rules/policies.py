@@ -45,7 +45,7 @@ def rules(item: Object) -> Sequence[Mapping[str, Any]]:
 
 
 def layer_7(facts: Facts) -> Iterator[Finding]:
-    """Judge policies with attributes of HTTP or JWT that no waypoint gets."""
+    """Find policies with HTTP or JWT attributes that apply to no waypoint."""
     for item in at_node(facts):
         parts = [_layers(rule) for rule in rules(item)]
         about = o.named(item, "authorizationpolicy")
@@ -76,7 +76,7 @@ def _layers(rule: Mapping[str, Any]) -> tuple[bool, bool]:
 
 
 def delivered(facts: Facts) -> Iterator[Finding]:
-    """Judge policies as the proxies received them."""
+    """Check policies as the proxies received them."""
     seen: dict[tuple[str, str], list[str]] = {}
     for node, dump in facts.dumps():
         for policy in dump.get("policies") or ():
@@ -90,7 +90,7 @@ def delivered(facts: Facts) -> Iterator[Finding]:
 
 
 def selectors(facts: Facts) -> Iterator[Finding]:
-    """Judge selectors that select no workload."""
+    """Find selectors that select no workload."""
     pods = facts.listed("Pod")
     for kind in ("AuthorizationPolicy", "PeerAuthentication"):
         for item in facts.listed(kind):
@@ -105,7 +105,7 @@ def selectors(facts: Facts) -> Iterator[Finding]:
 
 
 def mistakes(facts: Facts) -> Iterator[Finding]:
-    """Judge actions, principals and ports that never match."""
+    """Find actions, principals and ports that never match."""
     domain = _trust_domain(facts)
     for item in at_node(facts):
         about = o.named(item, "authorizationpolicy")
@@ -170,7 +170,8 @@ def _undeclared(facts: Facts, item: Object, ports: set[str]) -> Iterator[Finding
 
 
 def waypoints(facts: Facts) -> Iterator[Finding]:
-    """Judge policies of pods behind a waypoint: these pods see the waypoint's account and address."""
+    """Check policies of pods behind a waypoint, which see the waypoint's account and address instead of the
+    client's."""
     namespaces = {o.key(item)[1]: o.labels(item).get(o.USE_WAYPOINT, "") for item in facts.listed("Namespace")}
     for item in at_node(facts):
         namespace = o.key(item)[0]
@@ -212,7 +213,7 @@ def _judges_addresses(item: Object) -> bool:
 
 
 def strict(facts: Facts) -> Iterator[Finding]:
-    """Judge clients that were refused for lack of mTLS in the last hour."""
+    """Find clients that were refused in the last hour because they did not use mTLS."""
     found = False
     for node, dump in facts.dumps():
         denials = dump.get("denials")
@@ -234,7 +235,7 @@ def strict(facts: Facts) -> Iterator[Finding]:
 
 
 def network_policies(facts: Facts) -> Iterator[Finding]:
-    """Judge NetworkPolicies that isolate pods of the mesh from tunnels or probes."""
+    """Find NetworkPolicies that isolate pods of the mesh from tunnels or probes."""
     isolating = [
         item
         for item in facts.listed("NetworkPolicy")

@@ -1,4 +1,4 @@
-"""Checks for objects whose labels suggest that they are in the mesh but are not, and for unused settings. Pure."""
+"""Finds objects that are outside the mesh although their labels suggest otherwise, and unused settings. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GATEWAY_NAME: Final = "gateway.networking.k8s.io/gateway-name"
 
 
 def waypoints(facts: Facts) -> Iterator[Finding]:
-    """Judge unused waypoints, and used ones without a ready pod."""
+    """Find unused waypoints, and used ones without a ready pod."""
     gateways = [item for item in facts.listed("Gateway") if o.spec(item).get("gatewayClassName") == WAYPOINT_CLASS]
     if not gateways:
         raise NotGathered("there is no waypoint")
@@ -38,7 +38,7 @@ def waypoints(facts: Facts) -> Iterator[Finding]:
 
 
 def outside(facts: Facts) -> Iterator[Finding]:
-    """Judge pods of ambient namespaces that are not in the mesh, by namespace and reason."""
+    """Find pods of ambient namespaces that are not in the mesh, grouped by namespace and reason."""
     ambient = o.ambient_namespaces(facts)
     found: dict[tuple[str, str], list[str]] = {}
     for pod in facts.listed("Pod"):
@@ -70,7 +70,7 @@ def outside(facts: Facts) -> Iterator[Finding]:
 
 
 def ports(facts: Facts) -> Iterator[Finding]:
-    """Judge ports of services in ambient namespaces."""
+    """Check the ports of services in ambient namespaces."""
     ambient = o.ambient_namespaces(facts)
     behind = {o.key(item)[1] for item in facts.listed("Namespace") if o.labels(item).get(o.USE_WAYPOINT)}
     pods = [pod for pod in facts.listed("Pod") if o.key(pod)[0] in ambient and o.is_running(pod)]

@@ -22,7 +22,7 @@ class BadConfiguration(ValueError):
 
 
 class OnlyOurs(BadConfiguration):
-    """A list without the network's own plugins: a runtime would take it, and no pod would start."""
+    """The list has no plugin of the network itself. A container runtime would load it, and no pod would start."""
 
 
 def read(text: str, *, listed: bool) -> dict[str, Any]:

@@ -1,14 +1,14 @@
 """Keeps our plugin installed on the host: the program first, then the configuration; removal is the reverse.
 
 The network's own installer, or a second mesh, can rewrite the configuration at any time. The folder is watched by
-inotify, and differences are repaired. If two installers overwrite each other, the log names them, because they
-would do so for ever. In the owned mode our plugin is in a separate file, a copy of the network's with our entry,
-whose name sorts first. That survives a reboot of the node, after which pods start before the agent.
+inotify, and differences are repaired. If two installers overwrite each other, which would never end, the log names
+both. In the owned mode our plugin is in a separate file whose name sorts first: a copy of the network's with our
+entry. It protects the pods that start before the agent after a reboot of the node.
 
 A runtime takes the first loadable file by name, with the ending .conf, .conflist or .json. Only a
 list can have a second plugin, so a plain file NAME.conf becomes NAME.conflist. The network's installer can write
-the plain file again: beside a list of ours with its name, it is the network's newest configuration. After each
-check, "installed" means that the file chosen by a runtime has our plugin.
+the plain file again. If it exists beside our list of the same name, it is the network's newest configuration.
+After each check, "installed" means that the file chosen by a runtime has our plugin.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ def install(wanted: Installation) -> list[str]:
         The paths of the written files.
 
     Raises:
-        NoNetwork: there is no configuration to add to; the program is there already.
+        NoNetwork: there is no configuration to add to. The program has been installed.
         OSError: a file cannot be written.
     """
     done = []
@@ -171,7 +171,7 @@ def uninstall(wanted: Installation) -> list[str]:
         if has_plugin(found):
             _replace(path, written(without_plugin(found)), path.stat().st_mode & 0o777)
             done.append(str(path))
-    # Last: a configuration whose program is missing lets no pod start.
+    # The program is removed last, because no pod can start if a configured program is missing.
     program = wanted.binaries / TYPE
     if program.exists():
         program.unlink()
@@ -184,7 +184,7 @@ class Installer:
 
     Attributes:
         installed: whether all files are in place, as of the last check.
-        rewrites: how often something had to be written again.
+        rewrites: how often a file had to be written again.
     """
 
     def __init__(self, wanted: Installation) -> None:
@@ -248,7 +248,7 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a file is a copy of ours, named so by us."""
+    """Return whether a file has the name of a copy made by this installer."""
     return path.name == OWNED or path.name.endswith(_OWN_ENDING)
 
 

@@ -11,8 +11,9 @@ class HandoverCounts:
     """The numbers of connections that moved to another process or stayed, since this process started.
 
     Attributes:
-        connections: pod connections, and tunnel connections without any, by result and reason: ``given`` or
-            ``kept`` by this process, ``taken`` or ``declined``.
+        connections: the number of pod connections, and of tunnel connections that carry none, by result and
+            reason. The result is ``given`` or ``kept`` if this process offered them, else ``taken`` or
+            ``declined``.
         paused_s: the sum of all pauses.
     """
 
@@ -42,7 +43,7 @@ class HandoverCounts:
 
     @property
     def pauses(self) -> tuple[int, ...]:
-        """The number of pauses per bucket, not cumulative. The last bucket has the longer ones."""
+        """The number of pauses per bucket, not cumulative. The last bucket counts longer pauses."""
         return tuple(self._pauses)
 
     @property

@@ -68,7 +68,7 @@ class Unit(Protocol):
         """A key that identifies the unit in every survey while it exists."""
 
     def freeze(self) -> Frozen:
-        """Stop it and read its state.
+        """Stop the unit and read its state.
 
         Raises:
             Unmovable: the unit cannot move, or not now.
@@ -88,14 +88,14 @@ Survey: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 @dataclass(slots=True)
 class _Offering:
-    """A unit, and what became of its offer.
+    """A unit, and the outcome of its offer.
 
     Attributes:
-        reason: why it stays. Empty: it was handed over.
-        frozen_s: when it was stopped, monotonic. ``None``: it was not.
-        given: it has left this process.
-        carrier: it has a tunnel connection.
-        pause_s: the time from then until the end of the slice.
+        reason: why the unit stays in this process. Empty if it was handed over.
+        frozen_s: the monotonic time when the unit was stopped. ``None`` if it was not.
+        given: whether the unit has left this process.
+        carrier: whether the unit has a tunnel connection.
+        pause_s: the time from ``frozen_s`` until the end of the slice.
     """
 
     unit: Unit
@@ -107,7 +107,7 @@ class _Offering:
 
     @property
     def connections(self) -> int:
-        """How many pod connections the unit has; 1 for a tunnel connection without any."""
+        """The number of the unit's pod connections, or 1 for a tunnel connection that carries none."""
         return max(1, self.unit.entries)
 
 
@@ -150,8 +150,8 @@ class Giver:
     """Offers connections to one taker.
 
     Args:
-        channel: the channel to the taker, whose greeting was read.
-        taker: its greeting.
+        channel: the channel to the taker, whose greeting was already read.
+        taker: the taker's greeting.
         survey: returns the units that can move.
         poller: serves this process's connections, except during a slice.
         clock: measures ages and pauses.
@@ -177,8 +177,8 @@ class Giver:
         self._answers: dict[int, asyncio.Future[str]] = {}
         self._ready: asyncio.Future[None] | None = None
         self._size = SliceSize()
-        # Units that an earlier call of give() has left. They are offered outside of slices, because a slice pauses
-        # all other connections.
+        # Units that an earlier call of give() could not hand over. They are offered outside of slices, because a
+        # slice pauses all other connections.
         self._stayed: set[int] = set()
         self._ended_s = clock.monotonic()
         self._unanswered = 0
@@ -347,7 +347,7 @@ class Giver:
         """Return why the taker declines a unit, or an empty text if it accepts.
 
         Raises:
-            TakerGone: the taker has ended, or reads no more.
+            TakerGone: the taker has ended, or no longer reads.
         """
         future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._answers[offer.number] = future

@@ -43,10 +43,10 @@ class Greeting(Struct, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         version: the program's version, for logs.
-        schema, oldest: the newest schema of the side's offers, and the oldest that it reads.
-        pods: the number of pods the taker carries, or in Envoy's dialect of its listeners.
+        schema, oldest: the newest schema version that the side sends, and the oldest version that it can read.
+        pods: the number of pods that the taker serves; in Envoy's dialect, the number of its listeners.
         dialect: the dialect of the side's configuration.
-        slices: whether the side reads :class:`SliceBegins` and :class:`SliceEnds`. A giver sends them only then.
+        slices: whether the side reads :class:`SliceBegins` and :class:`SliceEnds`. Otherwise a giver sends none.
     """
 
     version: str
@@ -58,17 +58,17 @@ class Greeting(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TakeNow(Struct, frozen=True, tag=True):
-    """Tells the giver that the taker replaces it now: it hands over its connections and ends."""
+    """Asks the giver to hand over its connections and exit, because the taker replaces it now."""
 
 
 class Busy(Struct, frozen=True, kw_only=True, tag=True):
-    """The giver has another taker, or cannot hand over to this one. The connection ends."""
+    """The giver has another taker, or cannot hand over to this one. The channel closes."""
 
     reason: str
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """One unit, with its descriptors beside the message. Each dialect adds its own fields.
+    """One unit. Its file descriptors are sent along with the message. Each dialect adds its own fields.
 
     Attributes:
         number: the unit's number in the following messages.
@@ -80,7 +80,7 @@ class Offer(Struct, frozen=True, kw_only=True):
 
     @property
     def connections(self) -> int:
-        """The number of pod connections; 1 for a tunnel connection without any."""
+        """The number of pod connections, or 1 for a tunnel connection that carries none."""
         return max(1, len(self.unit.relays))
 
 
@@ -122,7 +122,7 @@ class Keep(Struct, frozen=True, tag=True):
 
 
 class Finished(Struct, frozen=True, kw_only=True, tag=True):
-    """The giver has offered all units that can move. ``left``: the connections that stay, for logs."""
+    """The giver has offered all units that can move. ``left`` is the number of connections that stay, for logs."""
 
     given: int
     left: int

@@ -19,11 +19,11 @@ class Shown(Protocol):
 
 
 def page(handover: Shown | None, shut_down: Callable[[], object], request: PageRequest) -> Page:
-    """Return the state. POST makes the process give its connections to the waiting successor, and end.
+    """Return the state. A POST makes the process hand its connections over to the waiting successor, and exit.
 
     Args:
-        handover: the process's hand-over. ``None``: connections do not move.
-        shut_down: begins the end of the process, which gives its connections.
+        handover: the process's hand-over. ``None`` if hand-overs are off.
+        shut_down: begins the process's shutdown, which hands over its connections.
         request: the request to the admin server.
     """
     if handover is None:

@@ -77,7 +77,7 @@ class Kinds:
     """How a front end hands over its connections and continues received ones.
 
     Attributes:
-        dialect: its name. Processes of different dialects do not give to each other.
+        dialect: the dialect's name. Connections never move between processes of different dialects.
         read: parses a giver's messages.
         survey: returns the units that can move from this process.
         make: rebuilds the unit of an offer.
@@ -100,7 +100,7 @@ class Handover:
         poller: serves this process's connections.
         clock: measures pauses and ages.
         version: this program's version, for the other process's log.
-        replace: have the predecessor hand over and end as soon as this process is ready.
+        replace: whether to make the predecessor hand over and exit as soon as this process is ready.
         on_take_now: called when a successor demands an immediate hand-over.
         statistics: receives the counts. ``None``: a new object.
         worker: the index of this worker process, which meets only workers of the same index. ``None``: the main
@@ -142,9 +142,9 @@ class Handover:
         self._tasks.keep(self._run, "rendezvous")
 
     async def close(self) -> None:
-        """End both roles. Connections that the other process has not released stay there."""
+        """End both roles. Connections that the other process has not released stay in that process."""
         if self._listener is not None:
-            # Before the successor sees the end of its channel and puts its own socket there, which must stay.
+            # Remove the socket now: once the channel closes, the successor binds its own socket at this path.
             self._listener.remove()
         await self._tasks.close()
         if self._listener is not None:
@@ -199,7 +199,7 @@ class Handover:
                 await asyncio.sleep(_UNUSABLE_S)
 
     async def _take_from_predecessor(self) -> bool:
-        """Serve one connection to the listening process. Return True if no process listens, or it has ended."""
+        """Take connections from the listening process. Return True if no process listens, or if it has ended."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             sock.connect(str(self.path))
@@ -222,7 +222,7 @@ class Handover:
             log.error("the hand-over ends: the predecessor sent an unreadable message error=%s", error)
             return False
         except OSError:
-            return False  # the caller tries again, and then it has disconnected
+            return False  # the caller tries again, and by then the predecessor has disconnected
         finally:
             self._poller.resume()
             taker.close()
@@ -374,7 +374,7 @@ class Handover:
         )
 
     async def give_late(self) -> None:
-        """Offer the connections that have stayed repeatedly, also to a later successor, until cancelled."""
+        """Repeatedly offer the connections that have stayed, also to a later successor, until cancelled."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             giver = self._giver

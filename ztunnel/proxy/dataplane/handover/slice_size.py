@@ -1,14 +1,14 @@
-"""How long the slices of a hand-over are. Pure."""
+"""Chooses the size of a hand-over's slices. Pure."""
 
 from typing import Final
 
 
 class SliceSize:
-    """How many connections are offered in one slice. It follows the length of the previous slice.
+    """Chooses the number of connections offered per slice, from the duration of the previous slice.
 
-    The aim is 5 ms. Where processors are busy, it is half of the time since the previous slice, at most 50 ms:
-    there even a slice of one connection waits for a processor several times, and a hand-over of 10,000 connections
-    in such slices takes minutes.
+    The target duration is 5 ms. On busy processors it is half of the time since the previous slice, at most 50 ms:
+    there, even a slice of one connection waits for a processor several times, and a hand-over of 10,000
+    connections in such slices would take minutes.
     """
 
     #: Both processes together need about 5 ms of CPU for 16 plain connections.

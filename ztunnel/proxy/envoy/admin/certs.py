@@ -68,7 +68,7 @@ def _roots(context: LiveContext) -> list[x509.Certificate]:
 
 
 def _own(context: LiveContext) -> list[x509.Certificate]:
-    """The leaves."""
+    """Return the context's own leaf certificates."""
     return [_parsed(own.chain_pem)[0] for own in context.certificates]
 
 
@@ -78,7 +78,7 @@ def _parsed(pem: bytes | None) -> list[x509.Certificate]:
 
 
 def _context(context: LiveContext, now: datetime) -> dict[str, object]:
-    # Our own chains show only the leaf, like in Envoy. All roots are shown, while Envoy shows the first.
+    # Our own chains show only the leaf, like in Envoy. All roots are shown, while Envoy shows only the first.
     return {"ca_cert": details(_roots(context), now), "cert_chain": details(_own(context), now)}
 
 

@@ -88,7 +88,7 @@ def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
 
 
 def _service_name(cluster: LiveCluster) -> str:
-    """Return the name that endpoints are requested by, if it is not the cluster's."""
+    """Return the name that endpoints are requested by, if it differs from the cluster's name."""
     return cluster.model.eds_name if cluster.model.eds_name != cluster.model.name else ""
 
 

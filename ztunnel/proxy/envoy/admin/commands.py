@@ -40,7 +40,7 @@ def answer(proxy: InspectedProxy, drain: Drain, live_page: Pages, request: PageR
     """Answer one request to the admin server. ``live_page`` answers the paths below ``/ui``."""
     allowed = proxy.bootstrap.admin_allow_paths
     if allowed and not any(match.matches(request.target) for match in allowed):
-        return text(f"request to path {printable(request.target)} not allowed", 403)  # in Envoy's words
+        return text(f"request to path {printable(request.target)} not allowed", 403)  # Envoy's text
     path = request.path.rstrip("/") or "/"
     command = _BY_PATH.get("/ui" if path.startswith("/ui/") else path)
     if command is None:

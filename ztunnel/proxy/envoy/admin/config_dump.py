@@ -67,7 +67,7 @@ def _name_filter(expression: str | None) -> dump.Shown:
 
 
 def re2_reason(expression: str, error: re.error) -> str:
-    """Return the fault of an expression, in RE2's words for common cases. None if there is none."""
+    """Return the fault of an expression, in RE2's words for common cases, or None if it is valid."""
     match error.msg.partition(",")[0]:
         case "missing )":
             return f"missing ): {expression}"
@@ -222,7 +222,7 @@ def _indented(message: Message, indent: str) -> str:
 
 
 def _field(message: Message, name: str) -> Piece:
-    """Return the JSON of a field that is no list of messages, printed as the only field of a message."""
+    """Return the JSON of a field that is not a list of messages, printed as the only field of a message."""
     alone = type(message)()
     _mask_of([name]).MergeMessage(message, alone)
 

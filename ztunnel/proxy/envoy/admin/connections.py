@@ -84,7 +84,7 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
     calico = None
     if proxy.policies is not None:
         from ztunnel.proxy.envoy.path.calico import (
-            explained,  # most proxies have no Calico policies, and save the memory
+            explained,  # imported here to save memory: most proxies have no Calico policies
         )
 
         calico = partial(explained, proxy.policies.guard)

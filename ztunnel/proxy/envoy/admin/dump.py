@@ -100,7 +100,7 @@ def bootstrap(proxy: InspectedProxy) -> admin.BootstrapConfigDump:
 
 
 def clusters(proxy: InspectedProxy, shown: Shown) -> admin.ClustersConfigDump:
-    """Return static, active and warming clusters. A refused version is printed with its last good one."""
+    """Return static, active and warming clusters. A refused version is printed with the last accepted one."""
     manager = proxy.clusters
     dump = admin.ClustersConfigDump(version_info=manager.version)
     failures = dict(manager.failures)

@@ -1,4 +1,4 @@
-"""Makes the families of the scrape port: Envoy's metrics, and those that have one name in both dialects.
+"""Makes the metric families of the scrape port: Envoy's metrics, and those with the same name in both dialects.
 
 Import this module only at the first scrape: see :mod:`ztunnel.runtime.http.exposition`.
 """

@@ -21,7 +21,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The page of one path. One that ``mutates`` requires POST."""
+    """The page at one path. A command that ``mutates`` requires POST."""
 
     path: str
     text: str

@@ -36,8 +36,8 @@ class InspectedProxy(Protocol):
     """A proxy process; see :class:`ztunnel.proxy.envoy.app.Proxy`.
 
     Attributes:
-        started, started_at: monotonic and wall-clock seconds of the start.
-        ads: the aggregated stream. None if the bootstrap has none.
+        started, started_at: the start time in monotonic and in wall-clock seconds.
+        ads: the aggregated xDS stream. None if the bootstrap has none.
         failing_health_checks: set by ``/healthcheck/fail``; ``/ready`` then answers DRAINING.
     """
 
@@ -70,7 +70,7 @@ class InspectedProxy(Protocol):
 
     @property
     def state(self) -> State:
-        """The state of the start."""
+        """The proxy's state, as ``/ready`` shows it."""
 
     def shut_down(self) -> None:
         """Begin to drain, then end."""

@@ -1,8 +1,8 @@
 """Collects the live page's content in Envoy's dialect. :mod:`ztunnel.proxy.ui` bounds and serves it.
 
-Envoy counts by cluster and listener, not by pair of workloads. So flows are counted here, from open and ending
-connections, only while a client follows the page. A workload is identified by its address, and its identity is
-proven by its certificate.
+Envoy counts by cluster and listener, not by pair of workloads. So flows are counted here, from open and ended
+connections, and only while a client has the page open. A workload is identified by its address. Its certificate
+proves its identity.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from ztunnel.proxy.ui.seen import (
 
 #: The number of entries per slice: about a millisecond of work.
 _SLICE: Final = 200
-#: The number of connections selected while all are read. The view shortens the list again.
+#: The number of connections kept while all are read. The view shortens the list further.
 _MOST_CONNECTIONS: Final = 200
-#: The number of counted pairs. Further pairs are counted together.
+#: The number of pairs counted separately. All further pairs share one count.
 _MOST_FLOWS: Final = 2_000
 _OTHERS: Final = "others"
-#: The prefixes of termination details after a denial by policy, see LiveRbac and
+#: The prefixes of termination details after a denial by policy; see LiveRbac and
 #: :mod:`ztunnel.proxy.envoy.path.calico`.
 _POLICY_DENIED: Final = ("rbac_access_denied", "calico_access_denied", POLICY_CHANGE)
 
@@ -244,7 +244,7 @@ def _is_served(proxy: InspectedProxy, host: str) -> bool:
 
 
 def _workload(host: str, identity: str, *, here: bool) -> Workload:
-    """Return the workload of an address, named by its identity if it has proven one."""
+    """Return the workload at an address, named by its authenticated identity if there is one."""
     if not identity:
         return Workload(key=host, name=host, address=host, here=here)
     parts = identity.split("/")  # spiffe://DOMAIN/ns/NAMESPACE/sa/ACCOUNT

@@ -47,7 +47,7 @@ def memory() -> dict[str, int]:
 
 
 def days_until_first_expiry(proxy: InspectedProxy) -> int:
-    """Return the whole days until a certificate in use expires; 0 after that, the largest value without any."""
+    """Return the whole days until the first certificate in use expires (0 if one has), else the largest value."""
     from ztunnel.proxy.envoy.admin.certs import certificates_in_use
 
     now = datetime.fromtimestamp(proxy.clock.wall(), UTC)

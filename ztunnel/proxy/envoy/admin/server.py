@@ -28,7 +28,7 @@ Concerns = Callable[[object], bool]
 
 
 class AlreadyRunning(PortTaken):
-    """The port is taken, perhaps by a running proxy that this one should replace."""
+    """The port is in use, perhaps by a running proxy that this one should replace."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}; to take the place of a proxy that runs, start with --restart-epoch 1"

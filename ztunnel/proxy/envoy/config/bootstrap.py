@@ -104,7 +104,7 @@ def load_bootstrap(path: str) -> BootstrapConfig:
     """Read a bootstrap file, YAML or JSON.
 
     Raises:
-        ConfigError: unreadable, malformed, or with a field that this proxy does not obey.
+        ConfigError: the file is unreadable or malformed, or has a field that this proxy does not implement.
     """
     with at(path):
         return read_bootstrap(parse_bootstrap(path))
@@ -115,10 +115,10 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
 
     Args:
         path: the file.
-        faults: collects every fault of the text, instead of raising the first. Faulty parts are left out.
+        faults: collects every fault of the text, instead of raising the first. Faulty parts are omitted.
 
     Raises:
-        ConfigError: unreadable, no YAML, or malformed.
+        ConfigError: the file is unreadable, malformed, or not YAML.
     """
     try:
         text = read_text(Path(path))
@@ -147,7 +147,7 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
 
     Args:
         message: the bootstrap.
-        faults: collects every fault, instead of raising the first; faulty parts are left out.
+        faults: collects every fault, instead of raising the first. Faulty parts are omitted.
 
     Raises:
         ConfigError: names the path of the fault.
@@ -220,8 +220,8 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
 #: Returns a context manager that prefixes a field path to each error raised inside. It raises the error again or,
 #: if faults are collected, keeps it.
 _Noting = Callable[..., AbstractContextManager[None]]
-#: The accepted fields of a bootstrap: they are implemented (here or where static resources are served), or have no
-#: effect here.
+#: The accepted fields of a bootstrap. They are implemented (here or where static resources are served), or have no
+#: effect in this proxy.
 _BOOTSTRAP = (
     "node",
     "static_resources",
@@ -255,7 +255,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
-    """Refuse settings that Envoy obeys and this proxy does not, each by its name."""
+    """Refuse settings that Envoy implements and this proxy does not, each by its name."""
     for field, _ in message.ListFields():
         with noting(field.name):
             if field.name not in _BOOTSTRAP:

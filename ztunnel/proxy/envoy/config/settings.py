@@ -34,7 +34,7 @@ _METRICS = SocketAddress("0.0.0.0", 15020)
 
 
 class TunnelSource(StrEnum):
-    """The source address of a tunnel's TCP connection when the configuration requests the client's."""
+    """The source address of a tunnel's TCP connection if the configuration requests the client's address."""
 
     CLIENT_POD = "client-pod"
     ENVOY = "envoy"
@@ -45,13 +45,13 @@ class Switches:
     """The intentional differences from Envoy. ``ENVOY_COMPAT`` disables them all.
 
     Attributes:
-        route_timeouts: Envoy's defaults of 15 s after half-close and 300 s idle apply where the configuration
-            sets none.
+        route_timeouts: whether Envoy's default timeouts of 15 s after half-close and 300 s idle apply where the
+            configuration sets none.
         node_local_shortcut: tunnels between two pods of this node are joined in-process.
         early_data: the first bytes of a connection are sent along with its CONNECT, if the peer announces that it
-            holds them until it has answered. This saves a round trip.
+            buffers them until it has answered. This saves a round trip.
         check_authority: a tunnel may only name the pod it was opened to.
-        judge_ports: ports in policies are the application's; Envoy compares them with the tunnel's port.
+        judge_ports: ports in policies mean the application's port; Envoy compares them with the tunnel's port.
         strict_tls: servers are verified even if the configuration does not require it.
         tunnel_source: the source address of tunnels. Envoy loses the client's address in an internal listener.
     """
@@ -71,16 +71,16 @@ class Settings:
 
     Attributes:
         bootstrap: path of an Envoy bootstrap. Empty if ``control_plane`` is given.
-        control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for a bootstrap made up on the spot.
-        node: name of the node, for that bootstrap.
+        control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for which a bootstrap is generated.
+        node: the name of the node, for the generated bootstrap.
         readiness, metrics: addresses to listen on. ``None`` disables the server.
         spin_us: the time to poll without sleeping after activity. 0 disables that.
         restart_epoch: the number of earlier generations. If not 0, start beside the running proxy.
         policies: the source of Calico's policies. ``None`` disables them.
         handover_dir: folder where this process meets its predecessor and its successor to move open connections.
         Empty disables that.
-        replace: have the predecessor hand over and end as soon as this process is ready.
-        tap_socket: path of the local socket through which root can request taps. Empty permits none.
+        replace: whether to make the predecessor hand over and exit as soon as this process is ready.
+        tap_socket: path of the local socket through which root can request taps. Empty permits no taps.
         otlp: the metrics collector. ``None`` disables the export.
         flows: the number of connections in the flight recorder. 0 disables it.
         hubble: the addresses of Hubble's gRPC service. ``None`` disables it.

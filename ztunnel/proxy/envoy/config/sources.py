@@ -8,7 +8,7 @@ from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.protocol.resource import ResourceSource, Subscription
 from ztunnel.proxy.envoy.stats.stats import Counter, Declared, Gauge, Scope, TextReadout
 
-#: The statistics that Envoy has for each subscription. ``version`` is a hash of the version's text.
+#: Envoy's statistics of each subscription. ``version`` is a hash of the version's text.
 _COUNTED = (
     *(
         Declared(name, Counter, attrgetter(f"stats.{name}"))

@@ -99,12 +99,12 @@ class HopValue(Struct, frozen=True, kw_only=True):
 
 
 class DialledValue(Struct, frozen=True, kw_only=True, tag="dialled"):
-    """A tunnel connection of a cluster's pool.
+    """A tunnel connection dialled for a cluster's pool.
 
     Attributes:
         address, options: the socket options in its pool key.
         idle_s: the seconds since its last tunnel ended.
-        age_s: since its first SYN.
+        age_s: the seconds since its first SYN.
     """
 
     cluster: str

@@ -1,8 +1,8 @@
 """The taking side of a hand-over in Envoy's dialect: rebuilds offered units, and continues them.
 
-Names of a value are looked up in the configuration of this process. A unit is declined if its listener, filter
-chain or cluster is missing, or if the chain is now of another kind. Current filters and policies judge a taken
-unit as soon as it continues.
+Names in an offer are looked up in the configuration of this process. A unit is declined if its listener, filter
+chain or cluster is missing, or if the chain is now of another kind. A taken unit is checked by the current filters
+and policies as soon as it continues.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 _CHANGED = "its filter chain has changed"
 
-#: Registers further judges of a hop with known chain, cluster and host; see
+#: Registers further policy checks of a hop whose chain, cluster and host are known; see
 #: :meth:`ztunnel.proxy.envoy.path.calico.Enforcer.watch`.
 Watch = Callable[[LiveHop, Host], None]
 
@@ -72,7 +72,7 @@ class Parts:
         rules: checks which targets requests can name.
         run: runs the coroutine that carries a connection to its end.
         objection: returns why this process cannot take units now. Empty if it can.
-        watch: the evaluation of Calico's policies, if there are any.
+        watch: registers checks by Calico's policies, if there are any.
     """
 
     listeners: ListenerTable
@@ -104,7 +104,7 @@ class Hop(NamedTuple):
         """The cluster and the host of the connection.
 
         Raises:
-            ValueError: it has none, because it is a tunnel connection.
+            ValueError: the hop has neither, because it is a tunnel connection.
         """
         if self.cluster is None or self.host is None:
             raise ValueError("a relay to no host")
@@ -320,7 +320,7 @@ class Pending:
         """Continue the unit: it belongs to this process from now on."""
         unit = self._unit
         life = self._register_accepted()
-        # Registered before they are judged, so that a review finds them and an early end is counted.
+        # Registered before policies are checked, so that a review finds the hops and an early end is counted.
         lives = [self._register(hops, ends) for hops, ends in zip(self._hops, unit.ends, strict=True)]
         try:
             unit.start()
@@ -339,7 +339,7 @@ class Pending:
             self._judge(life)
 
     def _judge(self, life: LiveHop) -> None:
-        """Judge a hop by the current configuration. The listener can have been removed since the unit was made."""
+        """Check a hop against the current configuration. Its listener can have been removed since."""
         connections = self._parts.connections
         if life.state is State.CLOSED:
             return
@@ -459,7 +459,7 @@ class Pending:
             upstream.close()
             first.close()
             return
-        # Now instead of with the fiber's first step: a change of policies in between must find open connections.
+        # Marked as open now, not in the fiber's first step: a policy change in between must find open connections.
         first.opened(relay.abort, finish=relay.finish)
         for inner in first.upstream.hops if first.upstream is not None else ():
             inner.opened(relay.abort, state=State.JOINED, finish=relay.finish)

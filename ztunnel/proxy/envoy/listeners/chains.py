@@ -79,7 +79,7 @@ class LiveRbac:
         self.reads_port = any(reads_port(rules) for rules in lists)
 
     def decide(self, facts: ConnectionFacts) -> RbacDecision:
-        """Judge a connection, and write the filter's dynamic metadata into the facts. Nothing is counted."""
+        """Return the decision about a connection, and write metadata into its facts. Nothing is counted."""
         model = self.model
         shadow = rules = None
         if model.shadow is not None:
@@ -104,9 +104,9 @@ class LiveRbac:
 
         Args:
             info: the connection.
-            facts: the policy's input: those of the connection, with the application as destination in a tunnel.
+            facts: the policy's input: the connection's facts, in a tunnel with the application as destination.
             lines: limits log lines about denials. ``None``: denials are not logged here, but by an access log.
-            live: the connection is open already, and is judged again by a new policy.
+            live: whether the connection is already open, and is checked again after a policy change.
 
         Raises:
             Denied: has Envoy's termination details.
@@ -152,7 +152,7 @@ class LiveState:
     shared: SharedWithUpstream
 
 
-#: Commands that read only facts which all connections of a plan share.
+#: Format commands whose values are the same for all connections of a plan.
 _PLANNED = frozenset(
     (
         "DOWNSTREAM_LOCAL_ADDRESS",
@@ -176,8 +176,8 @@ class LiveTcpProxy:
 
     def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
         self.model = model
-        #: The time limit for opening an upstream. In Envoy both timers already run while it connects. They bound
-        #: the wait for a CONNECT's answer, which no connect timeout of a cluster does.
+        #: The time limit for opening an upstream. In Envoy both timers already run while it connects. They also
+        #: limit the wait for a CONNECT's answer, which a cluster's connect timeout does not cover.
         self.opening_limit_s = min(model.idle_timeout_s or math.inf, model.max_duration_s or math.inf)
         self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
         self.scope = tcp_scope(stats, model.stat_prefix)
@@ -371,7 +371,7 @@ class LiveChain:
         rbac, limits, filter_state: its filters by kind. Filters from ECDS come after the inline ones.
         sinks: the loggers of the terminal filter.
         takes_internal: whether it can serve an internal listener: it has a TCP proxy and no TLS.
-        is_complete: the configuration of each filter from ECDS has arrived, or has a default.
+        is_complete: whether each filter from ECDS has received its configuration, or has a default.
 
     Args:
         on_secret: called after a secret of its TLS context was replaced.
@@ -445,7 +445,7 @@ class LiveChain:
         self.limits = tuple(limit for each in all_filters for limit in each.limits)
         self.filter_state = [state for each in all_filters for state in each.state]
         self.is_complete = all(each is not None for each in self._discovered)
-        #: Whether a filter judges a tunnel's application, see :meth:`judge_port`.
+        #: Whether a filter reads the port of a tunnel's application; see :meth:`judge_port`.
         self.reads_port = any(rbac.reads_port for rbac in self.rbac)
         #: Whether :meth:`admit` may refuse.
         self.gated = bool(self.limits) or not self.is_complete
@@ -480,16 +480,16 @@ class LiveChain:
 
         Args:
             info: the connection.
-            port_known: the destination port is the application's. Before a tunnel's request it is not, and filters
-                that read the port are left to :meth:`judge_port`.
-            live: the connection is open, and a new policy judges it again.
+            port_known: whether the destination port is the application's. It is not before a tunnel's request;
+                filters that read the port then run later, in :meth:`judge_port`.
+            live: whether the connection is already open, and is checked again after a policy change.
 
         Raises:
             Denied: a filter denies the connection.
         """
         if not self.rbac:
             return
-        # A connection manager's loggers have a line for each request, none for a connection that brings none.
+        # A connection manager's loggers write a line per request, and none for a connection without requests.
         logged = self._listener_logs or (self.proxy is not None and self.proxy.sinks)
         lines = None if logged else self._lines
         for rbac, facts in self.asked(info.facts, port_known=port_known):
@@ -501,7 +501,7 @@ class LiveChain:
         Args:
             info: the request.
             application: the address named by the request.
-            live: the request is open, and a new policy judges it again.
+            live: whether the request is already open, and is checked again after a policy change.
 
         Raises:
             Denied: a filter denies the request.

@@ -90,22 +90,22 @@ class LiveHop(Life):
         owner: the listener that counts the hop.
         clock: measures the duration.
         abort: see :class:`~ztunnel.proxy.dataplane.live_table.Life`.
-        port_known: the destination port is the application's. Before a tunnel's request it is not, and filters
-            that read the port get :attr:`application`.
+        port_known: whether the destination port is the application's. It is not before a tunnel's request; filters
+            that read the port then use :attr:`application`.
 
     Attributes:
-        owner: the listener's version that accepted the hop, which can be an older version.
+        owner: the version of the listener that accepted the hop, which can be an older version.
         chain: the filter chain, once it is chosen.
         cluster: the upstream cluster, once it is chosen.
         filter_sinks: loggers of the TCP proxy or connection manager. They come before ``listener_sinks``.
         application: the application named by a tunnel's request, once it is known.
-        also: further judges, for example of Calico's policies.
-        addons: the addons to inform of the end. ``None``: none are loaded, or another hop informs them.
+        also: further checks of the hop, for example by Calico's policies.
+        addons: the addons to inform of the hop's end. ``None``: none are loaded, or another hop informs them.
         account: counts the connection's end. ``None``: another hop counts it.
         asked: the addons' verdicts. ``None`` if no addon was asked.
-        relay: copies the bytes. ``None`` until it runs, and always for inner hops.
-        upstream: the relay's upstream, which has the hops behind this one.
-        moved: whether it continues in another process. That process writes the lines and counts the end.
+        relay: copies the bytes. ``None`` until it runs, and always ``None`` for inner hops.
+        upstream: the relay's upstream, which holds the hops behind this one.
+        moved: whether the hop continues in another process, which then writes its access lines and counts its end.
     """
 
     __slots__ = (
@@ -156,7 +156,7 @@ class LiveHop(Life):
         self.moved = False
 
     def judge(self) -> Verdict:
-        """Judge the hop by the filter chain that would be chosen now."""
+        """Check the hop against the filter chain that would be chosen now."""
         try:
             self.require(live=True)
         except Denied as error:
@@ -172,10 +172,10 @@ class LiveHop(Life):
     def require(self, *, live: bool = False) -> None:
         """Check the hop against the listener's active version, because its chain can be of an earlier version.
 
-        A peer that was revoked since its handshake is refused, too.
+        A peer whose certificate was revoked since its handshake is refused, too.
 
         Args:
-            live: whether the hop was allowed before and is judged again.
+            live: whether the hop was allowed before and is checked again.
 
         Raises:
             Refused: the hop is not allowed, or no chain serves it any more.
@@ -190,7 +190,7 @@ class LiveHop(Life):
                 chain.judge_port(self.info, self.application, live=live)
 
     def require_port(self, application: SocketAddress) -> None:
-        """Note the application named by a tunnel's request, and judge the hop by the filters that read its port.
+        """Note the application named by a tunnel's request, and run the filters that read its port.
 
         Raises:
             Refused: the hop is not allowed, or no chain serves it any more.
@@ -288,12 +288,12 @@ class InnerHop(LiveHop):
 class LiveRequest(LiveHop):
     """A request of a tunnel connection, counted by the connection manager of its chain.
 
-    Filters that do not read the port have judged the connection already.
+    Filters that do not read the port have already checked the connection.
 
     Args:
         chain: the filter chain of its connection.
         account: see :class:`LiveHop`.
-        carried: the open requests of its connection, which it belongs to until it closes.
+        carried: the open requests of its connection. The request is in this table until it closes.
         came: whether it was taken over from another process, which has counted it as new.
     """
 
@@ -406,7 +406,7 @@ class LiveConnection(LiveHop):
             self.addons = self._addons
 
     def admit(self) -> None:
-        """Judge a connection whose chain ends in a TCP proxy filter, and count it there.
+        """Check a connection whose chain ends in a TCP proxy filter, and count it there.
 
         Raises:
             Refused: it is not allowed.
@@ -495,7 +495,7 @@ class Connections(Lives[LiveConnection]):
         self.addons: HopAddons | None = None
         self.account: HopAccount | None = None
         self.table = LiveTable()
-        # A review visits groups in this order: hops before tunnel connections, whose end also ends their streams.
+        # A review visits hops before tunnel connections, because ending a connection also ends its streams.
         self.hops: Lives[LiveHop] = Lives(self.table)
         super().__init__(self.table)
         self.ids: Iterator[int] = itertools.count(1)

@@ -119,8 +119,8 @@ def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
 
     Args:
         end: the accepted socket.
-        info: its destination is still the socket's own name.
-        transparent: the socket's own name is the dialled address, unless NAT changed it.
+        info: the connection, whose destination is still the socket's local address.
+        transparent: whether the socket's local address is the dialled address, unless NAT changed it.
     """
     own = info.destination
     dialled = sockets.tracked_address(end.sock, 6 if ":" in own.host else 4)
@@ -155,7 +155,7 @@ async def inspect_tls(end: PlainSocket, info: StreamInfo) -> None:
 
 
 class InspectorCounts:
-    """What TLS inspectors of the process found (``tls_inspector.``)."""
+    """Counts the results of the TLS inspectors of the process (``tls_inspector.``)."""
 
     __slots__ = ("_alpn", "_no_alpn", "_no_sni", "_no_tls", "_sni", "_tls")
 

@@ -1,8 +1,8 @@
 """Schedules and limits listeners' handshakes; see :mod:`ztunnel.proxy.dataplane.handshake_limiter`.
 
-A connection enters after its listener filters, if its filter chain requires TLS. Limits per pod use the dialled
-address. Envoy has no such limits: there, clients of one pod that never finish a handshake can exhaust all memory
-and descriptors.
+A connection enters the limiter after its listener filters, if its filter chain requires TLS. The limits per pod
+use the address that the client dialled. Envoy has no such limits: there, clients that never finish a handshake
+with one pod can exhaust all memory and descriptors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _KEPT: Final = 256
 
 
 class Rejected(HboneError):
-    """A connection ends before its handshake. The text has the reason."""
+    """A connection is closed before its handshake. The text states the reason."""
 
 
 class _Waiting:
@@ -53,8 +53,8 @@ class Handshakes:
         """Wait until a connection's ClientHello has arrived and its handshake may begin.
 
         Args:
-            sock: the socket, closed if the handshake is not to begin.
-            connection: ended if its handshake has to give way to another.
+            sock: the socket, closed if the handshake must not begin.
+            connection: the connection's table entry, ended if the handshake must make room for another one.
             source: the client's address.
             destination: the address that the client dialled.
             timeout_s: the longest wait for the ClientHello.
@@ -71,7 +71,7 @@ class Handshakes:
         try:
             return await waiting.turn
         except BaseException:
-            # Cancelled, possibly after its handshake was scheduled; or already rejected.
+            # This call was cancelled, possibly after the handshake was scheduled, or the connection was rejected.
             limiter.reject(pending, "")
             sock.close()
             if waiting.turn.done() and not waiting.turn.cancelled():

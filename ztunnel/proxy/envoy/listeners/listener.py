@@ -33,10 +33,10 @@ Accepted = Callable[["LiveListener", socket.SocketType, tuple[str, int]], None]
 
 
 def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | None = None) -> ListeningSocket:
-    """Bind the socket of a listener's address. It listens later, and accepts while the gate admits.
+    """Bind the socket of a listener's address. It starts to listen later, and accepts while the gate permits it.
 
     Raises:
-        tproxy.errors.TproxyError: port taken, capability missing.
+        tproxy.errors.TproxyError: the port is in use, or a capability is missing.
     """
     early = [
         (option.level, option.name, option.value) for option in model.socket_options if option.state == "prebind"
@@ -67,7 +67,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
 
 
 def chain_places(model: Listener) -> Iterator[tuple[str, FilterChain]]:
-    """Yield each chain of a listener with its place."""
+    """Yield each chain of a listener with its path in the listener's message."""
     for index, chain in enumerate(model.chains):
         yield f"filter_chains[{index}]", chain
     if model.default_chain is not None:
@@ -80,14 +80,14 @@ class LiveListener:
     Attributes:
         body: the message as received, for dumps.
         sockets: the accepting sockets. They move to the successor on an update.
-        draining: it was replaced or removed. Its open connections continue.
+        draining: whether it was replaced or removed. Its open connections continue.
         successor: the version that has replaced it. ``None`` also if it was removed.
         filters: listener filters in order. ``None`` stands for a filter not yet delivered by ECDS.
-        reads_bytes: a filter waits for bytes of the client.
-        ends_tunnels: a chain terminates tunnels, so its clients are other nodes.
+        reads_bytes: whether a filter waits for bytes of the client.
+        ends_tunnels: whether a chain terminates tunnels, so that its clients are other nodes.
 
     Raises:
-        ConfigError: a chain's TLS context cannot be built. Names its place.
+        ConfigError: a chain's TLS context cannot be built. Names the chain's path.
     """
 
     def __init__(

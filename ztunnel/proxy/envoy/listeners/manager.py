@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Listeners above these sizes take at least 20 ms to compile. A thread compiles them, so that the loop does not
+#: Compiling a listener above this size takes at least 20 ms, so a thread does it, and the event loop does not
 #: stall.
 _BIG_BYTES = 1 << 20
 _MANY_CHAINS = 300
@@ -73,9 +73,9 @@ class Delivered:
 
 
 def wanted_sources(model: Listener) -> set[ConfigSource]:
-    """Return where a listener's routes and extension configurations come from, and where its access logs go.
+    """Return the sources of a listener's routes and extension configurations, and the targets of its access logs.
 
-    Its secrets are the chains'.
+    Secrets are not included: each chain subscribes to its own.
     """
     sources = {
         entry.filter.source for entry in model.listener_filters if isinstance(entry.filter, DiscoveredFilter)
@@ -91,7 +91,7 @@ def wanted_sources(model: Listener) -> set[ConfigSource]:
 
 
 def _log_services(logs: Iterable[AnyAccessLog]) -> Iterator[ConfigSource]:
-    """Yield the streams to log services as sources: like a source of resources, each needs a static cluster."""
+    """Yield the streams to log services as sources, because each of them needs a static cluster, too."""
     return (GrpcSource(log.stream.cluster, False) for log in logs if isinstance(log, GrpcAccessLog))
 
 
@@ -242,8 +242,8 @@ class ListenerManager:
         if resource.name in self._static:
             return
         current = self._warming.get(resource.name) or self._table.get(resource.name)
-        if current is not None and current.body == resource.body:  # not of .value, which copies
-            current.body, current.version = resource.body, resource.version  # the old one keeps its response alive
+        if current is not None and current.body == resource.body:  # comparing .value would copy it
+            current.body, current.version = resource.body, resource.version  # frees the old body's whole response
             return
         big = current is not None and len(current.chains) > _MANY_CHAINS
         if big or len(resource.body.value) > _BIG_BYTES:
@@ -262,7 +262,7 @@ class ListenerManager:
         self.failures[name] = Failure(name, body, reason, self._clock.wall(), version)
 
     def _check_sources(self, model: Listener) -> None:
-        """Refuse a listener that needs a configuration source which this proxy does not have.
+        """Refuse a listener that needs a configuration source unknown to this proxy.
 
         Raises:
             ConfigError: see :meth:`ztunnel.proxy.envoy.config.sources.Sources.check`.
@@ -285,7 +285,7 @@ class ListenerManager:
     def _make(self, model: Listener, body: AnyMessage, version: str) -> LiveListener:
         """Return a version of a listener with bound sockets. It does not accept yet.
 
-        An update that does not change the frame keeps unchanged chains.
+        If only chains or the matcher have changed, unchanged chains are kept.
         """
         old = self._table.get(model.name)
         in_place = old is not None and old.model.content == model.content
@@ -330,7 +330,7 @@ class ListenerManager:
 
     def _warm(self, listener: LiveListener) -> None:
         name = listener.name
-        # Before the task starts, because an error here rejects the resource that is being applied.
+        # Subscribe before the task starts, because an error here rejects the resource that is being applied.
         waits = self._subscribe(listener)
         superseded = self._warming.pop(name, None)
         if superseded is not None:
@@ -347,7 +347,7 @@ class ListenerManager:
                 del self._warming[listener.name]
                 self._promote(listener)
         except Exception as error:
-            # A bug of ours. The response was answered earlier and can no longer be refused. The start of the proxy
+            # This is a bug. The response was acknowledged earlier and can no longer be refused. The proxy's start
             # waits for every warming listener, and must not wait for this one.
             log.exception("listener %s cannot become active", listener.name)
             reason = f"internal error: {type(error).__name__}: {error}"
@@ -397,8 +397,8 @@ class ListenerManager:
             manager = chain.manager
             wanted = manager.wanted_routes if manager is not None else None
             if manager is not None and wanted is not None:
-                # Also for a chain that survives an update: the old version's subscriptions end when it is
-                # replaced.
+                # A chain that survives an update subscribes again, because the old version's subscriptions end
+                # when it is replaced.
                 found = asyncio.Event()
                 if manager.routes is None:
                     events.append(found)

@@ -1,12 +1,12 @@
-"""Plans: what the accepted connections of one client address to one destination have in common.
+"""Plans: the decisions shared by all accepted connections of one client address to one destination.
 
 A plan has the results of the listener filters, the listener that the connection is handed to, and its filter
-chain. They depend on the listeners and on addresses alone. So every change of the listeners drops all plans, and a
-changed filter of ECDS drops the plans made with the earlier one. The first connection to a destination is decided
-without a plan, and makes it for later connections. Policies, limits, hosts and certificates change independently,
-so each connection looks them up.
+chain. They depend only on the listeners and on addresses. So every change of the listeners drops all plans, and a
+filter configuration from ECDS drops the plans made with the earlier one. The first connection to a destination is
+decided without a plan, and makes it for later connections. Policies, limits, hosts and certificates change
+independently, so each connection looks them up.
 
-Decisions that read more than addresses have no plan: filters that wait for bytes, matchers of the client's port.
+Decisions that depend on more than addresses have no plan: filters that wait for bytes, matchers of client ports.
 """
 
 from collections.abc import Mapping
@@ -28,13 +28,13 @@ Key = tuple[LiveListener, str, tuple[str, int], tuple[str, int]]
 
 
 class TunnelRequest(NamedTuple):
-    """A request for a tunnel.
+    """The CONNECT request that opens a tunnel.
 
     Attributes:
-        authority: its authority.
-        headers: its further headers.
-        fields: all its fields.
-        block: the same, encoded.
+        authority: the request's authority.
+        headers: the headers other than pseudo-headers.
+        fields: all fields of the request.
+        block: the encoded fields.
         trace: its ``traceparent``, or an empty text.
     """
 
@@ -51,9 +51,9 @@ class Plan:
     Attributes:
         listener: the listener that carries the connection. It can be another one than the accepting listener.
         chain: its filter chain.
-        local: the accepted socket's own name.
+        local: the local address of the accepted socket.
         destination, restored, options, metadata: the facts left by the listener filters.
-        filters, own_filters: the listener filters that it was made with, of this listener and the accepting one.
+        filters, own_filters: the filters of this listener and of the accepting one when the plan was made.
         request: the request for a tunnel, if it is equal for all these connections; see
             :meth:`~ztunnel.proxy.envoy.path.connect.Connector.begin`.
     """

@@ -60,8 +60,8 @@ class ListenerTable:
     def hand_off(self, destination: SocketAddress, own: LiveListener) -> LiveListener:
         """Return the listener for a connection that ``own`` accepted, by its original destination.
 
-        With ``use_original_dst``: the listener bound to the exact address, else to the port's wildcard address,
-        else ``own``.
+        With ``use_original_dst`` this is the listener bound to the exact address, else the one bound to the port's
+        wildcard address, else ``own``.
         """
         found = self._by_address.get(destination)
         if found is None and destination.port in self._by_port:

@@ -27,11 +27,11 @@ from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.runtime.clock import Clock
 
-#: References of an entry, in the order of :meth:`Account.ended`.
+#: The number of references per flight recorder entry; :meth:`Account.ended` sets them.
 _WIDTH: Final = 10
 #: The number of open connections handled per loop iteration: about a millisecond of work.
 _SLICE: Final = 1000
-#: The longest text supplied by a peer that is kept.
+#: The longest text from a peer that is recorded.
 _MOST_TEXT: Final = 512
 #: Names that istiod gives to the policies of its RBAC filters.
 _ISTIO_POLICY: Final = re.compile(r"ns\[(.*)\]-policy\[(.*)\]-rule\[\d+\]")
@@ -61,7 +61,7 @@ class Account:
         self.moved_bytes = 0
 
     def ended(self, hop: LiveHop) -> None:
-        """Count the end of a connection: the id of its first hop, or of a tunnel's request."""
+        """Count and record an end. ``hop`` is the first hop of a connection, or a tunnel's request."""
         info = hop.info
         hops = (info,) if info.behind is None else hops_of(info)
         ends = ends_of(hops)
@@ -86,7 +86,7 @@ class Account:
         destination = info.facts.destination
         if not ends.tunnel:
             destination = (hop.application if inbound else None) or ends.host or destination
-        # Shared as one value, because hardly any of its texts differs between connections of two workloads.
+        # Stored as one shared value, because these texts rarely differ between connections of two workloads.
         refs = ring.text(
             (
                 ends.client,
@@ -138,7 +138,7 @@ class Account:
     def shape(self, entry: Entry) -> dict[str, Any]:
         """Return an entry of the ring as a GetFlowsResponse."""
         client, server, baggage, there, service, authority, tunnel, tunnelled, ended, addon = entry.refs
-        with suppress(ValueError):  # none, or a name
+        with suppress(ValueError):  # raised for an empty text or a host name
             entry = entry._replace(destination=SocketAddress.parse(authority))
         source, destination = described(baggage, client) if baggage else of_identity(client), of_identity(server)
         if there:

@@ -12,7 +12,7 @@ hook               when
 ``refused``        the access lines are written, without ``opened``
 =================  ====================================================================================
 
-Fewer facts are known than in an Istio mesh: a side is described by its certificate's identity and its proxy's
+Fewer facts are known than in an Istio mesh: each side is described by its certificate's identity and its proxy's
 baggage, and an endpoint by its metadata. The service is the cluster's name.
 """
 
@@ -116,7 +116,7 @@ class StreamAddons:
         Args:
             info: the known facts about the connection.
             host: the chosen host.
-            inbound: the host is an application here.
+            inbound: whether the host is an application of this node.
         """
         address = host.endpoint.address
         if inbound:
@@ -190,7 +190,7 @@ class StreamAddons:
         )
 
 
-#: Metadata of an endpoint that is reached through a tunnel behind an internal listener.
+#: The metadata key of an endpoint that is reached through a tunnel behind an internal listener.
 _TUNNEL: Final = "tunnel"
 
 

@@ -1,6 +1,6 @@
 """Enforces Calico's policies on connections of Envoy's dialect; see :mod:`ztunnel.policy.calico.guard`.
 
-Calico's policies are one more list that must allow, beside the filters of the configuration. They are evaluated
+Calico's policies must allow a connection in addition to the configuration's filters. They are evaluated
 when the address to dial is known, before dialling. Without Calico's policies these objects are not created, and
 connections have no extra cost.
 
@@ -14,8 +14,8 @@ any other address                  egress of the dialling pod and ingress of the
                                    is known. If neither is, rules for an unknown pod
 =================================  ==================================================================
 
-The names of a tunnel's far end are proven later, by its handshake, so rules about the destination's account allow
-nothing here.
+The identity at the far end of a tunnel is proven only by the later handshake, so rules about the destination's
+service account allow nothing here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ztunnel.proxy.envoy.upstream.host import Host
 
 log = logging.getLogger(__name__)
 
-#: Begin of ``CONNECTION_TERMINATION_DETAILS``, in the manner of Envoy's ``rbac_access_denied_matched_policy``.
+#: Prefix of ``CONNECTION_TERMINATION_DETAILS``, modelled on Envoy's ``rbac_access_denied_matched_policy``.
 _DENIED = "calico_access_denied"
 #: Dynamic metadata with tier, name and rule of a decision: ``%DYNAMIC_METADATA(calico.policy:rule)%``.
 METADATA = "calico.policy"
@@ -66,7 +66,7 @@ class Enforcer:
         await self._admit(hop, _at_its_end(hop.info, address, own))
 
     async def admit_host(self, hop: LiveHop, proxy: LiveTcpProxy, host: Host) -> None:
-        """Judge the host that a TCP proxy has chosen; see :meth:`_admit`."""
+        """Check whether policies allow the host that a TCP proxy has chosen; see :meth:`_admit`."""
         address = host.endpoint.address
         if isinstance(address, SocketAddress):  # other kinds of hosts have no IP address, or none yet
             await self._admit(hop, _where_it_begins(hop.info, proxy, address, self._policies.guard.knows))
@@ -88,7 +88,7 @@ class Enforcer:
                 self._decisions.denied(info, info.facts, denied.details)
                 raise denied
         hop.also = (partial(self._verdict, questions, info),)
-        # The answer to the first question can be outdated after a later one waited.
+        # The answer to an earlier question can be outdated after waiting for a later one.
         denial = self._denial(questions, info)
         if denial is not None:
             raise denial
@@ -99,7 +99,7 @@ class Enforcer:
         return self._policies.source.in_sync
 
     def watch(self, hop: LiveHop, host: Host) -> None:
-        """Check a hop taken over from another process against policies as long as it is open, by its current host.
+        """Check a hop taken over from another process, now and at each policy change, by its current host.
 
         Raises:
             Refused: the current configuration cannot express its question to the policies.
@@ -177,8 +177,8 @@ def explained(
 def _at_its_end(info: StreamInfo, address: SocketAddress, own: Sequence[str]) -> tuple[_Question, ...]:
     peer, principal = info.facts.peer, ""
     if peer is not None:
-        # Never empty for a tunnel without an identity: empty means plain text, which a rule by address alone can
-        # allow.
+        # Never empty for a tunnel without an identity: an empty principal means plain text, which a rule can allow
+        # by address alone.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return ((c.Direction.INGRESS, connection(info.source, address, principal, own[0] if own else "")),)
 

@@ -67,7 +67,7 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 #: Labels that a host must have all of, see :mod:`ztunnel.proxy.addons.decide`.
 Labels = frozenset[tuple[str, str]]
-#: A further decision about a host before the connection is opened. It raises ``Denied``.
+#: A further check of a host before the connection is opened. It raises ``Denied``.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
 
 
@@ -80,12 +80,12 @@ class Connector:
         internal: enters internal listeners and, for node-local tunnels, inbound chains.
         poller: this loop's poller.
         rng: picks among weighted clusters.
-        keep_client_address: tunnels behind an internal listener keep the client's address too, which Envoy
+        keep_client_address: whether tunnels behind an internal listener keep the client's address, which Envoy
             loses there (``tunnel_source``).
         times: records the durations of handshakes.
-        early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it holds
-            them.
-        admit: a further decision about a host. ``None`` disables it.
+        early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it
+            buffers them.
+        admit: a further check of a host. ``None`` disables it.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Connector:
         tunnelled = tunnels(proxy, info) if begun is None else begun.tunnelled
         cluster = self._cluster_of(hop, proxy, tunnelled=tunnelled) if begun is None else begun.cluster
         subset = proxy.subsets.get(info.cluster, model.metadata_match)
-        # Like Envoy's ``max_connect_attempts``: a number and a back-off, without a time limit.
+        # Like Envoy's ``max_connect_attempts``: limited by number, with a back-off, but without a time limit.
         attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
         prefer: tuple[Labels, ...] = ()
         while True:
@@ -196,7 +196,7 @@ class Connector:
         info.upstream_cluster = cluster.model.alt_stat_name or name
         return cluster
 
-    # The same without a coroutine
+    # The same steps without a coroutine
 
     def begin(
         self,
@@ -207,19 +207,19 @@ class Connector:
         abort: Abort,
         plan: Plan | None = None,
     ) -> Opening | None:
-        """Begin the first attempt of :meth:`open`, as far as it need not wait.
+        """Begin the first attempt of :meth:`open`, as far as this is possible without waiting.
 
-        If a tunnel was ``requested``, ``answered`` is called; then call :meth:`opened`, or :meth:`stop` and
-        :meth:`open`. Otherwise call :meth:`open` with the result.
+        If the result is ``requested``, ``answered`` is called later; then call :meth:`opened`, or :meth:`stop` and
+        :meth:`open`. Otherwise call :meth:`open` with the result at once.
 
         Args:
             hop, proxy, client: see :meth:`open`.
             answered: see :meth:`hbone.aio.pool.Pool.open_on`.
-            abort: ends the connection until then.
-            plan: keeps the request for a tunnel, if all connections of the plan make the same one.
+            abort: ends the connection until the tunnel is answered.
+            plan: stores the request for a tunnel, if all connections of the plan make the same one.
 
         Returns:
-            None: addons or policies decide about each host, so the attempt has not begun.
+            None if addons or policies decide about each host, so that the attempt has not begun.
 
         Raises:
             Refused: there is no cluster or no host.
@@ -282,7 +282,7 @@ class Connector:
 
         Args:
             opening: from :meth:`begin`.
-            error: the answer. ``None``: the same attempt can be made again.
+            error: the answer. ``None`` if the same attempt can be made again.
         """
         last = opening.last
         tunnel, last.tunnel = last.tunnel, None
@@ -360,7 +360,7 @@ class Connector:
         counted = opening.counted
         assert counted is not None
         try:
-            # Data sent along with the CONNECT would arrive before the PROXY header.
+            # Data sent along with the CONNECT would reach the peer before the PROXY header.
             upstream = await self.open(hop, proxy, None if opening.header else client, opening.inner)
         except Refused as error:
             raise _end_inner(opening, hop, error) from error
@@ -392,7 +392,7 @@ class Connector:
             failed = UpstreamFailed(INVALID_ARGUMENT, failure=behind or Reason.NO_ROUTE)
             counted.failed(failed)
             raise failed
-        counted.connected()  # before the inner hop is connected, like in Envoy
+        counted.connected()  # before the inner hop connects, like in Envoy
         inner.proxy.cx_total.value += 1
         return inner
 
@@ -476,7 +476,7 @@ class Connector:
 
 
 def request_open(cluster: LiveCluster, host: Host) -> Callable[[], None]:
-    """Count an open request in the gauges. Return a function that reverts this."""
+    """Count an open request in the gauges. Return a function that undoes this."""
     stats = cluster.stats
     stats.rq_active.stored += 1
     host.rq_active += 1
@@ -511,7 +511,7 @@ def _asked(info: StreamInfo, cluster: LiveCluster, proxy: LiveTcpProxy, plan: Pl
     """Return the request for a hop's tunnel, and note it in ``info``.
 
     Args:
-        plan: keeps the request, if all connections of the plan make the same one.
+        plan: stores the request, if all connections of the plan make the same one.
 
     Raises:
         Overflow: the cluster has too many requests.
@@ -531,8 +531,8 @@ def _asked(info: StreamInfo, cluster: LiveCluster, proxy: LiveTcpProxy, plan: Pl
 
 
 def _can_stay(info: StreamInfo, transport: LiveTransport) -> bool:
-    """Return whether a tunnel can stay in this process. A PROXY header is for a listener filter, and node-local
-    tunnels begin behind those.
+    """Return whether a tunnel can stay in this process. It cannot with a PROXY header, which only listener filters
+    read, because node-local tunnels begin behind the listener filters.
     """
     return transport.proxy_version is None and not info.options.first_bytes
 

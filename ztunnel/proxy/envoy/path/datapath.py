@@ -1,9 +1,9 @@
 """START HERE: the path of one connection, from accept to its last log line.
 
 :meth:`Datapath.accepted` is called for each socket. Its callees follow top to bottom: listener filters, filter
-chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (bytes go to a cluster, plainly or in a
-tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (terminates the tunnels in it). All errors
-are turned into response flags at the end of ``_serve``; closing the connection's table entry counts and logs it.
+chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (carries bytes to a cluster, plainly or
+in a tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (terminates tunnels). All errors
+become response flags at the end of ``_serve``. Closing the connection's table entry counts and logs it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Datapath:
     # Accepting
 
     def accepted(self, listener: LiveListener, sock: socket.SocketType, peer: tuple[str, int]) -> None:
-        """Start serving an accepted socket, which this object closes; returns at once."""
+        """Start serving an accepted socket, and return at once. This object closes the socket."""
         try:
             name = sock.getsockname()
             key: Key | None = None
@@ -160,7 +160,7 @@ class Datapath:
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
-                # Like Envoy's, the connection manager's loggers write a line per request and none for the
+                # As in Envoy, the connection manager's loggers write a line per request, and none for the
                 # connection.
                 info.protocol = "HTTP/2"
                 await self._tunnels.serve(connection, listener, chain, end)
@@ -173,7 +173,7 @@ class Datapath:
 
     @staticmethod
     def _failed(connection: LiveConnection, error: Refused | FilterClosed | OSError) -> None:
-        """Note why a connection has ended before bytes flowed."""
+        """Record why a connection has ended before bytes flowed."""
         info, listener = connection.info, connection.owner
         if isinstance(error, Refused):
             connection.refused(error)
@@ -193,7 +193,7 @@ class Datapath:
 
     @staticmethod
     async def _admit(chain: LiveChain, info: StreamInfo) -> None:
-        """Apply the chain's connection limits. A connection above them is first held for the configured delay."""
+        """Apply the chain's connection limits. A connection above them is held for the configured delay first."""
         try:
             chain.admit(info)
         except TooMany as error:
@@ -209,7 +209,7 @@ class Datapath:
         accepted_for = info.facts.destination
         await self._run_limited(listener, end, info, transparent=transparent)
         if listener.model.use_original_dst and info.restored and info.facts.destination != accepted_for:
-            # A PROXY header named another destination. Like in Envoy, the connection is handed over once.
+            # A PROXY header has named another destination. Like in Envoy, only one hand-over is possible.
             named = self._listeners.hand_off(info.facts.destination, listener)
             if named is not listener:
                 listener = named
@@ -268,7 +268,7 @@ class Datapath:
             raise NoFilterChain()
         return chain
 
-    # Life
+    # Start and end
 
     def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run the coroutine that carries a moved connection to its end."""
@@ -278,7 +278,7 @@ class Datapath:
         return len(self._tasks)
 
     async def close(self) -> None:
-        """End all live connections at once, with a reason for their lines. Idempotent."""
+        """End all live connections at once, with a reason in their access lines. Idempotent."""
         self._connections.review_all(Event.STOP, STOPPED)
         await self._connections.table.reviewed()
         await self._tasks.close()

@@ -71,9 +71,9 @@ class Dialler:
     def dial_now(
         self, info: StreamInfo, cluster: LiveCluster, host: Host, address: SocketAddress, transport: LiveTransport
     ) -> ClusterUpstream | Coroutine[Any, Any, ClusterUpstream]:
-        """Like :meth:`dial`, without a coroutine if the host accepts before this returns.
+        """Like :meth:`dial`, but without a coroutine if the host accepts the connection before this returns.
 
-        Within a machine that is usual: the SYN-ACK arrives before connect(2) returns.
+        This is usual within one machine, where the SYN-ACK arrives before connect(2) returns.
 
         Raises:
             Overflow, UpstreamFailed: see :meth:`dial`.
@@ -197,8 +197,9 @@ class Dialler:
         A TCP socket has the cluster's socket options, and the client's address if ``options`` contain it.
 
         Raises:
-            TproxyError: refused, unreachable, not within the cluster's connect timeout, reset by the peer.
-            UpstreamFailed: the same, for a Unix socket.
+            TproxyError: the connection was refused or reset, or the host is unreachable or did not answer within
+                the cluster's connect timeout.
+            UpstreamFailed: a Unix socket could not be connected.
         """
         if isinstance(address, PipeAddress):
             sock = await self._connect_pipe(cluster, address.path)
@@ -273,10 +274,10 @@ def _keepalive_of(cluster: LiveCluster) -> sockets.Keepalive | None:
 def _connect_now(
     cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
 ) -> tuple[socket.SocketType, bool]:
-    """Return a socket that is connected, or being connected: whether it is.
+    """Return a socket, and whether it is already connected. If not, it is being connected.
 
     Raises:
-        TproxyError: refused or unreachable at once.
+        TproxyError: the connection was refused at once, or the host is unreachable.
     """
     source, own = _source_of(cluster, address, options)
     tries = 0 if own else sockets.FOREIGN_PORTS_TRIED
@@ -298,8 +299,8 @@ class CountedConnection:
     """Counts one upstream connection in its cluster's statistics, from the first SYN to its end.
 
     Args:
-        age_s: for a moved connection, its age in the other process, which has counted it as new. ``None``: it is
-            new.
+        age_s: for a moved connection, its age in the other process, which has counted it as new. ``None`` for a
+            new connection.
     """
 
     __slots__ = ("_began_s", "_now_s", "_stats")
@@ -337,7 +338,7 @@ class CountedConnection:
         self._stats.cx_active.stored -= 1
 
     def ended(self, *, by_peer: bool, in_use: bool) -> None:
-        """Count its end."""
+        """Count the connection's end."""
         stats = self._stats
         stats.cx_active.stored -= 1
         stats.cx_destroy.value += 1
@@ -360,7 +361,7 @@ def count_request(cluster: LiveCluster, host: Host) -> None:
 
 
 def count_open(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection in the gauges only: the process that opened a moved one has counted it as new."""
+    """Count an open connection in the gauges only, because the process that opened it has counted it as new."""
     cluster.stats.rq_active.stored += 1
     host.cx_active += 1
     cluster.breaker.connections += 1

@@ -1,4 +1,4 @@
-"""Runs the server side of a client's TLS handshake: waits for its turn, stores the peer's identity, counts
+"""Runs the server side of a client's TLS handshake: waits until it may begin, stores the peer's identity, counts
 failures.
 """
 
@@ -104,7 +104,7 @@ async def accept_tls(
 
 
 def note_peer(connection: LiveConnection, facts: PeerFacts, chain: LiveChain) -> None:
-    """Store the peer's identity from a handshake, which completes the facts of the connection."""
+    """Store the peer's identity from a handshake, which makes the connection's facts complete."""
     info = connection.info
     names = PeerCertificate()
     if facts.certificate is not None:

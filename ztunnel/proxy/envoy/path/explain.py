@@ -2,7 +2,7 @@
 Pure.
 
 It uses the data path's objects and functions without counting, opening sockets or calling a balancer: every
-possible endpoint is followed. This module does not know which listener the kernel redirects a packet to, so the
+possible endpoint is followed. This module cannot know to which listener the kernel redirects a packet, so the
 question can name the listener.
 """
 
@@ -41,7 +41,7 @@ from ztunnel.proxy.envoy.upstream.host import Host
 
 Answer = dict[str, Any]
 
-#: The limit of nested internal listeners, which ends a loop between internal listeners.
+#: The largest number of nested internal listeners, which ends a loop between them.
 _MOST_HOPS = 4
 #: The number of a filter's policies to print. The rest are only counted.
 _MOST_TOLD: Final = 32
@@ -86,7 +86,7 @@ class Configuration:
         cluster: returns a cluster by its name.
         now_s: the wall clock, for the remaining days of certificates.
         tunnel_rules: checks which targets requests can name.
-        keep_client_address: tunnels behind an internal listener keep the client's address too.
+        keep_client_address: whether tunnels behind an internal listener keep the client's address.
         saved: a dump's secrets, instead of TLS contexts.
         calico: explains Calico's policies where a socket is opened, see
             :func:`ztunnel.proxy.envoy.path.calico.explained`. ``None`` without such policies.
@@ -204,7 +204,7 @@ class _Explainer:
             return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
         missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
         if missing:
-            # The filter could deny: like in the data path, the chain serves no connection until it has arrived.
+            # The filter could deny. As in the data path, the chain serves no connection until it has arrived.
             return answer | {
                 "missing_filters": missing,
                 "verdict": "closed: the configuration of a filter has not arrived",
@@ -260,8 +260,8 @@ class _Explainer:
     def _cluster(
         self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int, end: LiveChain | None = None
     ) -> Answer:
-        """Explain the choice of a host in a cluster. ``end`` is the chain that terminated a tunnel to it, or
-        ``None``.
+        """Explain the choice of a host in a cluster. ``end`` is the chain that terminated a tunnel to it, if
+        any.
         """
         cluster = self._configuration.cluster(name)
         answer: Answer = {"cluster": name}
@@ -367,7 +367,7 @@ class _Explainer:
             if not listener.model.internal and _ends_tunnels(listener):
                 info = _accepted(question, listener)
                 chain = listener.chain_for(info.facts)
-                # others close connections to pods that are not on this node
+                # other chains close connections to pods that are not on this node
                 if chain is not None and chain.manager is not None:
                     refused = self._handshake(client, chain)
                     hop = self.hop(listener, info, depth + 1)
@@ -375,7 +375,7 @@ class _Explainer:
         return None
 
     def _handshake(self, client: LiveContext, chain: LiveChain) -> str:
-        """Return why certificates make the handshake of a tunnel within this proxy fail, or the empty string."""
+        """Return why the TLS handshake of a node-local tunnel would fail, or the empty string."""
         if self._configuration.saved is not None or chain.tls is None:
             return ""
         return refusal(client, chain.tls, datetime.fromtimestamp(self._configuration.now_s, UTC))
@@ -508,7 +508,7 @@ def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
 def _candidates(
     cluster: LiveCluster, info: StreamInfo, subset: Mapping[str, object] | None
 ) -> tuple[list[tuple[Host, int]], list[Answer], str]:
-    """Return the hosts that can be chosen with their priority, why others cannot, and how one is."""
+    """Return the hosts that can be chosen and their priorities, why others cannot, and how a host is chosen."""
     if cluster.model.discovery is Discovery.ORIGINAL_DST:
         hosts, because = _original(cluster, info)
         return hosts, [], because
@@ -532,7 +532,7 @@ def _candidates(
 def _original(cluster: LiveCluster, info: StreamInfo) -> tuple[list[tuple[Host, int]], str]:
     before = cluster.stats.original_dst_host_invalid.value
     address = cluster.original.address(info)
-    cluster.stats.original_dst_host_invalid.value = before  # an explanation must not be counted
+    cluster.stats.original_dst_host_invalid.value = before  # undo the count, because this is only an explanation
     if address is None:
         return [], "ORIGINAL_DST: the connection has no original destination"
     known = next((host for host in cluster.all_hosts if host.endpoint.key == str(address)), None)
@@ -576,7 +576,7 @@ def _server_tls(chain: LiveChain, configuration: Configuration) -> Answer:
 
 
 def _presented(context: LiveContext, now_s: float) -> Answer:
-    """Return the identities in a TLS context's own certificate, and how long it is valid."""
+    """Return the identities in a TLS context's own certificate, and the certificate's validity."""
     leaf = context.presented.leaf
     ends = leaf.not_valid_after_utc if leaf is not None else None
     return {"identity": list(context.local_uri_sans), **_validity(ends, now_s)}

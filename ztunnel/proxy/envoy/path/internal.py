@@ -84,9 +84,9 @@ class InternalListeners:
             address: the endpoint.
             outer: the hop that connects.
             metadata: the metadata passed on by the endpoint's transport socket.
-            shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
-            abort: ends the new hop until the upstream is open.
-            keep_options: keep the client's address, which Envoy's internal connections lose.
+            shared: the filter state passed on by the transport socket; see ``ConnectionFacts.shared_state``.
+            abort: ends the new hop until its upstream is open.
+            keep_options: whether to keep the client's address, which Envoy's internal connections lose.
         """
         facts = facts_behind(outer.facts, metadata, shared)
         listener = self.listeners.internal(address.listener)
@@ -163,8 +163,8 @@ class InternalListeners:
     ) -> ClusterUpstream | None:
         """Open a tunnel within this process, if its far end is a pod of this node.
 
-        Both certificates are checked as in a handshake: the client's by the inbound chain's context, the
-        server's by the client's. Then the inbound chain's policy and its request handling run unchanged.
+        Both certificates are checked as in a handshake: the client's by the inbound chain's TLS context, and the
+        server's by the client's TLS context. Then the inbound chain's policies and request handling run unchanged.
 
         Returns:
             The connection to the application, or ``None`` if the tunnel must go over the network.
@@ -188,17 +188,17 @@ class InternalListeners:
         if chain is None or not isinstance(chain.model.terminal, HttpConnectionManager) or chain.tls is None:
             return None
         if not agree(client, chain.tls, datetime.fromtimestamp(self.clock.wall(), UTC)):
-            return None  # connecting over the network fails with the right alert and counters
+            return None  # over the network, the handshake fails with the right alert and counters
         facts.secured = True
         if client.presented.leaf is not None:
             facts.peer = peer_names(client.presented.leaf, client.local_uri_sans)
         info = self._inbound_info(listener, chain, facts, authority, headers)
         try:
             for name, found in due(listener.filters, info):
-                if not isinstance(found, TlsInspector | HttpInspector):  # their facts are known
+                if not isinstance(found, TlsInspector | HttpInspector):  # their results are already known
                     annotate(found, info, name)
         except FilterClosed:
-            return None  # connecting over the network is refused
+            return None  # over the network, the connection is refused
         outer.behind = info
         joining = self._join(info, listener, chain, client)
         try:
@@ -239,8 +239,8 @@ class InternalListeners:
         """Open the inbound half of a node-local tunnel, in its own fiber.
 
         Raises:
-            UpstreamFailed: has the answer that the client would get over the network.
-            TunnelBroken: the half was ended while its application was dialled, for another reason than a policy.
+            UpstreamFailed: carries the answer that the client would get over the network.
+            TunnelBroken: the inbound half was ended while it dialled the application, but not by a policy.
         """
         manager = chain.manager
         assert manager is not None
@@ -308,7 +308,7 @@ def facts_behind(
     Args:
         outer: the facts about the hop that connects to it.
         metadata: the metadata passed on by the endpoint's transport socket.
-        shared: the filter state that it passes on, see ``ConnectionFacts.shared_state``.
+        shared: the filter state passed on by the transport socket; see ``ConnectionFacts.shared_state``.
     """
     return ConnectionFacts(
         source=outer.source,

@@ -1,4 +1,4 @@
-"""A hop's attempt to reach a host, begun without a coroutine."""
+"""A hop's attempt to reach a host that was begun without a coroutine."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Opening:
     :meth:`ztunnel.proxy.envoy.path.connect.Connector.begin`.
 
     Attributes:
-        hop, proxy, cluster, host, transport, tunnelled: the hop, its filter, and the results of its first choices.
-        inner: the attempt of the hop behind an internal listener.
+        hop, proxy, cluster, host, transport, tunnelled: the hop, its filter, and the first choices made for it.
+        inner: the attempt of the next hop, behind an internal listener.
         counted: the connection to the internal listener.
-        tunnel: the requested tunnel, of the last hop only.
+        tunnel: the requested tunnel. Only the last hop has one.
         requested: whether this hop or the last hop behind it has requested a tunnel.
-        error: why the attempt has failed. ``None``: a coroutine can make the attempt.
+        error: why the attempt has failed. ``None`` if a coroutine can still make the attempt.
         began_s: when the filter's own time limit began, by the loop's clock. ``None``: it has none, or it begins
             with the coroutine that continues.
-        timed_out: this limit has passed.
+        timed_out: whether this time limit has passed.
     """
 
     __slots__ = (
@@ -75,13 +75,13 @@ class Opening:
         return self if self.inner is None else self.inner.last
 
     def take_error(self) -> BaseException:
-        """Return and forget the error: its traceback will refer to frames that refer to this object."""
+        """Return the error and clear it, because its traceback will refer to frames that refer to this object."""
         error, self.error = self.error, None
         assert error is not None
         return error
 
     def aborts_by(self, abort: Abort) -> None:
-        """Have the hops behind internal listeners end by ``abort``."""
+        """Set ``abort`` as the function that ends the hops behind internal listeners."""
         inner = self.inner
         while inner is not None:
             inner.hop.aborts_by(abort)

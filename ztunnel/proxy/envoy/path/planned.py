@@ -1,4 +1,4 @@
-"""Carries a connection with a plan as an event-driven object instead of a coroutine, as long as it waits only for
+"""Carries a connection with a plan as an event-driven object instead of a coroutine, as long as it only waits for
 its peer.
 
 ===========  =======================================  ==================================================
@@ -6,12 +6,12 @@ step         called when                              what it does
 ===========  =======================================  ==================================================
 begin        it was accepted, and has a plan          entry, policy, cluster, host, CONNECT. Without an
                                                       open tunnel connection a coroutine continues
-answer       the 200 came                             counts it, starts the relay
-refusal      another answer came, or none in time,    a coroutine continues with the failed attempt
+answer       the 200 has arrived                      counts it, starts the relay
+refusal      another answer arrived, or none in time, a coroutine continues with the failed attempt
              or the tunnel broke
-end          the relay is over                        closes, writes the line
-abort        a policy, a list, a drain or a stop has  a coroutine ends the attempt
-             ended it before its answer
+end          the relay has ended                      closes, writes the access line
+abort        a policy, a revocation list, a drain or  a coroutine ends the attempt
+             a stop has ended it before its answer
 ===========  =======================================  ==================================================
 
 The poller runs each step after a loop iteration's reads, like a fiber, so no scratch buffer is in use.
@@ -112,11 +112,11 @@ class PlannedConnection(LiveConnection):
         client: PlainSocket,
         clock: Clock,
     ) -> None:
-        """Register a connection, judge it, and request its tunnel.
+        """Register the connection, check its policies, and request its tunnel.
 
         Args:
-            owner: see :class:`Owner`.
-            proxies: the steps that it shares with coroutines.
+            owner: continues in a coroutine; see :class:`Owner`.
+            proxies: provides the steps shared with coroutines.
             group: the group to register in.
             info: the facts about it, see :meth:`~ztunnel.proxy.envoy.listeners.plans.Plan.info`.
             accepting: the listener that has accepted it.
@@ -181,11 +181,11 @@ class PlannedConnection(LiveConnection):
             self._ended = None
             self._end(upstream, ended)
         elif opening is None:
-            return  # relaying, or in a coroutine
+            return  # it already relays, or a coroutine has taken over
         elif self._aborted:
             self._leave_to_coroutine(opening, CancelledError())
         elif self._error is not None:
-            # A request that the peer has not processed is made again, perhaps on another connection.
+            # A request that the peer has not processed is sent again, perhaps on another connection.
             error = self._error
             repeats = isinstance(error, TunnelBroken) and error.unprocessed
             self._leave_to_coroutine(opening, None if repeats else error)

@@ -1,15 +1,15 @@
-"""Carries a tunnel request to its application as an event-driven object instead of a coroutine, as long as it
-waits only for the application.
+"""Carries a tunnel request to its application as an event-driven object instead of a coroutine, as long as it only
+waits for the application.
 
 ======  =================================================  ================================================
 step    called when                                        what it does
 ======  =================================================  ================================================
-begin   the request came                                   entry, route, policy, host, dials the application
+begin   the request has arrived                            entry, route, policy, host, dials the application
 dialled the application has accepted, possibly at once     200, relay
-failed  it has not                                         503, line
-end     the relay is over                                  closes, writes the line
-abort   a policy, a list, a drain or a stop has ended it   the same, with the reason; 403 for a policy
-        before its answer, or its client has
+failed  the application has not accepted                   503, access line
+end     the relay has ended                                closes, writes the access line
+abort   a policy, a revocation list, a drain or a stop     like end, with the reason; 403 for a policy
+        has ended it before its answer, or its client has
 ======  =================================================  ================================================
 
 If the application does not accept at once, a coroutine waits and reports the result as an event.
@@ -99,17 +99,17 @@ class PlannedRequest(LiveRequest):
         plan: RequestPlan,
         request: Request,
     ) -> PlannedRequest:
-        """Register a request, judge it, and dial its application.
+        """Register the request, check its policies, and dial its application.
 
         Args:
-            server: the steps that it shares with coroutines.
+            server: provides the steps shared with coroutines.
             group: the group to register in.
-            info: the facts about it.
+            info: the facts about the request.
             owner: the listener of its connection.
             clock: measures its duration.
             chain, account, carried: see :class:`LiveRequest`.
-            plan: the plan of its head.
-            request: to be answered.
+            plan: the plan for the request's head.
+            request: the request to answer.
         """
         self = cls(server, group, info, owner, clock, chain, account, carried, request)
         terminator = server.terminator
@@ -188,7 +188,7 @@ class PlannedRequest(LiveRequest):
         """Answer 200, and relay.
 
         Raises:
-            TunnelBroken: the client has gone.
+            TunnelBroken: the client has disconnected.
         """
         manager, server = self.manager, self._server
         tunnel = self._tunnel = server.accepted(self._request, self, manager)

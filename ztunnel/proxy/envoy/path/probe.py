@@ -38,9 +38,9 @@ from ztunnel.runtime.http.client import BadAnswer
 log = logging.getLogger(__name__)
 
 _READ: Final = 8 * 1024
-#: The largest part of an answer, in bytes, that is searched for the expected bytes.
+#: The number of bytes of an answer that are searched for the expected bytes.
 _MOST_READ: Final = 1 << 20
-#: Methods that send ``content-length: 0`` without a body, like in Envoy.
+#: Methods whose requests have ``content-length: 0`` if they have no body, like in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
 #: The errors that mean that a host did not answer.
@@ -154,7 +154,7 @@ def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
 
 
 def _header(cluster: LiveCluster, host: Host, sock: socket.SocketType) -> bytes:
-    """Return the PROXY header of a check. Empty sends none.
+    """Return the PROXY header of a check. Empty if none is sent.
 
     A check has no client. Like Envoy's, it has the socket's own addresses in version 1, and LOCAL in version 2.
     """

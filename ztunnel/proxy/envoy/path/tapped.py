@@ -1,8 +1,8 @@
 """Feeds a pod's connections to a tap in Envoy's dialect. Imported only where taps are permitted.
 
-The dialect identifies pods by their addresses, and so does a tap here. A connection belongs to the tapped pod if
-its client or its application has the pod's address. A connection between two pods of the node can be both, and
-each side is observed at its own socket.
+This dialect identifies pods by their addresses, so a tap does too. A connection belongs to the tapped pod if its
+client or its application has the pod's address. A connection between two pods of the node can match at both ends;
+each end is then captured at its own socket.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ztunnel.proxy.tap.taps import CannotTap, Carry, Taps
 
 
 class TappedAddresses:
-    """The proxy of Envoy's dialect, as :class:`ztunnel.proxy.tap.taps.TapSource`."""
+    """Implements :class:`ztunnel.proxy.tap.taps.TapSource` for Envoy's dialect."""
 
     def __init__(self, taps: Taps, connections: Connections) -> None:
         self._taps = taps
@@ -48,8 +48,8 @@ def observed_client(capture: Capture, info: StreamInfo, upstream: ClusterUpstrea
     Args:
         capture: the tap of the client's pod.
         info: the first hop.
-        upstream: opened, with the hops behind internal listeners.
-        client: its end.
+        upstream: the open upstream, with the hops behind internal listeners.
+        client: the client's end.
     """
     last = upstream.hops[-1].info if upstream.hops else info
     names = {info.destination.host, _dialled_host(info), _dialled_host(last), *last.upstream_uri_sans}
@@ -73,7 +73,7 @@ def observed_application(taps: Taps, info: StreamInfo, application: End, tunnel:
     Args:
         taps: this process's taps.
         info: the last hop, whose endpoint is the application.
-        application: the application's end. A tunnel leads to another proxy, which is not an application.
+        application: the application's end. If it is a tunnel, it leads to another proxy and is not wrapped.
         tunnel: the other end, if the connection came in a tunnel.
     """
     address = _dialled(info)

@@ -101,7 +101,7 @@ class TcpProxies:
             client = downstream
             if capture is not None:
                 from ztunnel.proxy.envoy.path.tapped import (
-                    observed_client,  # most proxies have no taps, and save the memory
+                    observed_client,  # imported here to save memory: most proxies have no taps
                 )
 
                 client = observed_client(capture, info, upstream, downstream)
@@ -115,9 +115,9 @@ class TcpProxies:
         """Carry a moved connection with a running relay to its end.
 
         Args:
-            connection: the connection, whose ``upstream`` is the relay's.
-            proxy: its chain's proxy.
-            ends: the relay's ends, the client's first.
+            connection: the connection. Its ``upstream`` is the relay's upstream.
+            proxy: the TCP proxy of its chain.
+            ends: the two ends of the relay, the client's first.
             running: the relay.
         """
         info, upstream = connection.info, connection.upstream
@@ -171,7 +171,7 @@ class TcpProxies:
 
     @staticmethod
     def relays(connection: LiveConnection, upstream: ClusterUpstream, running: Relay) -> None:
-        """Enter a running relay in the entries of its hops."""
+        """Store a running relay in the table entries of its hops."""
         counts = running.counts
         connection.relay, connection.upstream = running, upstream
         connection.opened(running.abort, finish=running.finish)
@@ -240,12 +240,13 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
             proxy.max_duration.value += 1
             flag, details = Flag.DURATION_TIMEOUT, "max_downstream_connection_duration"
     elif upstream.end.source is SourceState.CUT:
-        # Which end was cut, not which stopped first: after the client's half-close that is always the client.
+        # Test which end was cut, not which end stopped first: after a half-close by the client, that is always the
+        # client.
         lost = isinstance(ended.error, TunnelBroken) and ended.error.code is None
         flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
         broken = lost
     elif ended.error is not None:
-        # A lost client has no flag, like a reset of plain TCP. The reason is its transport's.
+        # A lost client sets no flag, like a reset of plain TCP. The transport's error gives the reason.
         hops[0].info.downstream_failure = str(ended.error)
         broken = not is_ordinary(ended.error)
     if broken:
@@ -260,7 +261,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
 def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunnel: Tunnel | None = None) -> End:
     """Return the end of an upstream, observed if the destination pod is tapped."""
     from ztunnel.proxy.envoy.path.tapped import (
-        observed_application,  # most proxies have no taps, and save the memory
+        observed_application,  # imported here to save memory: most proxies have no taps
     )
 
     return observed_application(taps, info, upstream.end, tunnel)

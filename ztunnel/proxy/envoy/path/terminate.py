@@ -28,7 +28,7 @@ from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 
-#: HTTP/2 error code CONNECT_ERROR. Envoy resets the stream so after a failed CONNECT.
+#: HTTP/2 error code CONNECT_ERROR. Envoy resets the stream with it after a failed CONNECT.
 CONNECT_ERROR = 10
 
 NO_IP_ADDRESS = "a tunnel can only lead to an IP address"
@@ -43,7 +43,7 @@ _BODIES = {
 }
 
 
-#: Judges a tunnel's application before dialling. Raises ``Denied``.
+#: Checks a tunnel's application before it is dialled. Raises ``Denied``.
 AdmitsApplication = Callable[[LiveHop, SocketAddress], Awaitable[None]]
 
 
@@ -79,10 +79,10 @@ class TunnelRules:
 
     Attributes:
         check_authority: a tunnel can only name the pod that its connection was opened to. If off (like in Envoy),
-        a client with access to one pod of the node can reach every pod, judged by the first pod's policy.
-        judge_ports: policies' ports are the application's. If off (like in Envoy), policies see the captured port,
+        a client with access to one pod of the node can reach every pod, checked only by the first pod's policy.
+        judge_ports: policies see the application's port. If off (like in Envoy), policies see the captured port,
         15008, so a DENY by port never matches a tunnel.
-        own_ports: returns this proxy's listening ports, which no tunnel may lead to.
+        own_ports: returns this proxy's listening ports, to which no tunnel may lead.
     """
 
     own_ports: Callable[[], Collection[int]]
@@ -92,8 +92,8 @@ class TunnelRules:
     def require_own_address(self, info: StreamInfo, cluster: Cluster) -> int:
         """Check that the request names the pod of its captured connection, and no port of this proxy.
 
-        Without the configuration's header the authority counts: today's ztunnels and waypoints send no
-        ``x-envoy-original-dst-host``.
+        Without the header named by the configuration, the authority is used: today's ztunnels and waypoints do not
+        send ``x-envoy-original-dst-host``.
 
         Returns:
             The named port, or 0 without a check.
@@ -129,7 +129,7 @@ class TunnelRules:
 
 
 class Application(NamedTuple):
-    """The choice for a request: its route, and the host that is its application."""
+    """The route chosen for a request, and the host that is its application."""
 
     route: Route
     cluster: LiveCluster
@@ -141,8 +141,8 @@ class RequestPlan:
     """The decisions shared by the requests of a tunnel connection that have equal heads.
 
     A route depends on the head and the manager's routes. The address check depends on the head, the cluster and
-    this proxy's ports. Another route table or another version of the cluster is decided again, and each request
-    checks the ports.
+    this proxy's ports. If the route table or the cluster was replaced, the decision is made again. The ports are
+    checked for each request.
 
     Attributes:
         authority, headers, trace: the parts of the head as texts.
@@ -186,11 +186,11 @@ class Terminator:
         dialler: opens sockets.
         rng: picks among weighted clusters.
         rules: checks which targets requests can name.
-        admit: a further decision about the application. ``None`` disables it.
+        admit: a further check of the application. ``None`` disables it.
 
     Attributes:
         rules: see above.
-        waits: whether such a further decision is awaited.
+        waits: whether ``admit`` is set and must be awaited.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Terminator:
         """Connect to a request's application.
 
         Raises:
-            RequestRefused: has the answer. ``hop`` has the flags.
+            RequestRefused: carries the answer. ``hop`` has the response flags.
         """
         chosen = self.choose(hop, chain)
         try:
@@ -226,12 +226,12 @@ class Terminator:
         return chosen.route, dialled if isinstance(dialled, Upstream) else await dialled
 
     def choose(self, hop: LiveHop, chain: LiveChain, plan: RequestPlan | None = None) -> Application:
-        """Choose a request's application, and judge it.
+        """Choose a request's application, and check whether policies allow it.
 
         Args:
             hop: the request.
             chain: the filter chain of its connection.
-            plan: the plan of its head, which keeps the choices.
+            plan: the plan for the request's head, which stores the choices.
 
         Raises:
             RequestRefused: see :meth:`open`.
@@ -295,7 +295,7 @@ class Terminator:
     def dial_now(
         self, hop: LiveHop, chosen: Application
     ) -> ClusterUpstream | Coroutine[Any, Any, ClusterUpstream]:
-        """Dial an application. If it does not accept before this returns, the result is a coroutine.
+        """Dial an application. If it does not accept before this returns, return a coroutine instead.
 
         Raises:
             RequestRefused: see :meth:`open`.
@@ -440,7 +440,7 @@ def _matches(route: Route, info: StreamInfo) -> bool:
         if wanted.match is None:
             hit = bool(values)
         elif not values:
-            return False  # like Envoy: without a header there is no value to match, whether inverted or not
+            return False  # like Envoy: without the header, neither a matcher nor its inversion matches
         else:
             hit = wanted.match.matches(",".join(values))
         if hit == wanted.invert:

@@ -38,14 +38,14 @@ class Dialled(NamedTuple):
 
 
 class TunnelPools:
-    """The pools, and the connections that they have dialled or got from another process.
+    """The pools, and the connections that they have dialled or have taken over from another process.
 
     Args:
         dialler: opens sockets.
         poller: this loop's poller.
         times: records the durations of handshakes.
-        early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it holds
-            them.
+        early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it
+            buffers them.
     """
 
     def __init__(self, dialler: Dialler, poller: Poller, times: ConnectionTimes, *, early_data: bool) -> None:
@@ -57,7 +57,7 @@ class TunnelPools:
         self._dialled: dict[Connection, Dialled] = {}
 
     def of(self, cluster: LiveCluster) -> Pool | None:
-        """Return a cluster's pool. ``None``: no tunnel was opened yet."""
+        """Return a cluster's pool. ``None`` if no tunnel was opened yet."""
         return self._pools.get(cluster)
 
     def key_of(
@@ -81,7 +81,7 @@ class TunnelPools:
         """Reserve a place for a tunnel on an open connection; see :meth:`hbone.aio.pool.Pool.reserve`.
 
         Returns:
-            The pool and the place. ``None``: no open connection has room.
+            The pool and the place, or ``None`` if no open connection has room.
 
         Raises:
             UpstreamFailed: see :meth:`key_of`.

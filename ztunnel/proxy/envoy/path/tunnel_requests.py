@@ -58,7 +58,7 @@ class TunnelRequests:
         """Answer 200, and return the tunnel.
 
         Raises:
-            TunnelBroken: the client has gone.
+            TunnelBroken: the client has disconnected.
         """
         tunnel = request.accept(self._response_headers(manager))
         hop.info.response_code, hop.info.response_details = 200, "via_upstream"
@@ -67,13 +67,13 @@ class TunnelRequests:
 
     @staticmethod
     def broken(info: StreamInfo, error: TunnelBroken) -> None:
-        """Note that the client has gone before the answer."""
+        """Record that the client disconnected before the answer."""
         info.flags.add(Flag.DOWNSTREAM_TERMINATED)
         info.response_details = f"downstream_remote_disconnect: {error}"
         info.failure = Reason.CLIENT_GONE
 
     def gave_up(self, request: Request, hop: LiveRequest, manager: LiveConnectionManager) -> None:
-        """Note that a request was cancelled. One that policy has denied is refused like before dialling."""
+        """Record that a request was cancelled. If policy denied it, it is refused as before dialling."""
         if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
             answer = Answer(403, hop.reason, DENIED, failure=Reason.POLICY_CHANGE)
             self.refuse(request, hop.info, manager, answer)
@@ -106,7 +106,7 @@ class TunnelRequests:
         )
 
     def idle_timeout_s(self, manager: LiveConnectionManager, route: Route | None) -> float | None:
-        """Return how long a request's relay can be idle. ``None``: for ever."""
+        """Return how long a request's relay can be idle. ``None`` means no limit."""
         idle_s = route.idle_timeout_s if route is not None else None
         if idle_s is None:
             idle_s = manager.model.stream_idle_timeout_s
@@ -121,7 +121,7 @@ class TunnelRequests:
         upstream: ClusterUpstream,
         running: Relay,
     ) -> list[asyncio.TimerHandle]:
-        """Enter a running relay in a request's entry. The returned list gets the timer of the route timeout."""
+        """Store a running relay in a request's table entry. The returned list gets the route timeout's timer."""
         limit = route.timeout_s if route is not None and route.timeout_s is not None else self._timeouts.route_s
         hop.relay, hop.upstream = running, upstream
         manager.cx_upgrades_active.stored += 1
@@ -154,7 +154,7 @@ class TunnelRequests:
             hop: the request.
             manager: its connection manager.
             tunnel: the client's end.
-            upstream: the application's, which the caller closes.
+            upstream: the application's side, which the caller closes.
             timers: from :meth:`relays`.
             ended: the relay's end. ``None``: it was cancelled.
         """
@@ -188,7 +188,7 @@ class TunnelRequests:
             info.flags.add(Flag.UPSTREAM_TERMINATED)
             info.response_details = "upstream_reset_after_response_started{connection_termination}"
         elif tunnel.gone and ended.first is tunnel:
-            # A client that leaves after the application's complete answer has lost no data.
+            # A client that disconnects after the application's complete answer has lost no data.
             lost = isinstance(tunnel.error, TunnelBroken) and tunnel.error.code is None
             info.flags.add(Flag.DOWNSTREAM_TERMINATED if lost else Flag.DOWNSTREAM_RESET)
             info.failure = Reason.BROKEN if lost else None

@@ -1,8 +1,8 @@
 """Serves tunnels: an HTTP/2 connection and each of its requests.
 
-:meth:`TunnelServer.serve` is the life of a connection: handshake, verdict, requests, GOAWAY. ``_request`` is the
-life of a request: route, verdict, application, bytes. Policies are evaluated before the proxy opens a connection
-for the client.
+:meth:`TunnelServer.serve` handles a connection: handshake, policy check, requests, GOAWAY. ``_request`` handles a
+request: route, policy check, application, bytes. Policies are evaluated before the proxy opens a connection for
+the client.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Served:
         return found
 
     def opened(self, tunnels: Connection) -> None:
-        """Have the connection's life end with ``tunnels``, and its requests for the same reason."""
+        """End ``tunnels`` and its requests together with the connection's table entry, for the same reason."""
 
         def ended(reason: str, *, finish: bool = False) -> None:
             for life in list(self.carried):
@@ -228,9 +228,9 @@ class TunnelServer(TunnelRequests):
         """Serve a connection that another process has accepted and admitted, until it ends.
 
         Args:
-            served: its life is registered and open, and closed by the caller.
+            served: the connection. Its table entry is registered and open, and the caller closes it.
             requests: the handler from :meth:`requests_of` that ``tunnels`` was created with.
-            tunnels: belongs to this call. Its open tunnels have other owners.
+            tunnels: the HTTP/2 connection, which this call owns. Its open tunnels have other owners.
         """
         assert served.connection is not None
         served.manager.connection_came(secured=served.connection.info.tls is not None)
@@ -245,8 +245,8 @@ class TunnelServer(TunnelRequests):
         """Carry a moved request with a running relay to its end.
 
         Args:
-            served: its connection.
-            hop: its ``upstream`` is that of the relay. Closed by this call.
+            served: the request's connection.
+            hop: the request, whose ``upstream`` is the relay's. Closed by this call.
             tunnel: the client's end of the relay.
             running: the relay.
             route: the request's route. ``None`` if it was removed.
@@ -313,8 +313,8 @@ class TunnelServer(TunnelRequests):
         return info
 
     def _take_now(self, served: Served, request: Request) -> PlannedRequest | None:
-        """Begin to carry a request without a coroutine. ``None``: it needs one, because addons or policies decide
-        about it.
+        """Begin to carry a request without a coroutine. Return ``None`` if it needs one, because addons or
+        policies decide about it.
         """
         head = request.head
         if (

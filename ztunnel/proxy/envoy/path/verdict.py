@@ -1,4 +1,4 @@
-"""Sums up an explanation in Envoy's dialect: whether the connection is allowed, over all its possible routes.
+"""Summarizes an explanation in Envoy's dialect: whether the connection is allowed on all its possible routes.
 Pure.
 
 Separate from :mod:`ztunnel.proxy.envoy.path.explain`: a command that adds the far side's answer computes the
@@ -15,7 +15,7 @@ _FAR: Final = "far"
 
 
 def verdict_of(hop: Answer) -> str:
-    """Return ``allowed ...`` or ``refused: ...`` with the first reason of a refused way."""
+    """Return ``allowed ...``, or ``refused: ...`` with the reason of the first refused route."""
     ends = list(_ends(hop))
     closed = [end for end in ends if end not in (_ALLOWED, _FAR)]
     if len(closed) == len(ends):
@@ -28,7 +28,7 @@ def verdict_of(hop: Answer) -> str:
 
 
 def _ends(hop: Answer) -> Iterator[str]:
-    """Yield for each route through a hop why it is closed, or that it is not."""
+    """Yield, for each route through a hop, why it is refused, or an indication that it is not."""
     reason = _closed(hop)
     if reason is not None:
         yield reason

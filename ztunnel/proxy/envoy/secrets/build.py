@@ -1,13 +1,13 @@
-"""Builds OpenSSL's context from a TLS context of the configuration and its secrets, or names the invalid field.
+"""Builds OpenSSL's context from a configured TLS context and its secrets, or names the invalid field.
 
 Pure, except for the TLS key log file.
 
-A context is built before the version of its listener, cluster or secret is accepted. So an ACK, and success of
-``--validate``, mean that handshakes work. Paths of errors start at the TLS context's message
+A context is built before its listener, cluster or secret is accepted. So an ACK, or success of ``--validate``,
+means that handshakes work. Paths in errors start at the TLS context's message
 (``common_tls_context.tls_params.cipher_suites[0]``).
 
-While a secret is missing, checks that need it are skipped. When it arrives, the context is built again before the
-secret is accepted.
+While a secret is missing, checks that need it are skipped. When the secret arrives, the context is built again
+before the secret is accepted.
 """
 
 import logging
@@ -47,7 +47,7 @@ def build(
 ) -> tuple[TlsContext, Validation | None] | None:
     """Return the context and its peer validation, or ``None`` while a secret is missing.
 
-    The validation includes its SDS part, and only usable roots. For ``movable`` see
+    The validation includes the part from SDS, and only usable roots. For ``movable`` see
     :class:`hbone.tls_context.TlsSettings`.
 
     Raises:
@@ -83,7 +83,7 @@ def _check_inline(model: ContextModel) -> None:
 
 
 def _certificates(model: ContextModel, find: Find) -> list[Certificate]:
-    """The certificates that have arrived."""
+    """Return the certificates that have arrived."""
     found = []
     for index, source in enumerate(_sources(model)):
         secret = find(source) if isinstance(source, SecretRef) else source
@@ -111,9 +111,9 @@ def _validation(model: ContextModel, find: Find) -> Validation | None:
 
 
 def _check_validation(model: ContextModel, validation: Validation | None) -> None:
-    """Refuse verification settings that have no effect without a trusted root.
+    """Refuse verification settings that need a trusted root if there is none.
 
-    This is like in Envoy, except for the last check: Envoy accepts the field and then accepts any certificate.
+    Envoy does the same, except for the last check: it accepts that field, and then any certificate.
     """
     if validation is not None and validation.trusted_ca_pem is None:
         path = _validation_path(model)
@@ -162,7 +162,9 @@ def _settings(
 
 
 def _client_certificate(model: ContextModel, validation: Validation) -> ClientCertificate:
-    """Like in Envoy: required if configured or if names or keys are matched, requested if there are roots."""
+    """Return whether client certificates are required (as configured, or to match names or keys), optional (with
+    roots only) or not requested, like in Envoy.
+    """
     if model.require_peer_certificate or validation.restricts:
         return ClientCertificate.REQUIRED
     return ClientCertificate.OPTIONAL if validation.trusted_ca_pem is not None else ClientCertificate.NONE
@@ -221,7 +223,7 @@ def _split(cipher_suites: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def _names(entry: str) -> list[str]:
-    """The suites of one entry. ``[A|B]`` is BoringSSL's group of equal preference; OpenSSL takes them in order."""
+    """Return an entry's suites. ``[A|B]`` is BoringSSL's group of equal preference; OpenSSL uses the order."""
     if entry.startswith("[") and entry.endswith("]"):
         return entry[1:-1].split("|")
     return entry.split(":")

@@ -1,4 +1,4 @@
-"""TLS contexts in use: made when their secrets have arrived, and again before a changed secret is accepted."""
+"""TLS contexts in use. They are built when their secrets have arrived, and rebuilt for each changed secret."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 def hardened(context: ContextModel) -> ContextModel:
     """Return a client's context that verifies its server even if the configuration does not.
 
-    The control plane of 2022 sent upstream contexts without any validation. If the certificate is a workload
-    identity from SDS, the root is requested under the name that this control plane uses (``ROOTCA``), and the
-    server must present an identity of the same trust domain.
+    A control plane of 2022 sent upstream contexts without any validation. For a workload certificate from SDS, the
+    root is then requested under that control plane's name for it (``ROOTCA``), and the server must present an
+    identity of the same trust domain.
     """
     if context.validation is not None or context.validation_ref is not None:
         return context
@@ -75,14 +75,14 @@ class LiveContext:
         owner: the listener or cluster, for errors and warnings.
 
     Raises:
-        ConfigError: the context is unusable by itself or with the available secrets. No subscription remains.
+        ConfigError: the context cannot be used, by itself or with the available secrets. No subscription remains.
 
     Attributes:
         current: the context for the next handshake; ``None`` while a secret is missing.
         validation: the check of the peer, with its part from SDS. ``None`` disables verification.
         generation: increases with each rebuild. The pool's key contains it, so that new tunnels use a rotated
             certificate while old connections continue.
-        presented: our certificate in ``current``, with its identities. The first, if there are several.
+        presented: our certificate in ``current``, with its identities. If there are several, the first one.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class LiveContext:
         self._on_update = on_update
         self._handles: list[SecretHandle] = []
         self._unfollow: Callable[[], None] = lambda: None
-        # Checked before subscribing, so that a refused context subscribes to no secret. Static and earlier secrets
-        # are available.
+        # Checked before subscribing, so that a refused context subscribes to no secret. Static secrets and secrets
+        # already in use are available.
         self._use(build(role, model, secrets.find, movable=secrets.movable))
         try:
             for ref in model.secret_refs:
@@ -151,8 +151,8 @@ class LiveContext:
     def trusts(self, peer: PeerFacts) -> bool:
         """Return whether this client context accepts a server's certificates that another process has verified.
 
-        ``False`` also if only a handshake can decide: pinned keys, revocation lists. The validity period is not
-        checked, because an open connection can outlive its certificates.
+        Return ``False`` also if only a handshake can decide: pinned keys, revocation lists. The validity period is
+        not checked, because an open connection can outlive its certificates.
         """
         if self._role is not Role.CLIENT or self.party is None:
             return False
@@ -172,7 +172,7 @@ class LiveContext:
 
     @property
     def party(self) -> Party | None:
-        """The context as a party of an agreement without a handshake; ``None`` if only a handshake can decide.
+        """The context's :class:`Party` for checks without a handshake; ``None`` if only a handshake can decide.
 
         Created on first use, because few contexts serve node-local tunnels.
         """
@@ -274,8 +274,8 @@ def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.C
 
 
 def refusal(client: LiveContext, server: LiveContext, now: datetime) -> str:
-    """Return why a handshake of two contexts of this process fails at ``now``, or "" if chains, revocation lists
-    and validity periods permit it. Pinned keys and names are left to the handshake.
+    """Return why a handshake of two contexts of this process would fail at ``now``, or "" if chains, revocation
+    lists and validity periods permit it. Pinned keys and names are checked only in handshakes.
     """
     if client.current is None or server.current is None:
         return ""
@@ -286,7 +286,7 @@ def refusal(client: LiveContext, server: LiveContext, now: datetime) -> str:
 
 
 def _unnamed(context: LiveContext) -> Party | None:
-    """Return a context as a party that accepts every name. ``None`` if only a handshake can judge."""
+    """Return a context as a party that accepts every name, or ``None`` if only a handshake can decide."""
     own, validation = context.certificates, context.validation
     if len(own) != 1 or (validation is not None and validation.allow_expired):
         return None
@@ -300,7 +300,7 @@ def _unnamed(context: LiveContext) -> Party | None:
 def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
     """Return whether a handshake of two contexts of this process would succeed at ``now`` (aware, UTC).
 
-    ``False`` also if only a handshake can decide: pinned keys, revocation lists.
+    Return ``False`` also if only a handshake can decide: pinned keys, revocation lists.
     """
     if client.current is None or server.current is None:
         return False
@@ -317,5 +317,5 @@ def _lists(crl_pem: bytes) -> RevocationLists:
 
 
 def certificates_in(pem: bytes | None) -> list[x509.Certificate]:
-    """Return the certificates in a PEM text; none for ``None``."""
+    """Return the certificates in a PEM text, or none for ``None``."""
     return x509.load_pem_x509_certificates(pem) if pem else []

@@ -1,9 +1,9 @@
 """Follows the files named by secrets and TLS contexts, so that a renewed certificate is served at once.
 
-Every file is checked each second, through all links. This detects renamed files, files written in place, and the
-``..data`` link of Kubernetes' volumes, on every file system. If a file is unusable, the last good version stays in
-use. The error is reported if the file is still the same at the next check, because a certificate and its key are
-renewed one after the other.
+Every file is checked each second, following all symbolic links. This detects renamed files, files written in
+place, and the ``..data`` link of Kubernetes' volumes, on every file system. If a file is unusable, the last valid
+version stays in use. The error is reported only if the file is unchanged at the next check, because a certificate
+and its key are renewed one after the other.
 """
 
 import asyncio
@@ -66,8 +66,8 @@ class _Followed:
     """The files of one secret or context.
 
     Attributes:
-        seen: the files' states at the last check. ``None`` before the first.
-        failed: why the contents at ``seen`` are unusable, until it is reported.
+        seen: the files' states at the last check, or ``None`` before the first.
+        failed: why the files in state ``seen`` are unusable, until this is reported.
     """
 
     __slots__ = ("failed", "files", "owner", "reload", "seen")
@@ -87,7 +87,7 @@ class SecretFiles:
         self._followed: dict[_Followed, None] = {}
 
     def follow(self, owner: str, files: tuple[str, ...], reload: Callable[[], bool]) -> Callable[[], None]:
-        """Call ``reload`` when a file has changed, and once soon, because it can have changed since it was read.
+        """Call ``reload`` when a file has changed, and once soon, in case it has changed since it was read.
 
         Args:
             owner: the secret, listener or cluster, for the log.

@@ -59,8 +59,8 @@ _VERSION: Final = 0xA0
 def subject_of(certificate: x509.Certificate) -> str:
     """Return the subject as OpenSSL writes it in the form of RFC 2253.
 
-    It differs from ``rfc4514_string`` in attribute names (``emailAddress`` instead of its OID), and escapes each
-    non-ASCII byte. It never fails. A policy that names a subject compares this text.
+    Unlike ``rfc4514_string``, it uses OpenSSL's attribute names (``emailAddress`` instead of its OID) and escapes
+    each non-ASCII byte. It never fails. Policies compare their subject with this text.
     """
     return distinguished_name(_field(certificate, 4))
 
@@ -86,7 +86,7 @@ def peer_names(leaf: x509.Certificate, uri_sans: tuple[str, ...]) -> PeerCertifi
 
 
 def _field(certificate: x509.Certificate, number: int) -> bytes:
-    """Return a field's DER from a certificate's signed part. Numbers count from the serial number."""
+    """Return the DER of a field of a certificate's signed part. Fields are numbered from the serial number."""
     (signed,) = _elements(certificate.tbs_certificate_bytes)
     fields = _elements(signed[1])
     if fields[0][0] == _VERSION:
@@ -95,7 +95,7 @@ def _field(certificate: x509.Certificate, number: int) -> bytes:
 
 
 def distinguished_name(rdns: bytes) -> str:
-    """Return a name by the DER of its parts, the last first; see :func:`subject_of`."""
+    """Return a name from the DER of its parts, the last part first; see :func:`subject_of`."""
     texts = []
     for _, rdn in reversed(_elements(rdns)):
         pairs = [_elements(attribute) for _, attribute in _elements(rdn)]

@@ -30,10 +30,10 @@ class SecretUser(Protocol):
     """A user of a secret."""
 
     def prepare(self, handle: "SecretHandle", secret: Secret) -> Callable[[], None]:
-        """Prepare for a new version without using it yet; return a function that makes it current.
+        """Prepare for a new version without using it yet. Return a function that makes it current.
 
         Raises:
-            ConfigError: this user cannot use it. The version is then refused for all users.
+            ConfigError: this user cannot use the version, which is then refused for all users.
         """
 
 
@@ -41,16 +41,16 @@ class SecretHandle:
     """One secret, its versions over time and its users.
 
     Attributes:
-        secret: the accepted value, ``None`` until the first.
+        secret: the accepted value, or ``None`` before the first.
         body: the message as received, for dumps (which redact it).
         contents: the secret as read from its message and files, before decryption with a password.
-        settled: set once waiting is over: the secret has arrived or was removed, or the time limit has passed.
-        error: the last rejected version's error text, and its time.
+        settled: set when waiting has ended: the secret arrived or was removed, or the time limit passed.
+        error: the error text and the time of the last rejected version.
 
     Args:
         ref: the secret's name and source.
-        clock: the clock of these times.
-        waited: called with the seconds of the wait at its end.
+        clock: the clock of the times above.
+        waited: called with the duration of the wait, in seconds, when it ends.
     """
 
     def __init__(self, ref: SecretRef, clock: Clock, waited: Callable[[float], object] = lambda _: None) -> None:
@@ -85,8 +85,8 @@ class SecretStore:
     """All secrets in use. A secret is subscribed to while it has users.
 
     Attributes:
-        movable: connections of contexts with these secrets can move to another process.
-        files: the files of secrets and contexts. The owner runs it.
+        movable: whether connections of contexts with these secrets can move to another process.
+        files: follows the files of secrets and contexts. The owner runs it.
 
     Args:
         waited: called with the seconds from the request for a secret until it arrived, was removed or the time
@@ -136,7 +136,7 @@ class SecretStore:
         self._static[message.name] = handle
 
     def check(self, refs: Iterable[SecretRef]) -> None:
-        """Refuse references that :meth:`acquire` would refuse.
+        """Raise the errors that :meth:`acquire` would raise for these references.
 
         Raises:
             ConfigError: there is no such source.
@@ -146,12 +146,12 @@ class SecretStore:
                 self._sources.check(ref.source)
 
     def find(self, ref: SecretRef) -> Secret | None:
-        """Return the accepted value of a reference. ``None`` if there is none, or if it is unused so far."""
+        """Return the accepted value of a reference, or ``None`` if there is none or it is not in use yet."""
         handle = self._static.get(ref.name) or self._handles.get((ref.name, ref.source))
         return handle.secret if handle is not None else None
 
     def acquire(self, ref: SecretRef, user: SecretUser) -> SecretHandle:
-        """Use a secret; ``user`` prepares for each later version before that is accepted.
+        """Start using a secret. Each later version is accepted only after ``user`` has prepared for it.
 
         Raises:
             ConfigError: there is no such source; :meth:`check` first.
@@ -171,7 +171,7 @@ class SecretStore:
                 )
                 handle.scope = self._stats.scope(f"sds.{ref.name}")
                 self._sources.count(handle.scope, handle.subscription)
-                # Last: the next user must not find a handle that was never subscribed to.
+                # Added last: the next user must not find a handle that was never subscribed to.
                 self._handles[key] = handle
         handle.users.append(user)
         return handle
@@ -250,7 +250,7 @@ class SecretStore:
         secret = contents
         if isinstance(secret, Certificate):
             secret = unlocked(secret)
-        # All users or none: if one user cannot use a version, it is refused, and the good version stays.
+        # All users or none: if one user cannot use a version, it is refused, and the accepted version stays.
         taken_into_use = [user.prepare(handle, secret) for user in handle.users]
         handle.secret = secret
         handle.contents = contents

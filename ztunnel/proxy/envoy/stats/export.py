@@ -19,7 +19,7 @@ from ztunnel.runtime.tasks import Tasks
 async def exported(
     settings: OtlpSettings, node: Node, families: Callable[[], Iterable[Family]], stats: Stats, clock: Clock
 ) -> AsyncIterator[None]:
-    """Export the metrics page until the end of the context, including the changes since the last interval.
+    """Export the metrics page while the context is entered, finally the changes since the last interval.
 
     Args:
         settings, node: the destination, and the proxy's name there.

@@ -68,7 +68,7 @@ def envoy_text(
     Args:
         metrics: the metrics to print.
         texts: printed as gauges with the text in the label ``text_value``.
-        summaries: histograms as summaries of quantiles instead of buckets.
+        summaries: whether histograms are printed as summaries of quantiles instead of buckets.
     """
     kinds = ("counter", "gauge", "histogram")
     grouped = yield from families(metrics, "")
@@ -149,7 +149,7 @@ def _escaped(value: str) -> str:
 
 def scraped(stats: Stats, times: ConnectionTimes) -> Iterator[Family]:
     """Yield the proxy's metrics, then connection times, then process metrics (``process_*``). Families without
-    samples, which pages leave out, come first: see :func:`families`.
+    samples, which pages omit, come first: see :func:`families`.
     """
     grouped = yield from families(stats, _PAUSE)
     for (name, kind), members in grouped.items():

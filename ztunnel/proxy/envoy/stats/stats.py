@@ -1,10 +1,10 @@
 """Counters, gauges, histograms and text readouts, with Envoy's names.
 
 A :class:`Scope` is looked up once (per cluster, listener, stat prefix) and returns the objects; the data path only
-does ``counter.value += 1``. Metrics that exist thousands of times and are mostly unused (a cluster's) are declared
-for their scope and made on first use; pages show them all the same. Each object has two names: the dotted one of
-``/stats`` and, for Prometheus, a family with labels. Unlike Envoy's default tag extraction, which cuts SPIFFE
-cluster names at their first dot, a label has the whole name.
+does ``counter.value += 1``. Some metrics exist thousands of times and are mostly unused (for example a cluster's):
+these are declared for their scope and created on first use, but pages always show them. Each object has two names:
+the dotted one of ``/stats`` and, for Prometheus, a family with labels. Unlike Envoy's default tag extraction,
+which cuts SPIFFE cluster names at their first dot, a label has the whole name.
 """
 
 import re
@@ -124,11 +124,11 @@ Metric = Counter | Gauge | Histogram
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A metric that every scope of a kind has, whether it is made or not.
+    """A metric that every scope of a kind has, even before it is created.
 
     Attributes:
         name: its name below the scope's prefix.
-        read: reads the value from the owner that :meth:`Scope.declare` names, if the owner counts.
+        read: reads the value from the owner passed to :meth:`Scope.declare`, if the owner counts.
     """
 
     name: str
@@ -161,7 +161,7 @@ class OnTouch(Generic[M]):
 def declared_in(owner: type) -> tuple[Declared, ...]:
     """Return every counter and gauge among a class's :class:`OnTouch`, for :meth:`Scope.declare`.
 
-    Histograms appear with their first value: empty ones would be 22 lines each of Prometheus' text.
+    Histograms appear with their first value, because an empty one would take 22 lines of Prometheus' text.
     """
     touched = [each for each in vars(owner).values() if isinstance(each, OnTouch)]
     return tuple(Declared(each.name, each.kind) for each in touched if each.kind is Counter or each.kind is Gauge)
@@ -197,11 +197,11 @@ class Stats:
             yield from read()
 
     def show(self, read: Callable[[], Iterable[Counter]], reset: Callable[[], None]) -> None:
-        """Show counters of a table that is kept elsewhere.
+        """Show counters that are kept outside of this object.
 
         Args:
-            read: makes them for each page.
-            reset: sets them to 0, for :meth:`reset_counters`.
+            read: creates the counters for each page.
+            reset: sets the counters to 0, for :meth:`reset_counters`.
         """
         self._tables.append((read, reset))
 

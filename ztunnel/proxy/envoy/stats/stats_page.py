@@ -125,7 +125,7 @@ def _histogram_text(metric: Histogram, buckets: Buckets) -> str:
 
 
 def _summary(metric: Histogram) -> str:
-    # Intervals between flushes are not kept: there is no sink to flush to.
+    # Values per flush interval are not kept, because there is no stats sink to flush to.
     return " ".join(f"P{quantile:g}(nan,{metric.quantile(quantile / 100):g})" for quantile in QUANTILES)
 
 

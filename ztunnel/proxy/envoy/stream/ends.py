@@ -14,7 +14,7 @@ class Ends(NamedTuple):
     Attributes:
         client, server: the authenticated identities, or empty texts.
         baggage: the client's baggage, or an empty text.
-        workload: the server's workload by an endpoint's metadata, or an empty text.
+        workload: the server's workload according to the endpoint's metadata, or an empty text.
         service: name and namespace of the service, see :func:`service_of`.
         host: the last chosen host's address, see :func:`last_host`.
         tunnelled: whether a hop opens a tunnel.
@@ -63,7 +63,7 @@ def hops_of(info: StreamInfo) -> tuple[StreamInfo, ...]:
 def proven(hops: Sequence[StreamInfo]) -> tuple[str, str]:
     """Return the authenticated identities of client and server, or empty texts.
 
-    For a failed tunnel only the client's is known.
+    For a failed tunnel, only the client's identity is known.
     """
     for hop in hops:
         if hop.tls is not None and hop.tls.peer_uri_sans:
@@ -86,7 +86,7 @@ def last_host(hops: Sequence[StreamInfo]) -> SocketAddress | None:
 
 
 def service_of(hops: Sequence[StreamInfo]) -> tuple[str, str] | None:
-    """Return name and namespace of the service that istiod's metadata of a cluster names, or None."""
+    """Return name and namespace of the service in istiod's metadata of the cluster, or None."""
     for hop in hops:
         if not hop.cluster_metadata:
             continue

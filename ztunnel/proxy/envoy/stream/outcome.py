@@ -41,7 +41,7 @@ _ENDED = {
 
 
 def reason_of_end(text: str) -> Reason:
-    """Return the reason of a connection that this side ended, by the text of its end."""
+    """Return the reason for a connection that this side ended, from the text that it was ended with."""
     if text.startswith(POLICY_CHANGE):
         return Reason.POLICY_CHANGE
     return _ENDED.get(text) or (Reason.ADDON if text.startswith(CUT_BY_ADDON) else Reason.OTHER)

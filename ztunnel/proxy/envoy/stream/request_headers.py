@@ -1,6 +1,6 @@
 """A request's headers as seen by logs and routes: the client's headers and the headers a manager writes.
 
-Envoy writes its own headers into each request before routing. Here a value is computed on demand, because most
+Envoy writes its own headers into each request before routing. Here each header is computed on demand, because most
 routes and logs read none.
 """
 
@@ -13,7 +13,7 @@ from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
 REQUEST_ID: Final = "x-request-id"
 
-#: Returns the values of one header, from the request, its manager and the values that the client sent.
+#: Returns the values of a header, given the request, its manager and the values that the client sent.
 _Writes = Callable[[StreamInfo, HttpConnectionManager, Sequence[str]], Sequence[str]]
 
 
@@ -37,7 +37,7 @@ def traceparent(headers: Iterable[tuple[str, str]]) -> str:
 
 
 def stream_id(info: StreamInfo) -> str | None:
-    """Return the identifier of a hop, created on first use. That of a request is its id, if any."""
+    """Return the identifier of a hop, created on first use. For a request it is the request id, if any."""
     if info.manager is not None:
         return ",".join(header_values(info, REQUEST_ID)) or None
     return _made(info)
@@ -67,7 +67,7 @@ def _scheme(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str
 
 
 def _forwarded_for(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
-    # Envoy has its own address there for a client on loopback, the first that it finds among its interfaces.
+    # For a client on loopback, Envoy writes its own address: the first that it finds among its interfaces.
     return (*sent, info.source.host) if manager.uses_remote_address else sent
 
 

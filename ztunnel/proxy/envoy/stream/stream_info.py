@@ -40,7 +40,7 @@ class Flag(StrEnum):
     OVERLOAD = "OM"
 
 
-#: What RESPONSE_FLAGS_LONG prints (Envoy's documentation of its access logs).
+#: The texts printed by RESPONSE_FLAGS_LONG (Envoy's documentation of its access logs).
 LONG_NAMES: dict[Flag, str] = {
     Flag.NO_HEALTHY_UPSTREAM: "NoHealthyUpstream",
     Flag.UPSTREAM_CONNECT_FAILURE: "UpstreamConnectionFailure",
@@ -64,9 +64,9 @@ LONG_NAMES: dict[Flag, str] = {
 
 
 class UpstreamOptions(NamedTuple):
-    """Options of one connection's upstream sockets: set by ``original_src``, and a PROXY header.
+    """Options of a connection's upstream sockets: those set by ``original_src``, and a PROXY header.
 
-    Two connections share pooled connections only if their options are equal. A tuple, because it is created and
+    Only connections with equal options share pooled connections. A tuple, because it is created and
     hashed for every connection.
 
     Attributes:
@@ -99,27 +99,27 @@ class TlsFacts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StreamInfo:
-    """One hop. An internal hop is a second object of this class; no bytes pass between the two.
+    """One hop. A hop behind an internal listener is a second object of this class; no bytes pass between the two.
 
     Attributes:
         facts: addresses, metadata and identity, as matchers and policies see them.
-        restored: the destination is an original one, not just the socket's own name.
-        started: monotonic seconds; ``started_at`` is the wall clock of the same moment.
-        upstream_tls: the facts proven by the upstream's handshake. ``upstream_certificate`` is ours there.
+        restored: whether the destination is an original one, not just the socket's local address.
+        started: the start in monotonic seconds; ``started_at`` is the same time by the wall clock.
+        upstream_tls: the facts proven by the upstream's handshake, where we present ``upstream_certificate``.
         request_headers: as the client sent them; see :mod:`ztunnel.proxy.envoy.stream.request_headers` for others.
-        manager: the connection manager that a request came to.
+        manager: the connection manager that received the request.
         stream_id: created when a log needs it.
-        direct_local: the accepted socket's own name, or the internal address; never restored.
+        direct_local: the accepted socket's local address, or the internal address; never a restored address.
         endpoint: the host of the last attempt. Hosts of earlier attempts are in ``failed``.
         upstream_cluster: the cluster's alternative name, or its name. Empty if it does not exist.
         upstream_sni: the server name that our handshake sent.
         upstream_own_uri_sans: identities that we present to the upstream.
         tunnel_authority: the authority of our CONNECT.
-        tunnelled: the TCP proxy opens a tunnel.
+        tunnelled: whether the TCP proxy opens a tunnel.
         trace: the ``traceparent`` of the tunnel's request, the client's or ours. Empty without one.
         behind: the last attempt's next hop: behind an internal listener, or a node-local tunnel's inbound half.
-        failure: why it failed; ``policy`` names the policy that denied it.
-        connected: the last attempt succeeded.
+        failure: why the hop failed; ``policy`` names the policy that denied it.
+        connected: whether the last attempt succeeded.
         ready_s: the time from ``started`` until the last attempt succeeded or failed. None without an attempt.
         bytes_received: bytes from downstream. ``bytes_sent``: bytes to downstream.
     """
@@ -177,14 +177,14 @@ class StreamInfo:
     route_metadata: Metadata = NO_METADATA
     virtual_host_metadata: Metadata = NO_METADATA
     held: tuple[Callable[[], None], ...] = ()
-    """Called when the hop is over: they give its places among limited connections back."""
+    """Called at the end of the hop. These functions release its places under connection limits."""
     bytes_received: int = 0
     bytes_sent: int = 0
     duration_s: float | None = None
 
     @property
     def source(self) -> SocketAddress:
-        """The downstream peer."""
+        """The downstream peer's address."""
         return self.facts.source
 
     @property

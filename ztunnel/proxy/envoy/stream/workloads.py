@@ -1,6 +1,6 @@
 """The workloads at the two ends of a connection, by identity, baggage and an endpoint's metadata. Pure.
 
-Envoy's dialect has no table of workloads.
+Envoy's dialect has no table of workloads, so these facts are parsed from texts.
 """
 
 from collections.abc import Mapping

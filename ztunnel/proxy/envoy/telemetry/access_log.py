@@ -1,4 +1,4 @@
-"""Access logs of Envoy's dialect: renders lines, which the process's :class:`LogWriter` writes; or makes entries.
+"""Access logs of Envoy's dialect: lines, which the process's :class:`LogWriter` writes, or entries for a service.
 
 Lines are written when 64 KiB are queued or after a flush interval (10 s by default, like in Envoy).
 """
@@ -38,7 +38,7 @@ class LogSink:
 
 @dataclass(frozen=True, slots=True)
 class EntrySink:
-    """A configured logger of an access log service; ``chooses`` as of :class:`LogSink`."""
+    """A configured logger of an access log service. ``chooses`` has the same meaning as in :class:`LogSink`."""
 
     entry_of: MakesEntry
     sender: Sender
@@ -76,7 +76,7 @@ class AccessLogs:
 
     Args:
         stats: gets ``filesystem.*`` and ``access_log_file.dropped``.
-        flush_interval_s: the longest wait of a line. The owner calls :meth:`LogWriter.flush` at this interval.
+        flush_interval_s: the longest time that a line waits. The owner calls :meth:`LogWriter.flush` this often.
         streams: the streams to access log services. None if no configuration names one.
 
     Attributes:
@@ -94,7 +94,7 @@ class AccessLogs:
                 dropped=stats.scope("access_log_file").counter("dropped"),
             )
         )
-        #: The value holds the model, so that its ``id`` is not reused.
+        #: Each value also holds the model, so that the model's ``id`` is not reused.
         self._sinks: dict[tuple[str, int, bool, LogFilter | None], tuple[AccessLog, LogSink]] = {}
 
     def sinks(self, logs: Iterable[AnyAccessLog]) -> tuple[Sink, ...]:

@@ -1,4 +1,4 @@
-"""Which lines an access log gets: filters as closures over the facts of a finished hop. Pure."""
+"""Access log filters: each is a function that decides from the facts of a finished hop. Pure."""
 
 import operator
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from xds.model.access_log import (
 )
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
-#: Tells whether a line is written.
+#: Returns whether a line is written.
 Chooses: TypeAlias = Callable[[StreamInfo], bool]
 
 _COMPARE: dict[Comparison, Callable[[int, int], bool]] = {

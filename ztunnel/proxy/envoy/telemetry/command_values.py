@@ -27,7 +27,7 @@ Reader = Callable[[StreamInfo], str | None]
 
 _HOSTNAME = socket.gethostname()
 _FRACTION = re.compile(r"%([1-9])f")
-#: Extensions of the library that formats Envoy's times. ``*`` is all digits that there are: here of microseconds.
+#: Extensions of the library that formats Envoy's times. ``*`` prints all available digits, here microseconds.
 _EXTENDED = re.compile(r"%(?:E([0-9*])([Sf])|(E4Y)|f)")
 
 
@@ -94,7 +94,7 @@ def _duration(info: StreamInfo) -> str | None:
 
 
 class _Kept(str):
-    """A text that is printed although it is empty, where ``read(info) or missing`` would print ``-``."""
+    """A text that is printed even if it is empty, where ``read(info) or missing`` would print ``-``."""
 
     __slots__ = ()
 
@@ -104,7 +104,7 @@ class _Kept(str):
 
 _EMPTY = _Kept()
 
-#: Values without a source here: request traces, gRPC in a tunnel, fingerprints (the inspector's setting is
+#: Values that do not exist here: request traces, gRPC in a tunnel, fingerprints (the inspector's setting is
 #: refused), QUIC round trips, the HTTP protocol of a TCP upstream.
 _NEVER = (
     "TRACE_ID",
@@ -151,11 +151,11 @@ def _remote_endpoint_id(info: StreamInfo) -> str | None:
 
 
 def _attempted(value_of: Callable[[Endpoint], str]) -> Reader:
-    """Return a function for a list of all hosts of a hop, in the order of its attempts."""
+    """Return a reader of all hosts that a hop has attempted, in order."""
 
     def read(info: StreamInfo) -> str | None:
         if info.endpoint is None or (info.method and not info.connected):
-            return None  # Envoy's router lists a host once it is connected, its TCP proxy earlier
+            return None  # Envoy's router lists a host once it is connected, while its TCP proxy lists it earlier
         return ",".join([value_of(each) for each in (*info.failed, info.endpoint)])
 
     return read
@@ -170,7 +170,7 @@ def _name(endpoint: Endpoint) -> str:
 
 
 def _name_without_port(endpoint: Endpoint) -> str:
-    """The host's name up to the colon before its port; Envoy cuts ``envoy://listener/id`` to ``envoy``, too."""
+    """Return the host's name up to its port's colon; like Envoy, cut ``envoy://listener/id`` to ``envoy``."""
     name = _name(endpoint)
     end = name.find(":", name.find("]") + 1)
     return name if end < 0 else name[:end]

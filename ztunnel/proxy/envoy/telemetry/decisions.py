@@ -1,8 +1,8 @@
 """Policies' decisions in Envoy's dialect: counts by policy, and the last denials by listener, chain and client.
 
-Envoy's own counters are by filter, ``<stat prefix>.rbac.allowed``, and one filter can have many policies. Here
-each policy has its own, ``rbac.policy.<name>.<result>``, for Prometheus with the label ``policy``. The ledger
-counts, and the counters are created for each page.
+Envoy's own counters (``<stat prefix>.rbac.allowed``) are per filter, and one filter can have many policies. Here
+each policy has its own counter, ``rbac.policy.<name>.<result>``, for Prometheus with the label ``policy``. The
+ledger counts decisions, and the counters are created from it for each page.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ztunnel.runtime.line_limit import LineLimit
 
 log = logging.getLogger(__name__)
 
-#: The counting key of a denial because no ALLOW policy matched: no single policy decided.
+#: The counting key of a denial without a matching ALLOW policy, which no single policy decided.
 NONE_MATCHED: Final = "none"
 #: The results of a policy's decisions on pages, by use.
 RESULTS: Final = {
@@ -42,7 +42,7 @@ class DeniedBy(NamedTuple):
     Attributes:
         listener, chain: the connection's filter chain.
         source: the client's address.
-        identity: proven by its certificate. Empty for plain text.
+        identity: the identity proven by the client's certificate. Empty for plain text.
         destination: the connection's destination, or the tunnel's application if policies read its port.
         reason: the termination details of the access log, which name the policy.
     """
@@ -56,7 +56,7 @@ class DeniedBy(NamedTuple):
 
 
 class Decisions:
-    """Notes decisions in the ledger, and has the statistics show it."""
+    """Records decisions in the ledger, and shows the ledger's counts as statistics."""
 
     def __init__(self, stats: Stats, clock: Clock) -> None:
         self._clock = clock
@@ -65,7 +65,7 @@ class Decisions:
         stats.show(partial(_of_tiers, self.ledger.calico), self.ledger.calico.clear)
 
     def count(self, policy: str, use: Use) -> None:
-        """Count a policy's decision. Without a name, no policy matched."""
+        """Count a policy's decision. An empty name means that no policy matched."""
         self.ledger.own.note(policy or NONE_MATCHED, use, self._clock.wall())
 
     def line_limit(self) -> LineLimit:
@@ -85,7 +85,7 @@ class Decisions:
             facts: the facts that were judged.
             rules: the deciding filter's rules.
             policy: the denying policy. Empty if no allowing policy matched.
-            live: the connection was open, and a change ended it.
+            live: whether the connection was open and a policy change ended it.
         """
         policies = [each for tier in rules.tiers for each in tier.policies]
         found = next((each for each in policies if policy and each.name == policy), None)

@@ -1,8 +1,8 @@
 """Converts the facts of a finished hop to an access log service's entry. Pure.
 
-The other fields of Envoy's entries are not measured here, and unset: the times of a request's phases, bytes with
-framing, sizes of headers, TLS session identifiers. An entry lists only URI subject alternative names, like in
-Envoy.
+The other fields of Envoy's entries are unset, because they are not measured here: the times of a request's phases,
+bytes including framing, sizes of headers, TLS session identifiers. An entry lists only URI subject alternative
+names, like in Envoy.
 """
 
 from collections.abc import Callable, Iterable

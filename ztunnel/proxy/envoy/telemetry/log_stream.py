@@ -26,9 +26,9 @@ from ztunnel.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _METHOD: Final = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
-#: The idle time after which a stream ends. The next entry opens another. Envoy's last as long as the logger.
+#: The idle time after which a stream ends. The next entry opens a new one. Envoy's last as long as the logger.
 IDLE_S: Final = 60.0
-#: The time for the last entries of an ending proxy, and for a service to end a call that we have ended.
+#: The time limit for sending the last entries at shutdown, and for a service to end a call that we have ended.
 _LAST_S: Final = 1.0
 
 #: Connects to a cluster by name; see :meth:`ztunnel.proxy.envoy.upstream.grpc.GrpcClusters.connect`.
@@ -39,7 +39,7 @@ class Batch:
     """Entries that wait for a stream. Pure.
 
     Attributes:
-        full: it has the configured size.
+        full: whether the batch has reached the configured size.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -83,7 +83,7 @@ class EntryCounts:
 
 
 class Sender:
-    """One stream. It opens when entries are queued, and reopens after an end."""
+    """One stream. It opens when entries are queued, and is opened again if it ends."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Sender:
             self._running = None
 
     async def _due(self) -> bool:
-        """Wait until a batch must be sent. Return False if no entry came for a long time, or none will."""
+        """Wait until a batch must be sent. Return False if none arrived for a long time, or none will."""
         if self._closing:
             return bool(self._batch)
         with suppress(TimeoutError):
@@ -161,7 +161,7 @@ class Sender:
         return bool(self._batch)
 
     async def _send(self, call: Call, backoff: Backoff) -> None:
-        """Send batches until the service ends the call, or no entry comes.
+        """Send batches until the service ends the call, or no entry arrives in time.
 
         Raises:
             RpcFailed: the call failed.

@@ -1,4 +1,4 @@
-"""Load assignments derived from others: with resolved names, and with hosts that discovery has removed."""
+"""Derives load assignments from others: with resolved names, or with hosts that discovery has already removed."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

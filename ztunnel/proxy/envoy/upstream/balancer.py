@@ -81,7 +81,7 @@ class Balancer:
         Args:
             now: monotonic seconds.
             hash_key: the connection's hash, for RING_HASH and MAGLEV; without one they choose at random.
-            avoid: hosts of the connection's earlier attempts, chosen only if there is no other.
+            avoid: hosts of the connection's earlier attempts, chosen only if there is no other usable host.
         """
         level = self._choose_level(hash_key)
         if level is None:
@@ -98,7 +98,7 @@ class Balancer:
         return host
 
     def candidates(self) -> list[Host]:
-        """Return every host that :meth:`choose` can give to a connection's first attempt."""
+        """Return every host that :meth:`choose` can return for a connection's first attempt."""
         found: dict[Host, None] = {}
         for index, load in enumerate(self._level_loads):
             for kind, share in (("healthy", load.healthy), ("degraded", load.degraded)):
@@ -138,7 +138,7 @@ class Balancer:
         return picker
 
     def _choose_locality(self, level: PriorityLevel, kind: str) -> int:
-        """Return the index of a random locality, or -1: localities do not matter."""
+        """Return the index of a random locality, or -1 if localities are ignored."""
         weights = self._locality_weights(level, kind)
         total = sum(weights)
         if total <= 0:

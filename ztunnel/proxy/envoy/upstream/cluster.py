@@ -99,12 +99,12 @@ class LiveCluster:
     """A cluster of the configuration with its hosts, its limits and its statistics.
 
     Attributes:
-        warm: set when it may serve: secrets and endpoints have arrived, or their time limit has passed.
+        warm: set when the cluster can serve: secrets and endpoints have arrived, or their time limit has passed.
         only_transport: the transport socket of all hosts. ``None``: unknown, or it depends on the host; see
             :meth:`transport`.
 
     Raises:
-        ConfigError: a TLS context cannot be built. Names its place.
+        ConfigError: a TLS context cannot be built. Names the context's path.
     """
 
     __slots__ = (
@@ -156,7 +156,7 @@ class LiveCluster:
         self.last_updated = surround.clock.wall()
         self.stats = ClusterStats(surround.stats, model)
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
-        # Before the statistics are published: if this version is refused, the active version's statistics stay.
+        # Built before the statistics are published: if this version is refused, the active version's stay.
         self._build_contexts(surround)
         self._matched: dict[str, Counter] = {}
         self._transports: dict[int, LiveTransport] = {}  # by id, too; only transports in use
@@ -164,7 +164,7 @@ class LiveCluster:
         self.stats.declare()
         self.breaker = Breaker(model)
         self._hosts = HostSet()
-        #: The number of hosts of :attr:`_assigned` while their objects do not exist yet, else ``None``.
+        #: The number of assigned hosts while their objects are not created yet, else ``None``.
         self._unmade: int | None = None
         self.warm = Latch()
         self._surround = surround
@@ -226,7 +226,7 @@ class LiveCluster:
     # Life
 
     def start(self) -> None:
-        """Start discovering endpoints and waiting for secrets; :attr:`warm` is set when that is done."""
+        """Start discovering endpoints and waiting for secrets. :attr:`warm` is set when both have finished."""
         model = self.model
         # An earlier version of the cluster can have been discovered in another way.
         if model.discovery is Discovery.EDS:
@@ -295,7 +295,7 @@ class LiveCluster:
                 continue
             if self._assigned is not None and self._assigned == resource.body:
                 # A state-of-the-world response repeats every assignment when one changes. If the bodies are equal,
-                # the new one is kept: each body keeps its whole response in memory.
+                # keep the new one, because the old one would keep its whole response in memory.
                 self._assigned = resource.body
                 self.unchanged_updates += 1
                 continue
@@ -315,13 +315,13 @@ class LiveCluster:
             self._assign(assignment)
         self.empty_updates += not update.resources
         if self.model.eds_name in update.removed:
-            self._have_endpoints.set()  # the cluster's name does not exist on the control plane, so waiting ends
+            self._have_endpoints.set()  # the control plane does not have this cluster's name, so waiting ends
 
     def _leaves_unmade(self, message: endpoint_pb2.ClusterLoadAssignment, body: AnyMessage) -> bool:
-        """Accept an assignment without creating its hosts, if possible; return whether it was. :meth:`_make_hosts`
-        creates them later.
+        """Accept an assignment without creating its hosts, if possible. Return whether it was accepted.
+        :meth:`_make_hosts` creates the hosts later.
 
-        A node receives the endpoints of every service and uses a few services.
+        A node receives the endpoints of every service, but uses only a few services.
         """
         made = self._unmade is None and self._hosts.levels
         if (
@@ -362,7 +362,7 @@ class LiveCluster:
 
     @property
     def hosts_shown(self) -> HostSet:
-        """The hosts for a page. If no connection has needed hosts yet, they are made for the page and dropped."""
+        """The hosts for a page. Hosts that no connection has needed yet are created for the page only."""
         if self._unmade is None:
             return self._hosts
         hosts = HostSet()
@@ -396,7 +396,7 @@ class LiveCluster:
         self._have_endpoints.set()
 
     def preset(self, assignment: LoadAssignment) -> None:
-        """Use the hosts of a saved dump, without discovery or checks."""
+        """Use the hosts of a saved config dump, without discovery or health checks."""
         self.hosts.assign(assignment, self._surround.clock.monotonic())
         self._health_changed()
 
@@ -416,7 +416,7 @@ class LiveCluster:
             self.outlier.passed_check(host)
 
     def _resolve_names(self) -> None:
-        """Follow each name on its own, so that one slow name server delays the addresses of no other name."""
+        """Resolve each name separately, so that one slow name server does not delay other names' addresses."""
         assert self.model.assignment is not None
         endpoints = self.model.assignment.endpoints
         names = dict.fromkeys(each.address.name for each in endpoints if isinstance(each.address, NamedAddress))
@@ -429,7 +429,7 @@ class LiveCluster:
             self._run(self._resolve_for_ever(name, known, resolver), f"dns {name}")
 
     def _resolved_names(self, known: Mapping[str, tuple[str, ...] | None]) -> None:
-        """Use the addresses of all names, once each has been looked up."""
+        """Use the addresses of all names, once every name has been looked up."""
         assert self.model.assignment is not None
         found = {name: addresses for name, addresses in known.items() if addresses is not None}
         if len(found) == len(known):
@@ -502,7 +502,7 @@ class LiveCluster:
 
     @property
     def host_changes(self) -> int:
-        """How often hosts joined or left, ``membership_change``."""
+        """How often hosts were added or removed, ``membership_change``."""
         return self._hosts.changes
 
     # Choice
@@ -537,10 +537,10 @@ class LiveCluster:
             subset: the endpoint metadata to require, if the cluster is divided into subsets.
             hash_source: hash the client's address, for RING_HASH and MAGLEV.
             avoid: hosts that already failed for this connection.
-            drops: obey ``drop_overloads``, like Envoy for requests and not for connections of ``tcp_proxy``.
+            drops: whether to apply ``drop_overloads``. Envoy does so for requests, but not in ``tcp_proxy``.
 
         Raises:
-            NoHealthyHost: there is none, which is counted.
+            NoHealthyHost: there is no usable host. This is counted.
         """
         now = self._surround.clock.monotonic()
         host: Host | None = None
@@ -570,7 +570,7 @@ class LiveCluster:
         return False
 
     def candidates(self, subset: Mapping[str, object] | None) -> list[Host]:
-        """Return every host that :meth:`choose` can give to a connection, of another cluster than ORIGINAL_DST."""
+        """Return every host that :meth:`choose` can return, for a cluster other than ORIGINAL_DST."""
         balancer = self._balancer_for(subset)
         return balancer.candidates() if balancer is not None else []
 
@@ -619,7 +619,7 @@ class LiveCluster:
         return self._live(model)
 
     def transport_of(self, host: Host) -> LiveTransport:
-        """Return the transport socket for a host, for a connection that another process has counted."""
+        """Like :meth:`transport`, for a connection that another process has counted."""
         return self._live(self.model.transport_socket_for(host.endpoint.metadata)[1])
 
     def _live(self, model: TransportSocket) -> LiveTransport:
@@ -649,7 +649,7 @@ def _unpacked(body: AnyMessage) -> endpoint_pb2.ClusterLoadAssignment:
 
 
 def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
-    """Yield each TLS context of a cluster with its place."""
+    """Yield each TLS context of a cluster with its path in the cluster's message."""
     sockets: list[tuple[str, TransportSocket]] = [("transport_socket", model.transport_socket)]
     for index, match in enumerate(model.socket_matches):
         sockets.append((f"transport_socket_matches[{index}].transport_socket", match.socket))

@@ -101,9 +101,7 @@ class Breaker:
 
     @property
     def connections_open(self) -> bool:
-        """Whether the limit of connections is reached. ("Open" is the circuit breaker's state: it admits
-        nothing.)
-        """
+        """Whether the limit of connections is reached. ("Open" means that the circuit breaker admits no more.)"""
         return self.connections >= self.limits.max_connections
 
     @property

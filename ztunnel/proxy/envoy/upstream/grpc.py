@@ -1,4 +1,4 @@
-"""Connects gRPC to the static clusters of a bootstrap, in plain text or with their TLS."""
+"""Connects gRPC to the static clusters of a bootstrap, in plain text or with the clusters' TLS."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -22,10 +22,10 @@ _GETADDRINFO = DnsResolver(has_ttls=False)
 
 
 def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | None:
-    """Return the TLS of a cluster, or None for plain text.
+    """Return the TLS context of a cluster, or None for plain text.
 
     Raises:
-        ConfigError: it is unusable, or would accept any server. Names the path in the bootstrap.
+        ConfigError: the context is unusable, or would accept any server. Names the path in the bootstrap.
     """
     try:
         cluster = compile_cluster(target.cluster, surroundings)
@@ -94,7 +94,7 @@ class GrpcClusters:
         return connect
 
     def keepalive(self, name: str) -> Keepalive:
-        """Return the PINGs to a cluster's server, by its ``connection_keepalive`` or the default."""
+        """Return the settings of PINGs to a cluster's server: its ``connection_keepalive`` or the default."""
         keepalive = self._keepalives.get(name)
         if keepalive is None:
             keepalive = self._keepalives[name] = Keepalive()

@@ -1,4 +1,4 @@
-"""Checks the health of one cluster's hosts, each until it leaves the cluster."""
+"""Checks the health of each host of one cluster until the host leaves the cluster."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class HealthChecker:
         changed: called when a host has become healthy or unhealthy.
         passed: called with each host that has passed a check.
         has_traffic: whether the cluster has ever had a connection.
-        chance: uniform in [0, 1).
+        chance: returns random numbers, uniform in [0, 1).
         scope: the scope of the cluster's statistics.
 
     Attributes:
-        settled: set once each of the first hosts has been checked.
+        settled: set once each host of the first assignment has been checked.
     """
 
     def __init__(

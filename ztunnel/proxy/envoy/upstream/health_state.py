@@ -1,7 +1,7 @@
 """Decides from the results of health checks whether a host is healthy, and when to probe it again. Pure.
 
-Like in Envoy, a new host is unhealthy until its first check, whose result applies at once. Later, a change needs
-consecutive results up to a threshold, except that an answer "unhealthy" applies at once.
+Like in Envoy, a new host is unhealthy until its first check, whose result applies at once. Later, a change needs a
+number of consecutive results (the threshold), but an answer "unhealthy" applies at once.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ class HealthState:
     """The state of one host.
 
     Attributes:
-        failed: the host is unhealthy.
-        first: no check has ended yet.
+        failed: whether the host is unhealthy.
+        first: whether no check has finished yet.
         in_a_row: the number of consecutive results that contradict ``failed``.
     """
 

@@ -12,8 +12,8 @@ from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
 class Host:
     """An endpoint with its state in this process.
 
-    It survives EDS updates that do not change its address, so counters, ejection and slow start continue. Counters
-    are named like in ``/clusters``.
+    The object survives EDS updates that do not change its address, so counters, ejection and slow start continue.
+    Counters have the names of ``/clusters``.
     """
 
     endpoint: Endpoint
@@ -26,9 +26,9 @@ class Host:
     rq_total: int = 0
     ejected: bool = False
     failed_check: bool = False
-    """By the cluster's health checks."""
+    """Whether the cluster's health checks have failed."""
     leaving: bool = False
-    """Discovery has removed it. It stays as long as it passes its checks."""
+    """Whether discovery has removed the host. It stays as long as it passes its health checks."""
 
     @property
     def active(self) -> int:
@@ -37,12 +37,12 @@ class Host:
 
     @property
     def healthy(self) -> bool:
-        """Whether it is healthy, by discovery and by its checks, and not ejected."""
+        """Whether the host is healthy by discovery and by health checks, and not ejected."""
         return not (self.ejected or self.failed_check) and self.endpoint.health in (Health.HEALTHY, Health.UNKNOWN)
 
     @property
     def degraded(self) -> bool:
-        """Whether it is used only if too few hosts are healthy."""
+        """Whether the host is used only if too few hosts are healthy."""
         return not (self.ejected or self.failed_check) and self.endpoint.health is Health.DEGRADED
 
     @property
@@ -90,7 +90,7 @@ class PriorityLevel:
         )
         healthy = [host for host in hosts if host.healthy]
         self.hosts = hosts
-        # In most levels of most clusters every host is healthy: one list for both.
+        # If every host is healthy, as in most levels of most clusters, both attributes share one list.
         self.healthy = hosts if len(healthy) == len(hosts) else healthy
         self.degraded = [h for h in hosts if h.degraded] if len(healthy) < len(hosts) else ()
 
@@ -99,7 +99,7 @@ class HostSet:
     """The hosts of a cluster by priority.
 
     Attributes:
-        changes: how often hosts joined or left a priority, ``membership_change``; ORIGINAL_DST counts here, too.
+        changes: how often hosts were added or removed, ``membership_change``, including ORIGINAL_DST hosts.
     """
 
     __slots__ = ("_by_address", "changes", "levels", "overprovisioning", "weighted_health")

@@ -1,9 +1,9 @@
 """Manages all clusters: static ones, those from CDS, and the replacement of one version by the next.
 
-A changed cluster warms beside the old version and replaces it when it is warm. The old version's connections
-continue. Each cluster is promoted by itself: if its endpoints or secrets never arrive, it delays no other cluster,
-no removal and no later update. If a cluster is refused, its old version stays current, the refusal is reported,
-and the other clusters of the update are applied.
+A changed cluster warms while the old version serves, and replaces it when warm. The old version's connections
+continue. Clusters are promoted independently: if one cluster's endpoints or secrets never arrive, it delays no
+other cluster, no removal and no later update. If a cluster is refused, its old version stays current, the refusal
+is reported, and the other clusters of the update are applied.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class ClusterManager:
         self._removed = scope.counter("cluster_removed")
 
     def pick(self, choices: tuple[WeightedCluster, ...], rng: random.Random) -> tuple[str, LiveCluster | None]:
-        """Draw a weighted cluster. Return its name, and the cluster if it is active."""
+        """Pick one of several weighted clusters at random. Return its name, and the cluster if it is active."""
         one = choices[0] if len(choices) == 1 else rng.choices(choices, [each.weight for each in choices])[0]
         return one.name, self._active.get(one.name)
 
@@ -93,7 +93,7 @@ class ClusterManager:
         """Add a cluster of ``static_resources``.
 
         Raises:
-            ConfigError: it cannot be obeyed.
+            ConfigError: the cluster is invalid or unsupported.
         """
         model = self._compile(body)
         self._check_sources(model)
@@ -104,7 +104,7 @@ class ClusterManager:
         cluster.start()
 
     async def initialised(self) -> None:
-        """Wait until no cluster is warming. A cluster that is removed or replaced meanwhile is not waited for."""
+        """Wait until no cluster is warming. Clusters that are removed or replaced meanwhile do not count."""
         for cluster in list(self._active.values()):
             await cluster.warm.wait()
         while self._warming:
@@ -171,8 +171,8 @@ class ClusterManager:
         body, version = resource.body, resource.version
         current = self._warming.get(resource.name) or self._active.get(resource.name)
         if current is not None and current.added_via_api and current.body == body:
-            # A state-of-the-world response repeats every cluster when one changes. The new body is kept although
-            # it is equal, because the old one would keep its whole response in memory.
+            # A state-of-the-world response repeats every cluster when one changes. Keep the new body although it
+            # is equal, because the old one would keep its whole response in memory.
             current.body, current.version = body, version
             return None
         model = self._compile(body, resource.name)

@@ -1,4 +1,4 @@
-"""The hosts of an ORIGINAL_DST cluster, and the address that it sends a connection to."""
+"""The hosts of an ORIGINAL_DST cluster, and the choice of the address that a connection is sent to."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ class OriginalHosts:
         return (host for host, _ in self._found.values())
 
     def choose(self, info: StreamInfo, now: float) -> Host | None:
-        """Return the host for a connection, a new one for a new address. None without an address."""
+        """Return the host for a connection, created if its address is new, or None without an address."""
         address = self.address(info)
         if address is None:
             return None
@@ -70,7 +70,7 @@ class OriginalHosts:
         return address
 
     def host_at(self, endpoint: Endpoint, now: float) -> Host:
-        """Return the host at the endpoint's address, a new one for a new address."""
+        """Return the host at the endpoint's address, created if the address is new."""
         found, _ = self._found.get(endpoint.key, (None, now))
         if found is None:
             found = Host(replace(endpoint, hostname=f"{self._model.name}{endpoint.key}"), added_at=now)

@@ -1,7 +1,7 @@
 """Outlier detection: ejects failing hosts for some seconds. Pure; time is an argument.
 
-As reported by Envoy's TCP proxy, a connect failure counts as a 5xx, a tunnel refused with 502, 503 or 504 also as
-a gateway failure, and a success resets the number of consecutive failures.
+Results are counted like those of Envoy's TCP proxy: a connect failure counts as a 5xx, a tunnel refused with 502,
+503 or 504 also as a gateway failure, and a success resets the number of consecutive failures.
 """
 
 from collections.abc import Callable, Sequence

@@ -8,7 +8,7 @@ from ztunnel.proxy.envoy.upstream.host import Host, PriorityLevel
 
 @dataclass(frozen=True, slots=True)
 class LevelLoad:
-    """A level's share of all choices, in percent. With ``panic`` it uses all hosts, even unhealthy ones."""
+    """A level's share of all choices, in percent. If ``panic`` is set, even unhealthy hosts are chosen."""
 
     healthy: int
     degraded: int
@@ -20,10 +20,10 @@ def spread(
 ) -> list[LevelLoad]:
     """Return the load of each priority level.
 
-    A level takes ``usable / all * overprovisioning`` of the remaining load; healthy hosts of all levels come
-    before degraded ones of any. Levels whose usable share is under ``panic_threshold`` percent panic, but only if
-    all levels together cannot take 100 %. With every level in panic, load follows the number of hosts. With
-    ``weighted`` usable hosts count by weight, but panic depends on their number.
+    A level takes ``usable / all * overprovisioning`` of the remaining load, first for healthy hosts on all levels,
+    then for degraded ones. Levels whose usable share is below ``panic_threshold`` percent panic, but only if all
+    levels together cannot take 100 %. If every level panics, load follows the number of hosts. With ``weighted``,
+    usable hosts count by weight, but panic depends on their number.
     """
     size = _weight if weighted else len
     healthy = [_availability(size(level.healthy), size(level.hosts), overprovisioning) for level in levels]

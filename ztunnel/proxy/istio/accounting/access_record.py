@@ -1,6 +1,7 @@
-"""The record of one user connection, from accept to its log line: opened and completed once each, or denied early.
+"""The record of one user connection, from accept to its access log line.
 
-A connection within the node has two records, one per reporter, which count the same bytes.
+A record is opened once and completed once, or denied early. A connection within the node has two records, one per
+reporter, which count the same bytes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -40,7 +41,7 @@ _BEFORE_ANSWER = frozenset(
 
 
 class Direction(StrEnum):
-    """Which side of a connection this record reports, as named in access log lines."""
+    """The side of a connection that this record reports, as named in access log lines."""
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
@@ -52,7 +53,7 @@ class Direction(StrEnum):
 
 
 class Reporter(Protocol):
-    """Where records are counted and logged: :class:`ztunnel.proxy.istio.path.node.Node`."""
+    """Counts and logs records: :class:`ztunnel.proxy.istio.path.node.Node`."""
 
     @property
     def clock(self) -> Clock:
@@ -102,7 +103,7 @@ class Observer(Protocol):
 
 
 class Described:
-    """The part that the records of many connections have in common, computed once.
+    """The attributes that the records of many connections have in common, computed once.
 
     Attributes:
         shown: the fields in access lines after the source's address.
@@ -159,8 +160,8 @@ class Record:
         source_workload, destination_workload: the workloads as described by the control plane.
         source_labels, destination_labels: the two sides' labels in metrics and logs.
         source_identity, destination_identity: the peer's authenticated identity, and our own on our side.
-        dry_run: the hypothetical decision of dry-run policies, if it differs.
-        http_left: the rule of a policy about requests, and the waypoint that judges them.
+        dry_run: the decision that dry-run policies would make, if it differs.
+        http_left: a policy's rule about HTTP requests, and the waypoint that evaluates it.
         described: the source of the attributes set by :meth:`describe`. Set it to ``None`` after changing one.
         opened_s: when the connection was counted as opened, in monotonic seconds. 0 before.
         trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
@@ -242,7 +243,7 @@ class Record:
         self.source_labels = described.source_labels
         self.source_workload = described.source_workload
 
-    # Life
+    # Start and end
 
     def opened(self, *, settled: bool = True) -> None:
         """Count the connection as opened, and log the opening at debug level. Called once.
@@ -272,7 +273,7 @@ class Record:
         return [workload.uid for workload in both if workload is not None]
 
     def _has_foreign_labels(self) -> bool:
-        """Whether a side's labels are the peer's own (baggage), without a workload of the mesh."""
+        """Whether a side's labels come from the peer's baggage, because the mesh has no workload for it."""
         return (self.source_workload is None and self.source_labels.known) or (
             self.destination_workload is None and self.destination_labels.known
         )
@@ -294,7 +295,7 @@ class Record:
             described.series, described.forgotten = self._series, metrics.forgotten
 
     def taken_over(self) -> Asked | None:
-        """Have addons observe a connection that another process has opened. ``None`` without addons."""
+        """Register a connection that another process has opened with the addons. ``None`` without addons."""
         addons = self.addons
         if addons is not None:
             self.asked = addons.taken_over(self)
@@ -371,7 +372,7 @@ class Record:
     def _count_failure(self, failure: Failed, *, connected: bool) -> None:
         denied = failure.reason is Reason.ADDON and self.asked is not None and not self.asked.is_open
         if self.direction is Direction.INBOUND and (denied or failure.reason in _BEFORE_ANSWER):
-            connected = False  # a destination counts it as opened before it dials the application
+            connected = False  # a destination counts the connection as opened before it dials the application
         stage = Stage.RELAY if connected else Stage.CONNECT
         self._node.metrics.failed(self.direction.reporter, stage, failure.reason)
 

@@ -1,8 +1,8 @@
 """Limits the labels in metrics and logs that are taken from peers' own baggage. Pure.
 
-A peer is labelled by its own baggage if it is unknown to the control plane, or behind a gateway. Each principal
-has a budget of label sets, because otherwise a single peer could fill the metrics page, and later peers would
-count as unknown. Beyond the budget, a connection is labelled by its authenticated principal alone.
+A peer that is unknown to the control plane, or behind a gateway, is labelled by its own baggage. Each principal
+has a budget of label sets. Otherwise a single peer could fill the metrics page, and later peers would count as
+unknown. Beyond the budget, a connection is labelled by its authenticated principal alone.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ class Pair(NamedTuple):
 
     Attributes:
         direction: ``inbound`` or ``outbound``.
-        source: ``NAME.NAMESPACE`` of the workload, its address where it is unknown.
+        source: ``NAME.NAMESPACE`` of the workload, or its address if the workload is unknown.
         identity: the proven SPIFFE id of the source. Empty for plain text.
-        destination: ``NAME.NAMESPACE:PORT``, with the address where the workload is unknown.
-        reason: the reason, in the words of the access line. It names the denying policy, if there is one.
+        destination: ``NAME.NAMESPACE:PORT``, with the address if the workload is unknown.
+        reason: the reason, as stated in the access line. It names the denying policy, if there is one.
     """
 
     direction: str

@@ -1,4 +1,4 @@
-"""What one process of a node proxy in an Istio mesh sends to an OpenTelemetry collector.
+"""Sends the telemetry of one process of a node proxy in an Istio mesh to an OpenTelemetry collector.
 
 The main process exports the metrics of all processes; each process exports its own access log lines and spans.
 """
@@ -67,14 +67,14 @@ class Exports:
 
     async def _families(self) -> Iterable[Family]:
         from ztunnel.proxy.istio.accounting.families import (
-            families,  # as the page: see ztunnel.runtime.http.exposition
+            families,  # imported only when needed: see ztunnel.runtime.http.exposition
         )
 
         return families(await self._page())
 
 
 def resource_attributes(config: IstioConfig) -> Mapping[str, str]:
-    """Return the attributes of this proxy as a resource, with OpenTelemetry's names. Unknown ones are left out."""
+    """Return this proxy's resource attributes, with OpenTelemetry's names. Unknown ones are omitted."""
     found = {
         "service.name": "ztunnel",
         "service.version": __version__,

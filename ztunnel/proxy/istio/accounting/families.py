@@ -49,7 +49,7 @@ def families(metrics: Metrics) -> Iterator[Family]:
 
 
 def _traffic_families(metrics: Metrics) -> Iterator[Family]:
-    # Connections open and close while the page is made, so each family uses the series that exist when it begins.
+    # Connections open and close while the page is made, so all families use the series that exist now.
     every = list(metrics.series)
     kept = [place for place, name in enumerate(TRAFFIC_LABELS) if name not in metrics.removed]
     names = tuple(TRAFFIC_LABELS[place] for place in kept)
@@ -82,7 +82,7 @@ def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:
 
 
 _Samples = Callable[[Metrics], Iterable[LabelledValue]]
-#: Name, kind, help without its end "(unstable)", labels, samples.
+#: A metric's name, kind, help text without the final "(unstable)", labels and samples.
 _Row = tuple[str, str, str, tuple[str, ...], _Samples]
 _REPORTER = ("reporter",)
 _DNS = ("request_query_type", "request_protocol", "source_canonical_service", "source_canonical_revision")

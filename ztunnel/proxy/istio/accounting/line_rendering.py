@@ -37,7 +37,7 @@ class Recurring:
 Fields = Iterable[Field | Recurring]
 
 
-# Shared, because json.dumps with other than default arguments makes an encoder per call.
+# Shared, because json.dumps creates a new encoder on each call with non-default arguments.
 encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
@@ -65,7 +65,7 @@ def _second(second: int) -> str:
 def completion(
     time_s: float, source: object, shown: Recurring, sent: int, received: int, duration_ms: int, *, plain: bool
 ) -> bytes:
-    """Return the access line of a normally ended connection. ``LogStream.write_access`` prints the same, slower.
+    """Return the access line of a normally ended connection. ``LogStream.write_access`` does the same, slower.
 
     Args:
         time_s: the wall clock.

@@ -1,7 +1,7 @@
 """Logs in the format of Rust ztunnel: one stream on standard output, plain or JSON, filtered by target.
 
-Operational lines come through :mod:`logging`. :mod:`ztunnel.proxy.istio.accounting.access_record` makes access
-lines, after checking here that their level is enabled. The thread of :mod:`ztunnel.runtime.log_writer` writes
+Operational lines come from :mod:`logging`. :mod:`ztunnel.proxy.istio.accounting.access_record` makes the access
+lines, after checking here whether their level is enabled. The thread of :mod:`ztunnel.runtime.log_writer` writes
 both, off the data path.
 """
 
@@ -76,7 +76,7 @@ class LogFilter:
     """A default level and levels of targets, such as ``error,ztunnel::proxy=warn``. The longest prefix wins."""
 
     def __init__(self, text: str = "info") -> None:
-        self.default = "error"  # as Rust's filter without a default
+        self.default = "error"  # like a Rust filter without a default
         self.targets: dict[str, str] = {}
         self.add(ALWAYS)
         self.add(text)
@@ -85,7 +85,7 @@ class LogFilter:
         """Add clauses, which replace earlier ones for the same target.
 
         Raises:
-            InvalidLevel: a clause is neither a level nor ``target=level``. Nothing is changed then.
+            InvalidLevel: a clause is neither a level nor ``target=level``. The filter is then unchanged.
         """
         default, targets = self.default, dict(self.targets)
         for clause in filter(None, (part.strip() for part in text.split(","))):
@@ -129,7 +129,7 @@ def target_of(logger: str) -> str:
 
 
 class Bare(str):
-    """The value of a field that plain lines print without quotes; used for addresses."""
+    """A field value, such as an address, that plain lines print without quotes."""
 
     __slots__ = ()
 
@@ -237,7 +237,7 @@ class LogStream(logging.Handler):
         root.addHandler(self)
         root.setLevel(self.levels.least)
         logging.addLevelName(TRACE, "TRACE")
-        # These libraries log every header field and every event at levels that operators enable for our lines.
+        # At levels that operators enable for our own lines, these libraries log every header field and event.
         for library in ("hpack", "asyncio"):
             logging.getLogger(library).setLevel(logging.WARNING)
 

@@ -4,8 +4,8 @@ A connection looks up its :class:`TrafficSeries` once, when it opens. From then 
 The bytes of open connections are counted when the metrics page is requested, by adding up the byte counts of
 running relays.
 
-Two things are bounded, unlike in Rust ztunnel. Series of workloads that no longer exist expire once unused for
-:data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). And beyond a budget of series, further connections are counted with
+Unlike in Rust ztunnel, two things are bounded. Series of workloads that no longer exist expire after being unused
+for :data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). Beyond a budget of series, further connections are counted with
 unknown workloads, so that a scan of the mesh cannot use up the node's memory.
 """
 
@@ -181,7 +181,7 @@ class TrafficCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """A part of another process's counts. Adding all parts gives its total.
+    """A part of the counts of another process. The parts add up to the process's total.
 
     Attributes:
         sockets_open: sockets that are open now, by reporter.
@@ -242,10 +242,10 @@ class Metrics(ConnectionTimes):
         version: Istio's version, for ``istio_build``.
         series_budget: the largest number of traffic series.
         expiry_s: how long an unused series of removed workloads is kept. 0: for ever.
-        removed: labels to leave out of traffic series, a subset of :data:`REMOVABLE_LABELS`. Connections differing
-        only there are counted in one series from the start, so that no counter decreases.
+        removed: labels to omit from traffic series, a subset of :data:`REMOVABLE_LABELS`. Connections that differ
+        only in these labels share one series from the start, so that no counter decreases.
         flows: the flight recorder. None disables it.
-        ports: count connections by port, too.
+        ports: whether to count connections by port, too.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class Metrics(ConnectionTimes):
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
         self._gone: set[TrafficSeries] = set()
         self.over_budget = 0
-        #: The number of dropped series; the next attribute has the connections and bytes that they had counted.
+        #: The number of dropped series. The next attribute holds the connections and bytes that they had counted.
         self.forgotten = 0
         self.forgotten_traffic = (0, 0)
         self.sockets_open = {"source": 0, "destination": 0}
@@ -284,7 +284,7 @@ class Metrics(ConnectionTimes):
         self.dns_forwarded: BoundedCounts[tuple[str, ...]] = BoundedCounts()
         self.dns_failures: dict[tuple[str, ...], int] = {}
         self.dns_durations: dict[tuple[str, ...], Durations] = {}
-        #: By :class:`ztunnel.proxy.istio.dns.server.Drop`.
+        #: The number of dropped DNS queries by :class:`ztunnel.proxy.istio.dns.server.Drop`.
         self.dns_dropped: dict[str, int] = {}
         self.ledger = Ledger[Pair]()
         #: The flight recorder, with the latest ended connections. It holds none if disabled.
@@ -329,9 +329,9 @@ class Metrics(ConnectionTimes):
             workloads: uids of the mesh's workloads at its ends.
             counts: the byte counts of its relay.
             now_s: the time.
-            foreign: some labels come from a peer's baggage. Removing a workload does not expire such a series, so
-                it expires by disuse alone.
-            moved: another process has counted it as opened, with the bytes that it moved there.
+            foreign: whether some labels come from a peer's baggage. Such a series expires only by disuse, because
+                no removed workload can expire it.
+            moved: whether another process has already counted the connection as opened, and its bytes there.
         """
         if self.removed:
             labels = without(labels, self.removed)
@@ -422,7 +422,7 @@ class Metrics(ConnectionTimes):
 
     @property
     def addons(self) -> AddonReport:
-        """The addons' counts. Each read calls the addons' ``metrics`` hooks, so a page reads it only once."""
+        """The addons' counts. Each read calls the addons' ``metrics`` hooks, so a page must read it only once."""
         report = self._addons_elsewhere.copy()
         here = self.addons_here()
         report.add(here.hooks.values(), here.families.values(), here.states)

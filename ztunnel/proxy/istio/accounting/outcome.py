@@ -66,7 +66,7 @@ _FLAGS = {
 
 
 class Failure(Exception):
-    """A connection fails or is ended. The text goes to its access line.
+    """A connection fails or is ended. The text is printed in its access line.
 
     Attributes:
         reason: why.
@@ -80,7 +80,7 @@ class Failure(Exception):
 
 
 class EarlyDeny(Failure):
-    """The connection fails too early to count as opened. It gets one warning, and counts only as an error."""
+    """The connection fails too early to count as opened. It gets one warning, and is counted only as an error."""
 
     flags = Flags.NONE
 
@@ -118,10 +118,10 @@ def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
 
     Args:
         error: the error as raised.
-        tunnel: the connection was to port 15008 of a peer.
+        tunnel: whether the connection was to a peer's port 15008.
 
     Raises:
-        BaseException: ``error`` itself, if dialling does not document it: a bug of ours.
+        BaseException: ``error`` itself, if dialling is not documented to raise it, which means a bug.
     """
     reason = reason_of(error)
     match error:
@@ -165,9 +165,9 @@ def worth_another_endpoint(error: BaseException) -> bool:
     """Return whether another endpoint can be tried after this error.
 
     A 401 or a TLS alert is the peer's verdict on our identity, which another endpoint would repeat. A peer with a
-    wrong identity can be an attacker's, and trying others would hide that. First bytes of the application can have
-    been sent along with the CONNECT and delivered if no answer came in time (``TimeoutError``) or the tunnel broke
-    (``perhaps_delivered``). They must not be sent twice.
+    wrong identity could belong to an attacker, and trying other endpoints would hide that. If no answer came in
+    time (``TimeoutError``) or the tunnel broke (``perhaps_delivered``), the application's first bytes could have
+    been delivered along with the CONNECT. They must not be sent twice.
     """
     match error:
         case ConnectRefused():
@@ -231,7 +231,7 @@ def gave_up() -> Failed:
 
 
 def internal(error: Exception) -> Failed:
-    """Return the failure for a connection that ends by a bug of ours."""
+    """Return the failure for a connection that ends because of a bug in this program."""
     return Failed(f"internal error: {error!r}", Reason.INTERNAL)
 
 

@@ -12,8 +12,8 @@ class TrafficSeries:
         opened: the number of opened connections.
         moved: the number of open connections taken over from another process, minus those handed over to one.
         closed: numbers of closed connections, by response flags.
-        received: bytes from client to server of finished relays, for either reporter.
-        sent: bytes from server to client of finished relays.
+        received: bytes from client to server of finished relays, whichever side reports.
+        sent: bytes from server to client of finished relays, whichever side reports.
         refused: connections that the peer's policy has refused.
         running: byte counts of running relays.
         workloads: uids of workloads whose connections are counted here.
@@ -75,12 +75,12 @@ class TrafficSeries:
 
     @property
     def received_now(self) -> int:
-        """Bytes from client to server, of running relays too."""
+        """Bytes from client to server, including running relays."""
         return self.received + sum([counts.sent_here for counts in self.running])
 
     @property
     def sent_now(self) -> int:
-        """Bytes from server to client, of running relays too."""
+        """Bytes from server to client, including running relays."""
         return self.sent + sum([counts.received_here for counts in self.running])
 
     def went(self, counts: ByteCounts) -> None:

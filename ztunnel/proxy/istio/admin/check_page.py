@@ -31,7 +31,7 @@ from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, text
 from ztunnel.runtime.kernel_facts import kernel_facts
 
 HBONE_PORT: Final = 15008
-#: The time limit for the test handshake, in seconds: longer than a SYN and two retransmissions take.
+#: The longest time for each test handshake, in seconds: longer than a SYN and two retransmissions take.
 _REACH_S: Final = 8.0
 _NO_ANSWER: Final = f"no answer in {_REACH_S:g} s"
 #: Made-up ALPN names that enlarge a ClientHello to 12 KiB. Servers accept this (up to 16 KiB), and it needs
@@ -142,9 +142,9 @@ def _tunnel_port(proxy: InspectedProxy, address: str) -> int | None:
 async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
     """Try a TLS 1.3 handshake with an address (ALPN h2, without a client certificate), and return the result.
 
-    The server refuses the client only after its own part, so a finished handshake shows an open port.
-    If the handshake succeeds, a second one with a ClientHello of 12 KiB shows whether packets of full size arrive:
-    any answer to it proves that.
+    The server refuses the client only after its own part of the handshake, so a finished handshake shows that the
+    port is open. If it succeeds, a second handshake with a ClientHello of 12 KiB shows whether full-size packets
+    arrive: any answer to it proves that.
     """
     seconds, error = await _handshake(address, port, [])
     found = {"address": address, "port": port, "seconds": seconds, "error": error}

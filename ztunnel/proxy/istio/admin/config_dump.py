@@ -73,7 +73,7 @@ def _pieces(parts: Mapping[str, Callable[[], object]], name: str) -> Iterator[st
 def _parts(
     proxy: InspectedProxy, connections: Mapping[RunningPod, object], counted: Metrics
 ) -> dict[str, Callable[[], object]]:
-    """Return for each part of the dump a function that makes it, for long parts as an iterator of entries."""
+    """Return, for each part of the dump, a function that creates it. Long parts are iterators of entries."""
     mesh, config = proxy.mesh, proxy.config
     decisions = cache(lambda: _decisions(counted))
     found: dict[str, Callable[[], object]] = {
@@ -99,7 +99,7 @@ def _parts(
 
 
 def connections(proxy: InspectedProxy, carried: Mapping[RunningPod, object]) -> Iterator[str]:
-    """Yield only the part ``workloadState`` of the dump. ``carried`` are the connections that workers carry."""
+    """Yield only the dump's part ``workloadState``. ``carried`` holds the connections that workers carry."""
     yield _dumped(_pods(proxy, carried), 0) + "\n"
 
 
@@ -148,7 +148,7 @@ def _list(key: str, entries: Iterable[object], name: str) -> Iterator[str]:
     before, separator = "]", "\n    "
     for entry in entries:
         if name and name not in names_of(entry):
-            yield " "  # a piece of whitespace, so that other work can run in between
+            yield " "  # whitespace, so that the caller can run other work in between
             continue
         yield separator + _dumped(entry, 4)
         before, separator = "\n  ]", ",\n    "
@@ -197,8 +197,8 @@ def _pods(proxy: InspectedProxy, connections: Mapping[RunningPod, object]) -> Ma
 
 
 def control_plane_entry(proxy: InspectedProxy) -> Mapping[str, Any]:
-    """Return whether the configuration can still change, for the first line of ``ztunnel status``. An addition of
-    ours.
+    """Return whether the configuration can still change, for the first line of ``ztunnel status``. Rust ztunnel's
+    dump has no such entry.
     """
     address, away_s = proxy.config.xds_address, proxy.control.staleness_s
     if not address:
@@ -264,7 +264,7 @@ def _resolver(config: IstioConfig, resolv_conf: Path) -> Mapping[str, Any]:
         TIMEOUT_S,
         name_servers,
         search_domains,
-    )  # for this page only
+    )  # imported for this page only
 
     return {
         "dnsResolverCfg": {

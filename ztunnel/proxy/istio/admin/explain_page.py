@@ -105,7 +105,7 @@ def _handshake(
 
 
 def _of_this_node(proxy: InspectedProxy, workload: Workload) -> bool:
-    """Return whether a workload is of this node, so that the proxy has or fetches its certificate."""
+    """Return whether a workload runs on this node, so that the proxy has its certificate or requests it."""
     own_node = not proxy.config.node or workload.node == proxy.config.node
     return own_node and workload.identity in proxy.certificates.states()
 

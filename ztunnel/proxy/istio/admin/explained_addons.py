@@ -41,7 +41,7 @@ def _addons(proxy: InspectedProxy) -> Sequence[tuple[LoadedAddon, str]]:
         return [(each.loaded, each.suspended) for each in running.host.addons]
     settings = proxy.config.addons
     assert settings is not None
-    # Workers run the addons. Addons whose verdicts follow from the facts give the same verdict here.
+    # The addons run in workers. Addons whose verdicts depend only on the facts return the same verdict here.
     known = _previews.get(id(settings))
     if known is None:
         known = _previews[id(settings)] = (settings, preview_of(settings))
@@ -71,7 +71,7 @@ def _arriving(
 ) -> str:
     there = proxy.mesh.workload(inbound.get("workload", ""))
     if there is None or not _is_here(proxy, there.node) or "application" not in inbound or "refused" in inbound:
-        return ""  # another node's proxy asks its own addons; none is asked about a refused connection
+        return ""  # addons of another node's proxy cannot be asked, nor are any asked about a refused connection
     application = SocketAddress.parse(inbound["application"])
     facts = would_accept(asked.source, asked.host, asked.identity, there, application)
     return _put(inbound, would_say(addons, "accepting", facts))

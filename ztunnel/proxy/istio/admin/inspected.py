@@ -28,7 +28,7 @@ Connections = dict[str, list[Shown]]
 
 
 class PendingTasks(Protocol):
-    """The tasks that readiness waits for. Empty once the proxy is ready."""
+    """The tasks that must be complete before the proxy is ready."""
 
     @property
     def pending(self) -> set[str]:

@@ -42,9 +42,9 @@ from ztunnel.proxy.ui.seen import (
 
 #: The number of entries per slice: about a millisecond of work.
 _SLICE: Final = 100
-#: The number of connections selected while all are read. The view shortens the list again.
+#: The number of connections kept while all are read. The view shortens the list further.
 _MOST_CONNECTIONS: Final = 200
-#: The largest number of workloads named with a certificate.
+#: The largest number of workloads listed for a certificate.
 _MOST_USERS: Final = 3
 _REPORTER, _SERVICE, _SERVICE_NAMESPACE, _POLICY = map(
     TRAFFIC_LABELS.index,
@@ -181,12 +181,12 @@ def _flow(series: TrafficSeries, workloads: dict[str, Workload]) -> Flow:
 
 
 def _end(labels: tuple[str, ...], side: tuple[int, ...], workloads: dict[str, Workload], *, proven: bool) -> str:
-    """Return the key of a side's workload, which is entered if it is new; without TLS no identity is proven."""
+    """Return the key of a side's workload, adding the workload if it is new. Without TLS no identity is proven."""
     name, namespace, principal = (labels[place] for place in side)
     identity = principal if proven and principal != UNKNOWN else ""
     if name == UNKNOWN:
-        # Clients outside of the mesh have many addresses, which metrics do not have. So there is one entry for
-        # those with an identity, and one for those without.
+        # Clients outside the mesh have many addresses, which the metrics do not contain. So those with an identity
+        # share one entry per identity, and those without share one entry.
         name, namespace = ("outside the mesh", "") if not identity else (identity.rpartition("/")[2], "")
         key = f"?{identity}"
     else:

@@ -1,9 +1,9 @@
-"""Reads an HTTP answer to a probe by the rules of Go's net/http, which kubelet probes with.
+"""Reads an HTTP response to a probe by the rules of Go's net/http, which kubelet's prober uses.
 
-More is accepted than RFC 9112 demands: lines that end in LF alone, spaces in field names, folded fields, heads of
-up to 10 MiB, informational answers before the final one. What Go refuses is refused: field names with other odd
-characters, contradicting lengths, transfer codings beside ``chunked``, a body that is shorter than announced.
-h11, the HTTP/1.1 library of the other servers and clients here, refuses spaces in names, so it cannot read these.
+It accepts more than RFC 9112 permits: lines that end in LF alone, spaces in field names, folded fields, heads of
+up to 10 MiB, informational responses before the final one. It refuses what Go refuses: field names with other
+invalid characters, contradicting lengths, transfer codings other than ``chunked``, a body shorter than announced.
+h11, the HTTP/1.1 library used elsewhere here, refuses spaces in names, so it cannot read these responses.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-#: Go's default Transport.MaxResponseHeaderBytes, also used for a line.
+#: Go's default for Transport.MaxResponseHeaderBytes, used here also as the limit of one line.
 LONGEST_HEAD: Final = 10 << 20
 #: How many informational answers are skipped, as in Go.
 _MOST_INFORMATIONAL: Final = 5
@@ -30,7 +30,7 @@ _BODILESS: Final = (204, 304)
 
 
 class BadResponse(Exception):
-    """Kubelet's client would refuse the answer, or the answer was cut off. The text has the reason."""
+    """Kubelet's client would refuse the response, or the response is incomplete. The text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Head:
     Attributes:
         status: the status code.
         modern: whether the HTTP version is 1.1 or later.
-        fields: values by the name in small letters, in their order.
+        fields: the values by field name in lower case, in their order.
     """
 
     status: int
@@ -66,7 +66,7 @@ async def read_head(reader: asyncio.StreamReader) -> Head:
     """Read the head of the final answer.
 
     Raises:
-        BadResponse: there is no valid head.
+        BadResponse: the bytes are not a valid head.
         OSError: the connection broke.
     """
     for _ in range(_MOST_INFORMATIONAL + 1):
@@ -90,7 +90,7 @@ async def _head(reader: asyncio.StreamReader) -> Head:
     for field in await _field_lines(reader):
         size += len(field)
         name, colon, value = field.partition(b":")
-        value = value.lstrip(b" \t")  # like Go: the space of an empty continuation stays behind the value
+        value = value.lstrip(b" \t")  # like Go, keep the space that an empty continuation line leaves at the end
         if not colon or not _NAME.fullmatch(name) or _BAD_VALUE.search(value):
             raise BadResponse(f"a header field cannot be read: {_shown(field)}")
         fields.setdefault(name.decode().lower(), []).append(value)
@@ -138,7 +138,7 @@ async def read_body(reader: asyncio.StreamReader, head: Head, most: int) -> byte
 
 
 def _length(head: Head) -> int | None:
-    """Return the length of the body: -1 if the end of the connection ends it, None if it is chunked."""
+    """Return the length of the body, -1 if it ends with the connection, or None if it is chunked."""
     lengths = {value.strip(b" \t") for value in head.fields.get("content-length", ())}
     codings = head.fields.get("transfer-encoding", ()) if head.modern else ()
     if len(codings) > 1 or (codings and codings[0].lower() != b"chunked"):
@@ -201,7 +201,7 @@ async def _until_line_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _exactly(reader: asyncio.StreamReader, count: int) -> bytes:
-    """Return this many bytes, or fewer if the connection ends before."""
+    """Return ``count`` bytes, or fewer if the connection ends earlier."""
     try:
         return await reader.readexactly(count)
     except asyncio.IncompleteReadError as error:

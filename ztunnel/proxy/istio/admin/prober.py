@@ -1,8 +1,8 @@
-"""Answers kubelet's probes by probing the application: one connection each, without state.
+"""Answers kubelet's probes by probing the application. Each probe uses a new connection, and no state is kept.
 
-As in Istio's sidecar: the status is the application's, the body's first 10 KiB come along, TLS is not verified (as
-kubelet does not), and a redirect to another host counts as success. HTTPS probes use HTTP/1.1. An answer passes
-where it passes kubelet's own client, Go's net/http: :mod:`ztunnel.proxy.istio.admin.probe_response` reads it.
+Like Istio's sidecar, it returns the application's status and the first 10 KiB of the body, does not verify TLS
+(nor does kubelet), and counts a redirect to another host as success. HTTPS probes use HTTP/1.1. A response passes
+if it passes in kubelet's own client, Go's net/http: :mod:`ztunnel.proxy.istio.admin.probe_response` reads it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _REDIRECTS: Final = 10
 
 
 _REDIRECTING: Final = (301, 302, 303, 307, 308)
-#: Scheme, port, path with its query.
+#: Scheme, port, and path with query.
 _Target: TypeAlias = tuple[str, int, str]
 
 
 class _Failed(Exception):
-    """The application did not answer. The text has the reason."""
+    """The application did not answer. The text states the reason."""
 
 
 async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
@@ -46,7 +46,7 @@ async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
     """
     host = probe.host or address
     if host != address:
-        # Only a connection to the pod's own address could count as the application's call to itself.
+        # Only a connection to the pod's own address could be mistaken for the application's call to itself.
         source = None
     try:
         async with asyncio.timeout(probe.timeout_s):

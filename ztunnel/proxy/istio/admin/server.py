@@ -101,7 +101,7 @@ class Servers:
     async def _serve(self, stack: AsyncExitStack, name: str, hosts: list[str], port: int, pages: Pages) -> None:
         for host in hosts:
             address = SocketAddress(host, port)
-            # Like in the pods, so that a new proxy can start beside the old one.
+            # As for the pods' ports, so that a new proxy can start beside the old one.
             server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT, reuse_port=True)
             try:
                 await stack.enter_async_context(server)
@@ -114,7 +114,7 @@ class Servers:
         await self._stack.aclose()
 
     async def stop_listening(self) -> None:
-        """Close the servers so that a successor gets the ports; answers under way are finished. Idempotent."""
+        """Close the servers so that a successor gets the ports. Requests in progress are answered. Idempotent."""
         await self._stack.aclose()
 
     # Pages
@@ -157,7 +157,7 @@ class Servers:
         return answer(probe, address, source)
 
     def _sidecar(self, request: PageRequest) -> Page:
-        """Begin the pod's end: for its own containers only, such as a job that is done."""
+        """Begin the pod's shutdown. Only the pod's own containers may request it, such as a job that is done."""
         if request.method != "POST":
             return text("POST it\n", 405, PLAIN)
         if not request.local:
@@ -315,7 +315,7 @@ class Servers:
 
 def _metrics_page(metrics: Metrics, request: PageRequest) -> Page:
     from ztunnel.proxy.istio.accounting.families import families
-    from ztunnel.runtime.http import exposition  # with the first scrape: see there
+    from ztunnel.runtime.http import exposition  # imported at the first scrape; its documentation says why
 
     return exposition.page(families(metrics), request)
 

@@ -8,7 +8,7 @@ from ztunnel.proxy.tap.taps import CannotTap, Carry
 
 
 class TappedPods:
-    """The proxy of an Istio mesh, as :class:`ztunnel.proxy.tap.taps.TapSource`."""
+    """Implements :class:`ztunnel.proxy.tap.taps.TapSource` for an Istio mesh."""
 
     def __init__(self, proxy: InspectedProxy) -> None:
         self._proxy = proxy

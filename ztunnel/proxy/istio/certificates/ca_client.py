@@ -29,12 +29,12 @@ class IstioCertificateAuthority:
         credentials: sent with every request.
         roots: the root certificates that verify the authority. They are read for each request, and a change opens
             a new connection. If they become unreadable, the old connection stays in use.
-        impersonate: request identities of other workloads (as a node proxy), not that of the token.
-        lifetime_s: the requested lifetime. The authority can give less.
+        impersonate: whether to request other workloads' identities (as a node proxy) instead of the token's.
+        lifetime_s: the requested lifetime. The authority can issue a shorter one.
         alternative_name: a further name accepted in the server's certificate.
         tls_1_2: whether TLS 1.2 is accepted.
         groups: the groups for key exchange, in order. None uses OpenSSL's.
-        timeout_s: time limit of one attempt, connecting included.
+        timeout_s: the time limit of one attempt, including connecting.
 
     Raises:
         ValueError: the endpoint uses TLS, but there are no roots.

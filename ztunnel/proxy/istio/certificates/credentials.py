@@ -1,7 +1,7 @@
 """The control plane's addresses, tokens and trusted roots.
 
-Files are read for each use, because tokens and roots are rotated under a running process. A missing file is an
-error of that use, with its path. The next use reads it again.
+Files are read for each use, because tokens and roots are rotated while the process runs. If a file is missing,
+that use fails with an error that contains the path. The next use reads the file again.
 """
 
 import ipaddress
@@ -53,8 +53,8 @@ class Endpoint:
         """Parse ``https://host:port``, ``host:port`` or ``unix:/path``; ``http://`` for loopback addresses.
 
         Raises:
-            ValueError: the text has another form, or asks for plain text to another host, which would reveal the
-                token to the network.
+            ValueError: the text has another form, or requests plain text to another host, which would expose the
+                token on the network.
         """
         if address.startswith("unix:"):
             if len(address) == len("unix:"):
@@ -83,8 +83,8 @@ def _is_loopback(host: str) -> bool:
 class Token:
     """A bearer token (``AUTH_TOKEN``): a file, a literal, or by default a file that can be missing.
 
-    A value that looks like a path is treated as one even if the file does not exist: if it is mounted late, the
-    path must not be sent as the token.
+    A value that looks like a path is treated as a path even if the file does not exist: the file can be mounted
+    later, and the path must not be sent as the token.
     """
 
     value: str | None = None

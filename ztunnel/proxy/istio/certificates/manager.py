@@ -1,4 +1,4 @@
-"""Fetches workloads' certificates on first need, renews them at half lifetime, drops them with the last workload.
+"""Requests workloads' certificates on first need, renews them at half their lifetime, and drops unneeded ones.
 
 :class:`CertificateManager` owns one task per fetch. ``schedule.py`` decides which fetches are due, and their
 order.
@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 #: KiB. A pod connects to fewer services than this.
 _CLIENT_CONTEXTS: Final = 256
 
-#: Timers follow the monotonic clock, validity the wall clock, which can be set meanwhile. So due fetches are
-#: checked at least this often.
+#: Timers use the monotonic clock, but certificates' validity the wall clock, which can be set meanwhile. So due
+#: fetches are checked at least this often.
 _LONGEST_SLEEP_S: Final = 60.0
 
-#: How far this host's clock can lag behind the authority's. A guess: the skew allowed by Istio's tests.
+#: How far this host's clock can lag behind the authority's. A guess, equal to the skew allowed by Istio's tests.
 _CLOCK_SKEW: Final = timedelta(minutes=10)
 
 _FORGOTTEN: Final = "the identity is no longer needed"
@@ -75,7 +75,7 @@ class Certificates(Protocol):
         """Return the current certificate; waits for the first one.
 
         Raises:
-            IdentityError: there is none, and the last attempt to fetch one failed.
+            IdentityError: there is no certificate, and the last attempt to fetch one failed.
         """
 
 
@@ -158,7 +158,7 @@ class WorkloadCertificate:
         self, issued: IssuedCertificate, generation: int, policy: TlsPolicy, revoked: RevocationLists | None = None
     ) -> None:
         self.issued = issued
-        self.not_after = issued.not_after  # read for each connection, and parsed from the certificate each time
+        self.not_after = issued.not_after  # stored, because reading it parses the certificate each time
         self.generation = generation
         self._policy = policy
         self._revoked = revoked
@@ -170,7 +170,7 @@ class WorkloadCertificate:
     @property
     def credentials(self) -> Credentials:
         """The credentials of this certificate for node-local tunnels, which are checked without a handshake.
-        Created once.
+        Created on first use.
         """
         if self._credentials is None:
             revoked = self._revoked
@@ -249,7 +249,7 @@ def disagreement(
         expected: the identities that the client accepts.
 
     Returns:
-        Empty: it would succeed.
+        Why it would fail, or the empty string if it would succeed.
     """
     trust_domain = server.issued.identity.trust_domain
     return agreement.disagreement(
@@ -274,7 +274,7 @@ class Moments(NamedTuple):
 
 
 class CertificateManager:
-    """Fetches and renews the certificates of this node's workloads; see the module.
+    """Fetches and renews the certificates of this node's workloads; see the module's documentation.
 
     Args:
         authority: issues certificates.
@@ -282,7 +282,7 @@ class CertificateManager:
         jitter: returns a number in [0, 1) per call; spreads renewals.
         concurrency: the largest number of fetches at a time.
         policy: the TLS parameters of tunnels.
-        revocations: the source of revocation lists. None checks none.
+        revocations: the source of revocation lists. None disables revocation.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class CertificateManager:
         """Return the certificate without fetching it. None if :meth:`fetch` would wait for the first one.
 
         Raises:
-            IdentityError: :meth:`fetch` would raise it at once.
+            IdentityError: :meth:`fetch` would raise this error at once.
         """
         certificate = self.current(identity)
         if certificate is None and self._closed:
@@ -436,7 +436,7 @@ class CertificateManager:
             self._succeeded(fetch, await self._authority.issue(identity))
         except IdentityError as error:
             self._failed(fetch, str(error))
-        except Exception as error:  # a bug of ours must not stop the retries
+        except Exception as error:  # a bug in this program must not stop the retries
             log.exception("certificate fetch broke identity=%s", identity)
             self._failed(fetch, f"internal error: {error!r}")
         self._proceed()
@@ -507,7 +507,7 @@ class CertificateManager:
         for changed in list(self._watchers):
             try:
                 changed(identity, certificate)
-            except Exception:  # the certificate is in force: the other watchers and the callers need it
+            except Exception:  # the certificate is already in use, and other watchers and callers need it
                 log.exception("a watcher of certificates broke identity=%s", identity)
 
     def _revocations_changed(self) -> None:

@@ -1,13 +1,12 @@
 """Decides when each identity's certificate is fetched. Pure: time is an argument, in seconds since the epoch.
 
-Theory of operation: while an identity is in use, it has exactly one of two: a running fetch, or a time at which
-the next one is due. After a success the next fetch is due at half of the lifetime, up to a tenth earlier, so that
-a node's identities do not renew in step. After a failure it is due after a back-off, or when the current
-certificate expires if that is sooner. Due fetches start in the order of their priority, then of their due time. At
-most ``concurrency`` run.
+While an identity is in use, it has either a running fetch, or a time at which the next fetch is due. After a
+successful fetch, the next one is due at half of the lifetime, up to a tenth earlier, so that a node's identities
+do not renew in step. After a failure it is due after a back-off, or when the current certificate expires if that
+is sooner. Due fetches start in the order of their priority, then of their due time. At most ``concurrency`` run.
 
-A certificate stays in use until it expires, even if its renewal fails. An identity without a valid one fails
-requests at once with the last error, until a retry succeeds.
+A certificate stays in use until it expires, even if its renewal fails. Requests for an identity without a valid
+certificate fail at once with the last error, until a retry succeeds.
 
 The wall clock can be set. If it jumps forward, renewals come early but never in a loop: none is due sooner after
 the last fetch than a quarter of the lifetime or a minute, whichever is shorter. If it jumps back, retries are due
@@ -50,8 +49,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """One attempt to fetch a certificate. ``number`` is unique, so that a forgotten attempt's result is not taken
-    for a new one's.
+    """One attempt to fetch a certificate. ``number`` is unique, so that the result of a forgotten attempt is not
+    mistaken for a newer one's.
     """
 
     identity: SpiffeId
@@ -69,8 +68,8 @@ class _Entry:
 
 
 class Schedule:
-    """The state machine; see the module. Methods take time proportional to the number of identities, which is that
-    of the pods.
+    """The state machine described in the module. Each method takes time proportional to the number of identities,
+    which depends on the number of pods.
     """
 
     def __init__(self, *, concurrency: int = 8) -> None:
@@ -108,7 +107,7 @@ class Schedule:
                 running += 1
                 continue
             if entry.failures and entry.due_s > now_s + _LONGEST_BACKOFF_S:
-                entry.due_s = now_s  # the clock was set back
+                entry.due_s = now_s  # the wall clock was set back
             if entry.due_s <= now_s:
                 due.append((entry.priority, entry.due_s, identity))
         due.sort(key=lambda item: item[:2])
@@ -172,7 +171,7 @@ class Schedule:
         return entry
 
     def next_due_s(self, now_s: float) -> float | None:
-        """Return the time to call :meth:`start` next. None means after the end of a running fetch."""
+        """Return the time for the next call of :meth:`start`. None: call it when a running fetch has ended."""
         waiting = [entry.due_s for entry in self._entries.values() if entry.fetch is None]
         if not waiting or len(self._entries) - len(waiting) >= self._concurrency:
             return None

@@ -1,9 +1,9 @@
 """Answers DNS questions about services of the mesh, and leaves all other names to the name servers. Pure.
 
-Clients write short names and complete them from their search list. So one question can mean several names: the
-name itself, its expansions by Kubernetes' search list and, if it ends in a search domain, the part before that
-domain with its expansions. The first name of a service in the mesh is answered. A service without its own
-addresses counts if its name is in the cluster's domain (it is headless). Other names without addresses are
+Clients complete short names from their search list, so one question can stand for several names: the name itself,
+its expansions by Kubernetes' search list and, if it ends in a search domain, the part before that domain with its
+expansions. The answer is for the first name that is a service in the mesh. A service without its own addresses
+counts only if its name is in the cluster's domain (it is headless). All other names without addresses are
 forwarded.
 
 Names are compared in lower case (RFC 4343); resolvers vary the case on purpose, as protection against forgeries.
@@ -31,7 +31,7 @@ class DnsSettings:
         cluster_domain: the domain of Kubernetes' services.
         search: the clients' search list. None uses Kubernetes' list for the client's namespace.
         ipv6: whether questions for AAAA get addresses.
-        preferred_namespace: its service wins if several share a name and none is in the client's namespace.
+        preferred_namespace: the namespace to prefer if several services share a name, none in the client's own.
         ttl_s: the time to live of our own records. It is short, because the mesh changes.
     """
 
@@ -54,7 +54,7 @@ class Alias:
     """A possible meaning of a question's name.
 
     Attributes:
-        stripped: the question's name without its search domain. None if it had none.
+        stripped: the question's name without its search domain, or None if it had none.
     """
 
     name: str
@@ -87,7 +87,7 @@ def answer(name: str, *, ipv6: bool, client: Workload, mesh: Mesh, settings: Dns
     Returns:
         The answer, with addresses in the mesh's order. None if the name is not a service and must be forwarded.
     """
-    found = _find(name.lower(), client, mesh, settings) if name else None  # the DNS root is no service
+    found = _find(name.lower(), client, mesh, settings) if name else None  # the DNS root is not a service
     if found is None:
         return None
     alias, service = found
@@ -134,7 +134,7 @@ def _aliases(name: str, namespace: str, settings: DnsSettings) -> Iterator[Alias
 def expansions(name: str, namespace: str, domain: str) -> Iterator[str]:
     """Iterate over a name's expansions by Kubernetes' search list that can name a service.
 
-    The number of labels decides which ones can: a service's full name is ``name.namespace.svc.domain``.
+    The number of labels decides which expansions can: a service's full name is ``name.namespace.svc.domain``.
     """
     labels = name.split(".")
     ends_in_svc = labels[-1] == _SVC

@@ -1,9 +1,9 @@
 """Forwards queries that the mesh does not answer to the name servers of ``resolv.conf``, and caches their answers.
 
-Two servers are queried at a time, and the first NOERROR or NXDOMAIN wins. The answer of a server that fails or
-refuses is used only if no other answers. Each attempt has its own socket, so that port and id are random each time
-(RFC 5452). An answer is accepted only if it comes from the server, with this id and question. A truncated answer
-is requested again by TCP.
+Two servers are queried at a time, and the first NOERROR or NXDOMAIN is used. A failure or refusal is used only if
+no other server answers. Each attempt has its own socket, so that port and id are random each time (RFC 5452). A
+response is accepted only if it comes from that server, with the same id and question. A truncated response is
+requested again by TCP.
 
 The caller makes the sockets, in the pod's namespace.
 """
@@ -54,7 +54,7 @@ POD_QUERIES: Final = 128
 
 
 class ForwardFailed(Exception):
-    """No server answered. The text lists the failure of each attempt."""
+    """No server answered. The text lists why each attempt failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class Cache:
         return kept.aged(query, now_s - since_s)
 
     def put(self, query: Query, response: bytes, now_s: float) -> None:
-        """Cache a response, unless it must not be cached; replaces an older one."""
+        """Cache a response, unless it must not be cached. It replaces an older one."""
         kept = keep(query, response)
         if kept is None or query.cache_key is None:
             return
@@ -147,7 +147,7 @@ class Cache:
 
 
 class Forwarder:
-    """Forwards the queries of one pod; see the module.
+    """Forwards the queries of one pod.
 
     Args:
         open_socket: see :data:`OpenSocket`.
@@ -156,8 +156,8 @@ class Forwarder:
         timeout_s: time limit of one attempt.
         attempts: the number of attempts, each with two servers.
         port: the servers' port.
-        places: limits concurrent queries, shared by the pods of a process. Queries beyond them wait, and so do
-            those beyond :data:`POD_QUERIES` of this pod, so that one pod cannot take every place.
+        places: limits the concurrent queries of all pods of a process. Queries above this limit wait, and so do
+            those above :data:`POD_QUERIES` of this pod, so that one pod cannot take every place.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Forwarder:
     async def _ask_all(
         self, query: Query, servers: tuple[NameServer, ...], failures: dict[str, None]
     ) -> bytes | None:
-        """Query servers concurrently. Return the first useful answer, else a refusal, else None."""
+        """Query servers concurrently. Return the first useful response, else a refusal, else None."""
         refusal: bytes | None = None
         running: set[asyncio.Task[bytes | ForwardFailed]] = set()
         # No TaskGroup: the first answer cancels the other attempts, and a group would report that as an error.
@@ -278,13 +278,13 @@ class Forwarder:
             return error
 
     async def _by_udp(self, query: Query, server: NameServer) -> bytes:
-        if len(query.wire) > MOST_BYTES - 100:  # longer than a datagram can be
+        if len(query.wire) > MOST_BYTES - 100:  # too long for a datagram
             return await self._by_tcp(query, server)
         loop = asyncio.get_running_loop()
         number = secrets.randbelow(0x10000)
         with self._open_socket(server.family, socket.SOCK_DGRAM) as sock:
             sock.setblocking(False)
-            # The kernel draws a random port, and a connected socket drops datagrams from other addresses.
+            # The kernel chooses a random port, and a connected socket drops datagrams from other addresses.
             sock.connect((server.host, server.port))
             sock.send(with_id(query.wire, number))
             while True:

@@ -1,4 +1,4 @@
-"""Names of the proxy's own ``/etc/hosts``, among them a pod's ``hostAliases``, and ``localhost``.
+"""The names in the proxy's own ``/etc/hosts``, which include a pod's ``hostAliases``, and ``localhost``.
 
 The Rust ztunnel's resolver also uses the hosts file before name servers.
 """

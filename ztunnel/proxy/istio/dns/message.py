@@ -1,9 +1,9 @@
 """DNS messages as bytes (RFC 1035, 6891): parses queries, builds our answers, adapts forwarded ones. Pure.
 
-Our own answers have few kinds of records and are built here: a query costs 25 microseconds, with dnspython 130.
-Forwarded answers are not re-encoded, so that records of any type and class arrive as the server sent them. Only
-the header, the question's spelling and the times to live change. dnspython has the names of rare record types.
-A complete import takes 60 ms and 2 MiB, a delay for the pods of a restarted proxy.
+Our own answers have few types of records and are built here: this takes 25 microseconds per query, and 130 with
+dnspython. Forwarded answers are not re-encoded, so that records of any type and class arrive as the server sent
+them. Only the header, the spelling of the question and the times to live change. dnspython knows the names of rare
+record types, but importing all of it takes 60 ms and 2 MiB, a delay for the pods of a restarted proxy.
 """
 
 import re
@@ -25,7 +25,7 @@ _OPCODE: Final = 0x7800
 _RCODE: Final = 0x000F
 _A, _CNAME, _SOA, _AAAA, _OPT, _TSIG = 1, 5, 6, 28, 41, 250
 _IN: Final = 1
-#: A compressed name that refers to the question's (RFC 1035, 4.1.4): a pointer to offset 12, behind the header.
+#: A compressed name that points to the question's name (RFC 1035, 4.1.4) at offset 12, after the header.
 _TO_QUESTION: Final = b"\xc0\x0c"
 _NO_ERROR, _FORMERR, _SERVFAIL, _NXDOMAIN = 0, 1, 2, 3
 _BADVERS: Final = 16
@@ -45,7 +45,7 @@ class Malformed(Exception):
     """The bytes are not a DNS message with exactly one question.
 
     Attributes:
-        response: the response to send. ``None``: send no response.
+        response: the response to send, or ``None`` to send none.
     """
 
     def __init__(self, reason: str, response: bytes | None = None) -> None:
@@ -61,11 +61,11 @@ class Query:
         wire: the bytes.
         name: the question's name with its final dot, as spelled. Empty for opcodes other than QUERY.
         kind: the number of the record type.
-        type_name: its name, ``UNKNOWN`` for a number without one. It is a label of metrics, and clients must not
-            be able to create any number of labels.
+        type_name: the type's name, or ``UNKNOWN`` if it has none. It is a label of metrics, so clients must not be
+            able to create an unlimited number of labels.
         udp_bytes: the largest UDP answer that the client accepts.
-        edns: whether it has an OPT record.
-        edns_options: whether that record has options.
+        edns: whether the request has an OPT record.
+        edns_options: whether the OPT record has options.
     """
 
     wire: bytes
@@ -109,14 +109,14 @@ def read_query(wire: bytes) -> Query:
     """Parse a request.
 
     Raises:
-        Malformed: its ``response`` is FORMERR, or None if the bytes must not be answered.
+        Malformed: the bytes are not a valid request. ``response`` is FORMERR, or None if there must be none.
     """
     if len(wire) < HEADER_BYTES:
         raise Malformed("shorter than a header")
     flags, questions, answers, authority, additional = struct.unpack_from(">5H", wire, 2)
     opcode = (flags & _OPCODE) >> 11
     if flags & _QR:
-        # Responses are never answered: with a forged source address two servers would answer each other for ever.
+        # Responses are never answered: with a forged source address, two servers would answer each other for ever.
         raise Malformed("a response")
     if opcode != 0:
         return Query(wire=wire, opcode=opcode, type_name=f"OPCODE{opcode}")
@@ -168,7 +168,7 @@ def local_answer(
     *,
     authoritative: bool = True,
 ) -> bytes:
-    """Return our own answer: the addresses, behind a CNAME record if ``canonical`` is given.
+    """Return our own answer: the addresses, after a CNAME record if ``canonical`` is given.
 
     Without addresses it has the SOA record that lets resolvers cache the negative answer (RFC 2308, 3).
 
@@ -177,14 +177,14 @@ def local_answer(
     Addresses keep their order. All must be of the question's type.
 
     Raises:
-        ValueError: ``canonical`` is no DNS name.
+        ValueError: ``canonical`` is not a DNS name.
     """
     alias = b""
     owner = _TO_QUESTION
     if canonical is not None:
         target = _encoded(canonical)
         alias = _TO_QUESTION + struct.pack(">HHIH", _CNAME, _IN, ttl_s, len(target)) + target
-        # Address records have the target's name, which follows the CNAME's own name and fixed fields.
+        # Address records belong to the CNAME's target, which follows the CNAME's own name and fixed fields.
         owner = (0xC000 | HEADER_BYTES + len(query.question) + 12).to_bytes(2, "big")
     fixed = owner + struct.pack(">HHIH", query.kind, _IN, ttl_s, 16 if query.kind == _AAAA else 4)
     records = [fixed + address.packed for address in addresses]
@@ -261,7 +261,7 @@ def with_id(wire: bytes, number: int) -> bytes:
 
 
 def is_answer_to(query: Query, number: int, response: bytes) -> bool:
-    """Return whether bytes from a server answer the query that it got with the id ``number``.
+    """Return whether bytes from a server answer the query that was sent to it with the id ``number``.
 
     A forger who cannot read the query must guess the id (RFC 5452).
     """
@@ -272,7 +272,7 @@ def is_answer_to(query: Query, number: int, response: bytes) -> bool:
         return False
     if not query.is_question:
         return True
-    # A server that refuses may leave the question out. Without one, other answers could be for any query.
+    # A server that refuses may omit the question. Any other response without a question could be for any query.
     if questions == 0:
         return flags & _RCODE not in (_NO_ERROR, _NXDOMAIN)
     return questions == 1 and _repeats(query, response)
@@ -309,7 +309,7 @@ def passed_on(query: Query, response: bytes) -> bytes:
 
 
 def _with_opt(query: Query, response: bytes) -> bytes:
-    """Return a response with an OPT record if the query has one (RFC 6891, 7), though its server had none.
+    """Return a response with an OPT record if the query has one (RFC 6891, 7), although the server sent none.
 
     A response that is signed, or cannot be read, stays as it is.
     """
@@ -344,7 +344,7 @@ class Kept:
     def aged(self, query: Query, age_s: float) -> bytes:
         """Return the response for another query of the same cache key, with times to live lowered by its age."""
         # A cache must not return a record with more than its remaining time (RFC 1035, 3.2.1). The lifetime is the
-        # shortest in the answer section, so records of other sections can be past theirs and get 0.
+        # shortest in the answer section, so records of other sections can have expired and get 0.
         message = bytearray(self.wire)
         for offset, ttl_s in self.ttls:
             struct.pack_into(">I", message, offset, max(0, ttl_s - int(age_s)))
@@ -354,8 +354,8 @@ class Kept:
 def keep(query: Query, response: bytes) -> Kept | None:
     """Return a response as a cache entry, or None if it must not be cached.
 
-    Failures and truncated responses are not cached. Negative answers are cached as long as the SOA record states
-    (RFC 2308, 5): the smaller of its own time to live and its last field. Without one they are not cached.
+    Failures and truncated responses are not cached. A negative answer is cached as long as its SOA record states
+    (RFC 2308, 5): the smaller of the record's own time to live and its last field. Without one it is not cached.
     """
     code = rcode(response)
     if query.cache_key is None or is_cut(response) or code not in (_NO_ERROR, _NXDOMAIN):
@@ -373,7 +373,7 @@ def keep(query: Query, response: bytes) -> Kept | None:
                 return None
             lifetimes += [soa[0].ttl_s, *struct.unpack_from(">I", response, soa[0].end - 4)]
     except (ValueError, struct.error, IndexError):
-        return None  # malformed; it is passed on, and the client decides
+        return None  # malformed: it is passed on, and the client decides what to do with it
     lifetime_s = min(*lifetimes, _LONGEST_TTL_S)
     if lifetime_s <= 0:
         return None
@@ -415,7 +415,7 @@ def address_query(name: str, *, ipv6: bool, number: int) -> bytes:
     """Return a query for the addresses of a name.
 
     Raises:
-        ValueError: ``name`` is no DNS name.
+        ValueError: ``name`` is not a DNS name.
     """
     question = _encoded(name) + struct.pack(">2H", _AAAA if ipv6 else _A, _IN)
     return struct.pack(">6H", number, _RD, 1, 0, 0, 0) + question
@@ -500,8 +500,8 @@ def _read_name(wire: bytes, position: int) -> tuple[str, int]:
     """Return the question's name in text form, and the next position.
 
     Raises:
-        ValueError: it is compressed, although no name precedes it, or too long.
-        IndexError: it ends outside the message.
+        ValueError: the name is too long, or compressed although no name precedes it.
+        IndexError: the name ends outside the message.
     """
     end = _skip_name(wire, position)
     labels = []

@@ -1,7 +1,7 @@
-"""The DNS proxy of one pod: sockets on the pod's loopback, queries counted and logged.
+"""The DNS proxy of one pod: binds sockets on the pod's loopback, and counts and logs queries.
 
-The sockets are bound to loopback addresses. A socket bound to all addresses would answer from the pod's address.
-conntrack redirected the query to loopback, and would not recognise that answer.
+The sockets are bound to loopback addresses, because the kernel redirects queries there. A socket bound to all
+addresses would answer from the pod's address, and conntrack would not recognise that answer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PodDns:
     """Serves one pod's queries from construction until :meth:`close`.
 
     Args:
-        node: the state that pods share.
+        node: the state shared by the pods.
         name: the pod.
         netns: the namespace for sockets. None for this process's own.
 
@@ -63,7 +63,7 @@ class PodDns:
             self._client,
             DnsSettings(
                 cluster_domain=config.cluster_domain,
-                # A shared proxy's own search list is unrelated to the pod's.
+                # A node proxy's own search list is unrelated to the pod's.
                 search=search_domains(_RESOLV_CONF.read_text()) if dedicated else None,
                 ipv6=config.ipv6,
                 preferred_namespace=config.preferred_service_namespace,
@@ -75,7 +75,7 @@ class PodDns:
             rng=node.rng,
         )
         if node.names_answered is not None:
-            # Called before the pod gets the answer, so that its connection finds the name.
+            # Called before the pod receives the answer, so that the name is known when the pod connects.
             self._server.answered = partial(node.names_answered, (name.namespace, name.name))
         udp: list[socket.socket] = []
         tcp: list[socket.socket] = []
@@ -89,7 +89,7 @@ class PodDns:
                 except KernelRefused:
                     if host == hosts[0]:
                         raise
-                    # A pod's loopback often has no IPv6. Without IPv4, DNS cannot be served, which is an error.
+                    # A pod's loopback often has no IPv6. DNS cannot be served without IPv4, which is an error.
         except BaseException:
             for sock in (*udp, *tcp):
                 sock.close()

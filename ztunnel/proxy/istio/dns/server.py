@@ -1,10 +1,9 @@
-"""The name server of one pod: answers queries by UDP and TCP on sockets made in its namespace.
+"""The name server of one pod: answers queries by UDP and TCP on sockets in the pod's namespace.
 
 Every query ends in one :class:`QueryReport`, which the application counts and logs. The numbers of open queries
-and of TCP connections are bounded, and so is the rate of queries. Reading from a pod above its rate pauses
-briefly. The kernel drops datagrams that do not fit into the socket's buffer, like a network, and clients retry. A
-datagram from one of the server's own addresses is dropped: it can only be forged, and answering it would be a
-loop.
+and TCP connections are bounded, and so is the rate of queries. If a pod exceeds its rate, reading from it pauses
+briefly. The kernel drops datagrams that do not fit into the socket's buffer, and clients retry. A datagram from
+one of the server's own addresses is dropped, because it must be forged, and answering it would cause a loop.
 """
 
 import asyncio
@@ -48,14 +47,14 @@ QUERIES: Final = 1000
 CONNECTIONS: Final = 100
 _IDLE_S: Final = 5.0
 _MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
-#: Per loop iteration: each is a task of 0.1 ms, which delays connections of all pods.
+#: Datagrams read per loop iteration. Each creates a task of 0.1 ms, which delays connections of all pods.
 _DATAGRAMS: Final = 16
-#: Queries of one pod at once and per second; 2,000 are a fifth of a core. A guess: three times the queries of a
-#: busy pod that tries its whole search list for each name.
+#: The largest burst of one pod's queries, and their rate per second; 2,000 are a fifth of a core. A guess: three
+#: times the queries of a busy pod that tries its whole search list for each name.
 QUERY_BURST: Final = 4000
 QUERY_RATE: Final = 2000.0
 _PAUSE_S: Final = 0.02
-_DATAGRAM_BYTES: Final = 65_000  # the largest payload, below 64 KiB less headers
+_DATAGRAM_BYTES: Final = 65_000  # the largest payload, below 64 KiB minus headers
 _FD_PAUSE_S: Final = 1.0
 _NO_ERROR: Final = 0
 
@@ -73,7 +72,7 @@ class QueryReport:
             ``forwarding failed (...)``.
         endpoints: number of addresses in our own answer, or of records in a forwarded one.
         forwarded: whether the answer comes from name servers, the cache of their answers, or the hosts file.
-        failed: whether a forwarded query got no answer, or an error as its answer.
+        failed: whether a forwarded query got no response, or a response with an error.
         duration_s: time until the answer was made.
     """
 
@@ -92,27 +91,27 @@ class Drop(StrEnum):
     """The reasons for unanswered datagrams. Used as a label of the metric."""
 
     RATE = "rate"
-    """Counted once for each pause, during which the kernel keeps datagrams that fit into the socket's buffer."""
+    """Counted once per pause. Meanwhile the kernel keeps the datagrams that fit into the socket's buffer."""
     OWN_ADDRESS = "own-address"
     UNDER_WAY = "under-way"
 
 
 class DnsServer:
-    """Serves one pod between :meth:`start` and :meth:`close`; see the module.
+    """Serves one pod between :meth:`start` and :meth:`close`.
 
     Args:
         mesh: the mesh with the services to answer for.
         client: returns the pod's workload, or None if it is not known in time.
         settings: the DNS proxy's settings.
-        hosts: the names of a hosts file, which are not forwarded either.
+        hosts: the names of a hosts file, which are not forwarded.
         forwarder: answers all other queries.
         on_query: called once per query, when it is answered.
         idle_s: time limit for each query and each answer on a TCP connection.
         connections: the largest number of open TCP connections.
-        queries: the largest number of UDP queries under way.
-        query_burst, query_rate: queries at once, and per second, of both protocols.
+        queries: the largest number of concurrent UDP queries.
+        query_burst, query_rate: the largest burst of queries, and queries per second, of both protocols together.
         dropped: counts unanswered datagrams by :class:`Drop`. Other servers can share it.
-        rng: shuffles addresses, and samples those beyond the size of an answer.
+        rng: shuffles addresses, and chooses among more addresses than fit into an answer.
     """
 
     def __init__(
@@ -180,7 +179,7 @@ class DnsServer:
         self._sockets.clear()
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """Return the first address of a name, as the pod would get it, or None. Makes no report."""
+        """Return the first address of a name, as the pod would get it, or None. Reports no query."""
         try:
             query = read_query(address_query(name, ipv6=ipv6, number=0))
         except (ValueError, Malformed):
@@ -345,7 +344,7 @@ class DnsServer:
         except ForwardFailed as error:
             result = f"forwarding failed ({error})"
             return server_failure(query), _Outcome(client, result, forwarded=True, failed=True)
-        # The codes that the Rust ztunnel counts: NXDOMAIN, SERVFAIL, REFUSED and the like.
+        # These response codes count as failed, as in the Rust ztunnel: NXDOMAIN, SERVFAIL, REFUSED and the like.
         failed = rcode(response) != _NO_ERROR
         outcome = _Outcome(client, "forwarded", answer_count(response), forwarded=True, failed=failed)
         return fitting(query, response, limit), outcome

@@ -71,9 +71,9 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
 
     Attributes:
         pod: the pod of the connection.
-        dialled: for a dialled connection, its address and the accepted identities. ``None``: it was accepted.
-        idle_s: the seconds that a dialled connection has had no tunnels. Kept, because frequent replacements of
-            the process would otherwise keep idle connections open for ever.
+        dialled: for a dialled connection, its address and the accepted identities. ``None`` if it was accepted.
+        idle_s: the seconds for which a dialled connection has had no tunnels. It moves along, because frequent
+            replacements of the process would otherwise keep idle connections open for ever.
         source, local: for an accepted connection, the peer's address and ours.
     """
 
@@ -89,7 +89,7 @@ class Offer(messages.Offer, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         carrier: the state of the unit's tunnel connection, if it has one.
-        entries: the entries of each relay: one, or the outbound and the inbound half of a node-local tunnel.
+        entries: the table entries of each relay: one, or two for the halves of a node-local tunnel.
     """
 
     carrier: CarrierValue | None

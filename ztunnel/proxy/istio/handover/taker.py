@@ -68,7 +68,7 @@ class Pending:
     def start(self) -> None:
         """Continue the unit: it belongs to this process from now on."""
         unit = self._unit
-        # Registered before being judged, so that a review finds it and an early end is counted.
+        # Registered before policies are checked, so that a review finds it and an early end is counted.
         found = [[(pod, register(lambda _: None)) for pod, register in halves] for halves in self._halves]
         for halves, (a, b) in zip(found, unit.ends, strict=True):
             for pod, entry in halves:
@@ -128,7 +128,7 @@ class Pending:
 
 
 def _count_socket(pod: PodProxy, entry: PodConnection) -> None:
-    """Count an application's socket as long as the entry lasts. Tunnels that come to a pod have none."""
+    """Count an application's socket as long as the entry exists. Tunnel requests to a pod have no such socket."""
     record = entry.record
     if record.direction is Direction.OUTBOUND or not record.secured:
         count = pod.context.node.count_sockets
@@ -155,7 +155,7 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
     finally:
         for end in ends:
             end.close()
-        # Over the network the client's side sees CANCEL when the server's side ends a tunnel: an ordinary end.
+        # Over the network, if the server's side ends a tunnel, the client's side sees CANCEL: an ordinary end.
         for _, inner in halves[1:]:
             reason = inner.reason
             inner.close()

@@ -38,7 +38,7 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """A key that stays the same in every survey."""
+        """A key that identifies the unit in every survey while it exists."""
         return id(self.carrier or self.relays[0][0])
 
     @property
@@ -52,12 +52,12 @@ class Unit:
         return sum(len(halves) for _, halves in self.relays)
 
     def freeze(self) -> Frozen:
-        """Stop it and read its state; see :class:`ztunnel.proxy.dataplane.handover.giver.Unit`."""
+        """Stop the unit and read its state; see :class:`ztunnel.proxy.dataplane.handover.giver.Unit`."""
         self._carrier_value = self.carrier_value()
         return Frozen([relay for relay, _ in self.relays], self.connection)
 
     def carrier_value(self) -> CarrierValue | None:
-        """Return the application's part of the tunnel connection's state."""
+        """The proxy's own state of the tunnel connection, in addition to its engine, TLS and socket."""
         carrier = self.carrier
         if carrier is None or carrier.connection is None:
             return None

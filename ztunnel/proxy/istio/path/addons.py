@@ -3,9 +3,9 @@
 =================  ===================================================================================
 hook               when
 =================  ===================================================================================
-``connecting``     a route was found and an endpoint drawn, before dialling. Asked once per connection:
-                   further attempts keep the verdicts
-``accepting``      the policies of the mesh, and Calico's, have allowed it; the application is not dialled yet
+``connecting``     a route and an endpoint were chosen, before dialling. Called once per connection: further
+                   attempts keep the verdicts
+``accepting``      the mesh's policies, and Calico's, have allowed it, before the application is dialled
 ``opened``         the relay runs
 ``closed``         its access line is written, after ``opened``
 ``refused``        its access line is written, without ``opened``
@@ -93,8 +93,8 @@ class PodAddons:
             dialled: the address that the application dialled.
 
         Returns:
-            Labels of the endpoints to prefer when the endpoint is drawn again. ``None``: keep the endpoint,
-            because no addon had a preference or waited.
+            Labels of the endpoints to prefer when choosing an endpoint again. ``None``: keep the endpoint, because
+            no addon had a preference or waited.
 
         Raises:
             Failed: an addon denies it.
@@ -171,8 +171,8 @@ class PodAddons:
     # Facts
 
     def _side(self, workload: Workload | None, labels: PeerLabels) -> tuple[object, Side, str]:
-        """Describe one side of a connection to addons: its workload, or else its metric labels. Also return the
-        identity that it should have. The first value of the result is used by the cache only.
+        """Describe one side of a connection to addons, by its workload or else by its metric labels. Also return
+        the identity that it should have. The first value of the result is used only by the cache.
         """
         if workload is None:
             return None, _of_labels(labels) if labels.known else _NO_SIDE, ""
@@ -194,7 +194,7 @@ class PodAddons:
         names = self.names.of((near.namespace, near.name), dialled.host) if self.names.known else ()
         if record.secured and record.destination_workload is None:  # the far side of a double tunnel
             theirs = _text(record.destination_identity)
-        # As Facts() does it, which takes twice as long.
+        # The same as Facts(...), which takes twice as long.
         return tuple.__new__(
             Facts,
             (
@@ -219,8 +219,8 @@ class PodAddons:
 
     def _inbound(self, record: Record) -> Facts:
         source, service = record.source, record.service
-        # Use the application's address, which the tunnel request names: the tunnel connection itself came to port
-        # 15008.
+        # Use the application's address, which the tunnel request names, because the tunnel connection itself went
+        # to port 15008.
         wanted = record.hbone_authority
         port = wanted.rpartition(":")[2]
         return Facts(

@@ -66,7 +66,7 @@ class Admission:
         self._authorizer = authorizer
 
     def describe_peer(self, record: Record, peer: Peer, headers: Headers) -> None:
-        """Label the client by the control plane's description of its address, or else by its own proxy's baggage.
+        """Label the client by the control plane's description of its address, or else by its proxy's baggage.
 
         A request through a gateway has the gateway's address. But a peer whose certificate belongs to the workload
         at its own address is that workload, regardless of what it forwards.
@@ -96,7 +96,7 @@ class Admission:
             peer: the client.
 
         Raises:
-            Refusal: the request is refused; has the status to answer with.
+            Refusal: the request is refused. It has the status to answer with.
         """
         node, record = self._node, entry.record
         try:
@@ -127,10 +127,10 @@ class Admission:
         return application
 
     async def authorize(self, entry: PodConnection, facts: ConnectionFacts, workload: Workload) -> None:
-        """Judge a connection by policies, revocation lists and addons.
+        """Check a connection against policies, revocation lists and addons.
 
         Raises:
-            Refusal: the request is refused; has the status to answer with.
+            Refusal: the request is refused. It has the status to answer with.
         """
         entry.state = State.IDENTIFIED
         try:

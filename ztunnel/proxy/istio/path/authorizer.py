@@ -1,4 +1,4 @@
-"""Decides by policy whether to admit a connection. Dry-run policies are only counted and logged."""
+"""Decides by policy whether to accept a connection. Dry-run policies are only counted and logged."""
 
 import asyncio
 import logging
@@ -88,7 +88,7 @@ class Authorizer:
             raise Denied(found.refusal, policy=found.policy, reason=found.reason)
 
     def plan(self, workload: Workload, facts: ConnectionFacts) -> str | None:
-        """Decide once for all connections with these facts; the result is valid until the mesh changes.
+        """Decide once for all connections with these facts. The result is valid until the mesh changes.
 
         Returns:
             The name of the policy that allows them, empty if no policy applies. Call :meth:`note_allowed` for each
@@ -116,13 +116,14 @@ class Authorizer:
         if policies is self._policies:
             return False
         self._policies = policies
-        # The grace period of each policy starts when it was first found missing: other changes do not prolong it.
+        # A missing policy's grace period starts when the policy is first found missing. Other changes do not
+        # prolong it.
         until_s = self._node.poller.loop.time() + POLICY_GRACE_S
         self._missing = {key: self._missing.get(key, until_s) for key in policies.missing}
         return True
 
     def verdict(self, workload: Workload, facts: ConnectionFacts) -> Verdict:
-        """Judge an admitted connection again.
+        """Check an accepted connection again.
 
         While a policy named by the workload is missing, only a matching DENY policy ends the connection, because
         the missing policy might allow it. After the grace period the connection is denied.
@@ -140,11 +141,11 @@ class Authorizer:
     def _refusal(
         self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
     ) -> Judgement:
-        """Judge a connection. A refusal is counted as ``refused``. For new connections, an allowing policy is
-        counted.
+        """Check a connection. A refusal is counted as ``refused``. For new connections, the policy that allows is
+        counted, too.
         """
         if not policies.missing and not policies.enforced.tiers:
-            return _ALLOWED  # most connections: nothing is recorded about them
+            return _ALLOWED  # for most connections no policy applies, and nothing is recorded
         found = judgement(policies, facts)
         policy, refusal = found.policy, found.refusal
         if refusal:

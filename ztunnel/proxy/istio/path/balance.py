@@ -1,10 +1,10 @@
-"""Chooses the endpoint of a service for a connection: candidates, their ranks, and a draw by weight.
+"""Chooses the endpoint of a service for a connection: ranks the candidates, and draws one by weight at random.
 
 Checking every endpoint for each connection would be slow. Instead :class:`Candidates` holds the usable
 endpoints per service, port and kind of client. They are grouped by rank, and each rank has its weights in a binary
 indexed tree, so that a draw takes time logarithmic in their number. Candidates are created on first use, so a
-service that is never dialled has no cost. They are updated by the mesh's change notifications, in time
-proportional to the number of changed endpoints.
+service that is never dialled has no cost. The mesh's change notifications update them, in time proportional to the
+number of changed endpoints.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -45,10 +45,10 @@ class Question(NamedTuple):
         service: the service.
         port: the service's port.
         network: the client's network.
-        waypoint: the service is a waypoint. Endpoints that accept tunnels need not have the port.
+        waypoint: whether the service is a waypoint, whose endpoints need not have the port if they accept tunnels.
         preferences: the scopes (such as region, zone) that an endpoint should share with the client, widest first.
         client: the client's value for each of these scopes.
-        strict: an endpoint must match the client in every scope.
+        strict: whether an endpoint must match the client in every scope.
     """
 
     service: ServiceKey
@@ -93,11 +93,11 @@ class LeftOut(Enum):
 
 
 def question_of(service: Service, port: int, client: Workload, *, waypoint: bool, by_name: bool) -> Question:
-    """Return the question for an endpoint of a service that is reached by its name or by one of its addresses."""
+    """Return the question for choosing an endpoint of a service, dialled by its name or one of its addresses."""
     balancing = service.load_balancing or _ANY_ENDPOINT
     ranks = balancing.mode in (BalancerMode.STRICT, BalancerMode.FAILOVER)
     if balancing.mode is BalancerMode.PASSTHROUGH and by_name:
-        ranks = True  # a name has no address to pass through to
+        ranks = True  # unlike an address, a name cannot be passed through
     preferences = balancing.preferences if ranks else ()
     return Question(
         service=service.key,

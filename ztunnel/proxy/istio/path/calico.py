@@ -7,8 +7,8 @@ policies these objects are not created, and connections have no extra cost.
 direction         the other end                                    identities
 ================  ===============================================  =========================================
 inbound           the client's address, the application's port     the peer's certificate; this pod's own
-outbound          the drawn endpoint, with the application's      this pod's own; the identities accepted from
-                  port; with a waypoint or gateway in between,     the tunnel's far end, none without a tunnel
+outbound          the chosen endpoint, with the application's      this pod's own; the identities accepted from
+                  port; if a waypoint or gateway is in between,    the tunnel's far end, none without a tunnel
                   its address
 ================  ===============================================  =========================================
 """
@@ -60,7 +60,7 @@ class CalicoAuthorizer(Authorizer):
         self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
         await super().authorize(workload, facts, record, grace_s)
         # While the connection waited for a policy of the mesh, Calico's policies can have changed, and a review
-        # skips connections that are not yet admitted.
+        # skips connections that are not yet accepted.
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
         self._require(decision, workload, facts, record)
 
@@ -85,7 +85,7 @@ class CalicoAuthorizer(Authorizer):
 
 
 class CalicoInbound(Inbound):
-    """Inbound connections of one pod, judged again after each change of Calico's policies until :meth:`close`."""
+    """Inbound connections of one pod, checked again after each change of Calico's policies until :meth:`close`."""
 
     def __init__(self, pod: PodContext, policies: LivePolicies) -> None:
         super().__init__(pod, CalicoAuthorizer(pod.node, policies))
@@ -93,7 +93,7 @@ class CalicoInbound(Inbound):
         policies.watch(self._policies_changed)
 
     def take(self, peer: Peer, request: Request) -> PlannedRequest | None:
-        return None  # Calico's policies may have to be waited for, and evaluate more than a plan has
+        return None  # Calico's policies can require waiting, and evaluate more than a plan contains
 
     def _policies_changed(self) -> None:
         self._pod.connections.inbound.review(Event.POLICIES)
@@ -104,7 +104,7 @@ class CalicoInbound(Inbound):
 
 
 class CalicoOutbound(Outbound):
-    """Outbound connections of one pod, judged when their endpoint is drawn and again after each change until
+    """Outbound connections of one pod, checked when their endpoint is chosen, and again after each change until
     :meth:`close`.
     """
 
@@ -117,7 +117,7 @@ class CalicoOutbound(Outbound):
         policies.watch(self._policies_changed)
 
     def plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
-        return None  # Calico's policies may have to be waited for, and evaluate more than a plan has
+        return None  # Calico's policies can require waiting, and evaluate more than a plan contains
 
     async def _dial(self, call: PodCall, route: Route, target: SocketAddress) -> OutboundUpstream:
         flow = _outbound_flow(call, route, target, self._calico.http_waypoints)
@@ -133,7 +133,7 @@ class CalicoOutbound(Outbound):
         return await super()._dial(call, route, target)
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Judge a live connection again. Calico's policies evaluate the flow to the endpoint dialled last."""
+        """Check a live connection again. Calico's policies evaluate the flow to the endpoint dialled last."""
         if entry.flow is not None:
             decision = self._calico.guard.check(c.Direction.EGRESS, entry.flow, counted=False)
             if not decision.allowed:
@@ -166,8 +166,8 @@ def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
     peer = facts.peer
     principal = ""
     if peer is not None:
-        # Never empty for a tunnel without an identity: empty means plain text, which a rule by address alone can
-        # allow.
+        # Never empty for a tunnel without an identity: an empty principal means plain text, which a rule can allow
+        # by address alone.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return connection(facts.source, facts.destination, principal, str(workload.identity))
 

@@ -1,7 +1,7 @@
 """The open connections of one pod by direction, and the tunnel connections that carry them.
 
 Each is an entry (:mod:`ztunnel.proxy.istio.path.pod_connection`) of the process's connection table
-(:mod:`ztunnel.proxy.dataplane.live_table`), added before policies judge the connection. Drain and stop wait for
+(:mod:`ztunnel.proxy.dataplane.live_table`), added before policies are checked. Drain and stop wait for
 these groups, and the config dump lists them.
 """
 
@@ -18,8 +18,8 @@ from ztunnel.proxy.dataplane.live_table import Life, Lives, LiveTable, all_empti
 from ztunnel.proxy.istio.accounting.access_record import Record
 from ztunnel.proxy.istio.path.pod_connection import Carrier, PodConnection
 
-#: How long idle tunnel connections are kept after GOAWAY: some round trips, and the second during which a server
-#: still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
+#: How long idle tunnel connections are kept open after GOAWAY: some round trips, and the second during which a
+#: server still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
 _GOODBYE_S = 2.0
 
 
@@ -108,13 +108,13 @@ class PodConnections:
         return len(self)
 
     def finish_all(self, reason: str) -> None:
-        """Close all connections in order, because the grace period is over."""
+        """Close all connections gracefully, because the grace period is over."""
         self.phase = Phase.ENDED
         for group in self.ended_here:
             group.review(Event.DEADLINE, reason)
 
     def end_all(self, reason: str) -> None:
-        """End all connections now. The pod's phase makes it refuse new ones."""
+        """End all connections now. New ones are refused, because the pod's phase changes."""
         self.phase = Phase.ENDED
         for group in self.ended_here:
             group.review(Event.STOP, reason)

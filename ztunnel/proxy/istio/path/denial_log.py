@@ -47,14 +47,14 @@ class DenialLog:
     def write(
         self, verb: str, workload: Workload | None, facts: ConnectionFacts, policy: str, rule: str | None = None
     ) -> None:
-        """Write a line if it is enabled and the limit admits it.
+        """Write a line if lines are enabled and the rate limit permits it.
 
         Args:
             verb: ``denied`` or ``ended``.
             workload: the destination workload, if it is known.
             facts: the connection's facts.
             policy: the deciding policy. Empty if no ALLOW policy matched.
-            rule: its deciding rule in words. ``None`` for a policy of the mesh: the rule is found here.
+            rule: the deciding rule in words. ``None`` for a policy of the mesh, whose rule is then looked up here.
         """
         if not (self.wanted and log.isEnabledFor(logging.INFO) and self._limit.admits()):
             return

@@ -41,7 +41,7 @@ class EarlyDenials:
 
 
 def account_rejected(denials: EarlyDenials, pending: PendingHandshake, reason: str) -> None:
-    """Count and log a connection that ended before its handshake began or took too long to complete it."""
+    """Count and log a connection that ended before its handshake began, or whose handshake took too long."""
     if not pending.in_handshake:  # otherwise its fiber counts it
         pending.owner.close()
     if reason:

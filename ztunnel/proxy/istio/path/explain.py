@@ -43,8 +43,8 @@ from ztunnel.proxy.istio.path.route import (
 )
 
 Answer = dict[str, Any]
-#: Judges the handshake of a client (``None`` if its workload is unknown) with a server whose accepted identities
-#: are given. Returns whether it can succeed, as far as is known here, and why.
+#: Predicts the handshake of a client (``None`` if its workload is unknown) with a server that must have one of the
+#: given identities. Returns whether it can succeed, as far as this proxy can know, and why.
 Handshake = Callable[[Workload | None, Workload, tuple[str, ...]], tuple[bool, str]]
 
 #: The number of endpoints and policies to print. The rest are only counted.
@@ -66,7 +66,7 @@ class Question:
     """A hypothetical connection to explain.
 
     Attributes:
-        host: the address that the source's socket has.
+        host: the local address of the source's socket.
         source: the workload at ``host``. ``None``: a client outside the mesh, without a proxy to ask.
         destination: the dialled address or name.
         identity: the identity in the client's certificate. Empty for plain text.
@@ -116,8 +116,8 @@ def question(
     Args:
         source: an address with or without a port, ``namespace/pod``, a workload's uid, or a SPIFFE id, which
             selects the first workload with that identity.
-        destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` will do) or
-            ``namespace/pod``. With an endpoint also a service's name without a port, as of a service with one.
+        destination: ``HOST:PORT``, where the host is an address, a service's name (``NAME.NAMESPACE`` is enough)
+            or ``namespace/pod``. With ``endpoint``, or if the service has one port, also a service's name alone.
         identity: a SPIFFE id. Empty means the source's own identity, or plain text if ``inbound``.
         around: the proxy's state, for looking up names in its mesh.
         inbound: see :class:`Question`.
@@ -172,7 +172,7 @@ def certificate(state: str, ends: datetime | None, now_s: float) -> Answer:
     """Return the section of the answer about the source's certificate.
 
     Args:
-        state: why there is no certificate. Empty without a certificate means that this node does not need one.
+        state: why there is no certificate. If both are empty, this node does not need the certificate.
         ends: the certificate's expiry time.
         now_s: seconds of the wall clock.
     """
@@ -262,7 +262,8 @@ def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> S
         return SocketAddress(host, reached.port)  # a waypoint's tunnel names what was dialled
     workload = around.mesh.workload_at(around.network, reached.host)
     place = around.mesh.all_endpoints(service.key).get(workload.uid) if workload is not None else None
-    # The endpoint is no longer in the service: use the service's port table, which has 0 for named target ports.
+    # The endpoint is no longer in the service, so use the service's port table, which has 0 for named target
+    # ports.
     for port, target in (*(place.ports.items() if place is not None else ()), *service.ports.items()):
         if target == reached.port:
             return SocketAddress(host, port)
@@ -377,7 +378,7 @@ def _routes(
         asked: the connection.
         source: its workload.
         around: the proxy's mesh.
-        draws: filled with the questions that an endpoint is drawn for.
+        draws: receives the load-balancing questions that this connection asks.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
     yielded: set[tuple[str, ...]] = set()
@@ -395,13 +396,13 @@ def _routes(
             except RouteRefused as refused:
                 return refused
 
-        # Failed endpoints are drawn only if every endpoint has failed. All are then candidates.
+        # Failed endpoints are chosen only if every endpoint has failed. Then all of them are candidates.
         failed = set(around.avoided)
         first = routed(failed)
         avoid = failed if first.workload is None or first.workload.uid not in failed else set()
         for route in _drawn(routed, avoid):
             key = _key(route)
-            if key not in yielded:  # weighted waypoints also draw for their own clients, which bypass them
+            if key not in yielded:  # weighted waypoints also occur for their own clients, which bypass them
                 yielded.add(key)
                 yield route
 
@@ -409,10 +410,10 @@ def _routes(
 def _drawn(
     routed: Callable[[Collection[WorkloadUid]], Route | RouteRefused], avoid: Collection[WorkloadUid]
 ) -> Iterator[Route | RouteRefused]:
-    """Yield every route that drawing an endpoint can result in.
+    """Yield every route that choosing an endpoint can result in.
 
-    Each drawn endpoint is then avoided, as after a failed attempt, so that the next draw returns the next best
-    one. This ends when a draw returns an endpoint that was already drawn or is to be avoided.
+    Each chosen endpoint is then avoided, as after a failed attempt, so that the next choice is the next best one.
+    This ends when the choice is an endpoint that was already chosen or must be avoided.
     """
     drawn = set(avoid)
     for _ in range(_MOST_SHOWN):
@@ -423,7 +424,7 @@ def _drawn(
             return
         if workload.uid in drawn:
             return
-        # A gateway's workload is also drawn.
+        # The workload of a gateway is chosen in the same way.
         gateways = set(drawn)
         if not isinstance(route, DoubleTunnel):
             yield route
@@ -453,7 +454,7 @@ class _First:
 
 
 def _first_draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
-    """For each waypoint of a service, yield a first random number that selects this waypoint."""
+    """Yield, for each waypoint of a service, a first random number that selects this waypoint."""
     service = mesh.service_at(source.network, asked.destination.host, source.namespace)
     start = 0
     for waypoint in service.weighted_waypoints if service is not None else ():
@@ -500,7 +501,7 @@ def _because(route: Route, at: Service | Workload | None) -> str:
 
 def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> tuple[bool, Answer]:
     """Explain one candidate: whether its proxy would accept the connection, and how it is reached. Without a route
-    there is no ``target``.
+    the answer has no ``target``.
     """
     if isinstance(route, RouteRefused):
         nowhere: Answer = {"refused": str(route)}

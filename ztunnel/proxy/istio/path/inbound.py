@@ -1,8 +1,8 @@
 """START HERE for connections to a pod: tunnels on 15008, captured plain connections on 15006.
 
-The methods for both read top to bottom: the peer, its request, the verdict, the application, the bytes. Each
-connection is an entry of the connection table (:mod:`ztunnel.proxy.dataplane.live_table`) from its accept on.
-:mod:`ztunnel.proxy.istio.path.admission` decides about requests, and :meth:`Inbound.verdict` judges live
+The methods for both read top to bottom: the peer, its request, the policy check, the application, the bytes. Each
+connection has an entry in the connection table (:mod:`ztunnel.proxy.dataplane.live_table`) from the time it is
+accepted. :mod:`ztunnel.proxy.istio.path.admission` decides about requests, and :meth:`Inbound.verdict` checks live
 connections again.
 """
 
@@ -79,14 +79,14 @@ def _seen(
     headers: Headers = (),
 ) -> End:
     """Return the application's end of a connection, wrapped so that a tap of this pod captures its bytes."""
-    from ztunnel.proxy.istio.path.tapped import observed  # most proxies have no taps, and save the memory
+    from ztunnel.proxy.istio.path.tapped import observed  # imported here to save memory: most proxies have no taps
 
     assert entry.actual is not None
     return observed(capture, entry, application, tunnel, entry.actual, headers)
 
 
 class Inbound(PlannedInbound):
-    """Inbound connections of one pod. Also the ``NodeLocalTarget`` for node-local tunnels to the pod."""
+    """Inbound connections of one pod. It is also the pod's ``NodeLocalTarget`` for node-local tunnels."""
 
     def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
         authorizer = authorizer or Authorizer(pod.node)
@@ -226,7 +226,7 @@ class Inbound(PlannedInbound):
                     connection.error,
                 )
 
-    # Tunnel connections of another process: see ztunnel.proxy.istio.handover
+    # Tunnel connections taken over from another process: see ztunnel.proxy.istio.handover
 
     def requests_of(self, peer: Peer) -> Requests:
         """Return the function that handles requests on a peer's tunnel connection."""
@@ -236,9 +236,9 @@ class Inbound(PlannedInbound):
         """Serve a connection that another process has accepted, until it ends.
 
         Args:
-            peer: its other end.
+            peer: the other end of the connection.
             requests: the handler from :meth:`requests_of` that ``connection`` was created with.
-            connection: closed by this call. Its open tunnels belong to other tasks.
+            connection: the connection, closed by this call. Its open tunnels belong to other tasks.
         """
         carrier = Carrier(self._pod.connections.carriers, self._node.revocation_lists, self._rejected)
         self._count_socket(carrier)
@@ -330,10 +330,10 @@ class Inbound(PlannedInbound):
     async def open_node_local(self, request: NodeLocalRequest) -> InboundHalf | None:
         """Accept a tunnel from a pod of this node directly, without TLS and HTTP/2 in between.
 
-        The two certificates must accept each other. All other checks are the same as over the network.
+        The two certificates must accept each other. All other checks are as over the network.
 
         Returns:
-            The open half. ``None``: the tunnel must go over the network, where the handshake reports the reason.
+            The open half, or ``None`` if the tunnel must go over the network, where the handshake reports why.
 
         Raises:
             ConnectRefused: the request was refused, as it would be over the network.
@@ -347,7 +347,7 @@ class Inbound(PlannedInbound):
         if not self._agree(own, there, request.identities):
             return None
         if pod.connections.phase is Phase.ENDED:
-            return None  # the pod has stopped meanwhile, and nothing would end a connection registered now
+            return None  # the pod has stopped meanwhile, and a connection registered now would never be ended
         # Each half keeps the other's certificate for later revocation lists, because there is no TLS connection to
         # check.
         request.outer.peer = there
@@ -485,7 +485,7 @@ class Inbound(PlannedInbound):
             self._pod.connections.inbound.review(Event.POLICIES)
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Judge a live connection by the current revocation lists and policies."""
+        """Check a live connection by the current revocation lists and policies."""
         if entry.peer_is_revoked(self._node.revocation_lists()):
             self._rejected()
             return Verdict(REVOKED)

@@ -1,7 +1,7 @@
 """The target of a request that arrived through a tunnel: the application's address, and the service.
 
-A CONNECT may name this pod's address or a service's hostname. Only this pod is ever dialled: a request for any
-address other than the one the tunnel was opened to is refused, unless this pod is the waypoint for that address.
+A CONNECT can name this pod's address or a service's hostname. Only this pod is ever dialled: a request for any
+address other than the one to which the tunnel was opened is refused, unless this pod is that address's waypoint.
 """
 
 from collections.abc import Collection, Mapping
@@ -61,7 +61,7 @@ def inbound_target(
         illegal_ports: the proxy's own ports in the pod.
 
     Raises:
-        RequestRefused: has the status and text that the Rust ztunnel would use.
+        RequestRefused: the request is refused, with the Rust ztunnel's status and text.
     """
     raw = authority.encode() if isinstance(authority, str) else authority
     try:
@@ -126,7 +126,7 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
         or workload.application_tunnel is not None
         or _is_waypoint_of(service, workload, host, mesh, network)
     ):
-        # Otherwise any client could choose the service that its connections are counted and judged for.
+        # Otherwise any client could choose the service that its connections are counted for.
         raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)
@@ -142,8 +142,8 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
 
 
 def _may_name(wanted: str, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
-    """Return whether a tunnel to ``host`` can request another address. A tunnelling application
-    decides by itself.
+    """Return whether a tunnel to ``host`` can request another address. An application that terminates tunnels
+    itself decides on its own.
     """
     if wanted == host or workload.application_tunnel is not None:
         return True
@@ -180,7 +180,7 @@ def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant
         target: the application's address.
         workload: the pod's workload.
         mesh: the current mesh.
-        meant: the host in the request's ``forwarded`` header.
+        meant: the host in the request's ``forwarded`` header, if any.
     """
     if target.service is not None:
         candidates = [target.service]

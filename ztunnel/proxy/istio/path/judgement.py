@@ -1,4 +1,4 @@
-"""The verdict of a workload's policies, with the words for a denial in access lines and in ``ztunnel explain``."""
+"""Evaluates a workload's policies, and gives the text of a denial in access lines and in ``ztunnel explain``."""
 
 from typing import NamedTuple
 
@@ -13,8 +13,8 @@ class Judgement(NamedTuple):
 
     Attributes:
         policy: the deciding or missing policy. Empty if none decided.
-        refusal: the reason for a refusal in the access line, in the Rust ztunnel's words. Empty if it is allowed.
-        reason: the refusal's reason.
+        refusal: why the connection is refused, in the Rust ztunnel's words. Empty if it is allowed.
+        reason: the metrics label for the refusal.
     """
 
     policy: str
@@ -23,7 +23,7 @@ class Judgement(NamedTuple):
 
 
 def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
-    """Judge a connection. A policy named by a workload but not yet received refuses every connection."""
+    """Check a connection. A policy named by a workload but not yet received refuses every connection."""
     if policies.missing:
         return Judgement(
             policies.missing[0], f"policy {policies.missing[0]} has not arrived", Reason.POLICY_MISSING

@@ -47,8 +47,8 @@ class LocalWorkload:
         """The workload as last described, even if the control plane no longer describes it. ``None`` if it never
         did.
 
-        Open connections are judged by this value: a pod that is temporarily missing from the mesh must not lose
-        its policies.
+        Open connections are checked against this value, because a pod that is temporarily missing from the mesh
+        must not lose its policies.
         """
         return self._last
 

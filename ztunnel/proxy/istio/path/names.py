@@ -6,7 +6,7 @@ from ztunnel.proxy.dataplane.resolver import Answer, Resolver
 from ztunnel.runtime.clock import Clock
 
 _MOST = 4096
-#: The shortest caching time of a name, so that a TTL of 0 does not cause a query per connection.
+#: The shortest time to cache a name, so that a TTL of 0 does not cause a query per connection.
 _LEAST_S = 1.0
 
 

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 #: The largest number of concurrently forwarded DNS queries of all pods together; each uses two sockets.
 DNS_QUERIES = 512
 
-#: Namespace, name and service account of a pod. ZDS and the mesh both know these, so they match a pod in one to
-#: the other.
+#: Namespace, name and service account of a pod. Both ZDS and the mesh contain these, so pods can be matched with
+#: workloads.
 PodKey = tuple[str, str, str]
 
 
@@ -66,14 +66,14 @@ class Node:
         addons: the addons of this process, if any.
         names_answered: called with a pod's namespace and name, a name, and the addresses in our DNS answer.
             ``None`` if no addon needs names.
-        log_pressure: delays new connections while the log is behind. ``None``: lines are dropped instead.
+        log_pressure: delays new connections while the log is behind. ``None`` if lines are dropped instead.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
         tell_open: called with the number of open sockets whenever it changes, for other processes that accept
             from the same ports.
-        ask: requests a key from the control plane (on demand). ``None`` if the mesh is complete.
+        ask: requests a key from the control plane (on demand). ``None`` if the control plane sends the whole mesh.
         pods: the pods of this node, for node-local tunnels; see :meth:`register`.
         pod_window_bytes: the budget in bytes for enlarging the windows of a pod's tunnel connections.
-        half_open: connections to pods before the end of their handshake.
+        half_open: connections to pods whose handshake has not finished.
         descriptors: limits the file descriptors that each pod may use.
         baggage_labels: labels received in peers' baggage, limited per peer.
         dns_places: limits the pods' queries that wait for name servers.
@@ -198,7 +198,7 @@ class Node:
         if self.pods.get(pod_key(name)) is pod:
             del self.pods[pod_key(name)]
 
-    # On demand
+    # Resources on demand
 
     async def ask_about(self, key: str) -> bool:
         """Request a key from the control plane unless it was answered before. Return whether it was requested.
@@ -218,7 +218,7 @@ def taps_permitted(config: IstioConfig, clock: Clock) -> Taps | None:
     """Return the taps of this process for its data path, or None: see :mod:`ztunnel.proxy.tap.taps`."""
     if not config.tap_socket:
         return None
-    from ztunnel.proxy.tap.taps import Taps  # most proxies permit none, and save the memory
+    from ztunnel.proxy.tap.taps import Taps  # imported here to save memory: most proxies permit no taps
 
     return Taps(clock)
 
@@ -231,7 +231,7 @@ def addons_of(node: Node) -> AddonProcess | None:
     """
     if node.config.addons is None:
         return None
-    # Imported here: most proxies have no addons, and save the memory.
+    # Imported here to save memory: most proxies have no addons.
     from ztunnel.proxy.addons.process import AddonProcess
     from ztunnel.proxy.istio.path.addons import PodAddons
 

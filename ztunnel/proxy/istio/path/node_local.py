@@ -22,7 +22,7 @@ class TunnelRequest(NamedTuple):
 
     Attributes:
         authority: ``:authority``.
-        service: the host in ``forwarded``: the service that the client dialled, if it was one.
+        service: the service that the client dialled, as in the ``forwarded`` header, if it dialled a service.
     """
 
     authority: str
@@ -68,8 +68,8 @@ class InboundHalf:
         """Close the half and complete its record after the end of the relay. Called once, by the outbound half.
 
         Returns:
-            The outbound half's failure. None if the inbound half was ended on purpose: over the network the
-            client's side would see CANCEL, an ordinary end.
+            The outbound half's failure. None if the inbound half was ended on purpose, because over the network
+            the client's side would see CANCEL, an ordinary end.
         """
         ended_here = self.entry.reason
         self.entry.close()
@@ -78,12 +78,12 @@ class InboundHalf:
 
 
 class NodeLocalTarget(Protocol):
-    """A pod of this node as the target of node-local tunnels:
+    """A pod of this node to which node-local tunnels can be opened:
     :class:`ztunnel.proxy.istio.path.inbound.Inbound`.
     """
 
     async def open_node_local(self, request: NodeLocalRequest) -> InboundHalf | None:
-        """Open the inbound half. ``None``: the tunnel must go over the network.
+        """Open the inbound half. Return ``None`` if the tunnel must go over the network.
 
         Raises:
             ConnectRefused: the request was refused, as it would be over the network.

@@ -22,7 +22,7 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 log = logging.getLogger(__name__)
 
 #: The longest delay between a mesh change and the first dial; the delay is random, at least half of this. All
-#: clients of a service see the change at the same time, and must not connect to the new endpoint all at once.
+#: clients of a service receive the change at the same time, and must not connect to the new endpoint all at once.
 _SPREAD_S: Final = 1.0
 
 
@@ -31,8 +31,8 @@ class OpenAhead:
 
     Args:
         pod: the shared state of the pod.
-        plans: the plans of its connections.
-        pool: its tunnel connections.
+        plans: the plans of the pod's connections.
+        pool: the pool of the pod's tunnel connections.
         most: while the pod has this many idle tunnel connections, no more are opened ahead.
     """
 

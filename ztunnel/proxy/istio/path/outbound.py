@@ -3,8 +3,8 @@
 :meth:`Outbound.serve` reads top to bottom: the dialling pod, the route, the tunnel or the plain connection, the
 bytes. If an endpoint fails before answering, another endpoint is tried, up to a few attempts and a time limit
 (:mod:`ztunnel.proxy.dataplane.attempts`). Meanwhile the application's first bytes stay in the kernel, even if a
-copy is sent along with the CONNECT, so that none is lost. After an endpoint has possibly received them, no other
-endpoint is tried, so that none is delivered twice.
+copy is sent along with the CONNECT, so no bytes are lost. Once an endpoint could have received them, no other
+endpoint is tried, so no bytes are delivered twice.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class OutboundUpstream(Upstream[Life]):
     """The open connection or tunnel to the destination of a pod's connection.
 
     Attributes:
-        inbound_half: the inbound half, when the tunnel never left this node.
-        flush_inner: delivers bytes that have left ``end`` and are still inside this process. ``None`` if there can
-            be none.
+        inbound_half: the inbound half, if the tunnel is node-local.
+        flush_inner: delivers bytes that have left ``end`` but are still inside this process. ``None`` if there are
+            never any.
     """
 
     __slots__ = ("flush_inner", "inbound_half")
@@ -184,7 +184,7 @@ class Outbound(PlannedOutbound):
         life.aborts_by(cancels_current_task(self._node.poller))
         try:
             destination = await socks5.accept(client, self._resolve)
-            life.close()  # serve() registers the connection in the same step, so that a drain never misses it
+            life.close()  # serve() registers the connection without an await, so a drain never misses it
             if destination is not None:
                 await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
         except OSError as error:
@@ -256,7 +256,7 @@ class Outbound(PlannedOutbound):
             record.complete(failure)
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Judge a live connection again, by the current revocation lists."""
+        """Check a live connection again, by the current revocation lists."""
         if entry.peer_is_revoked(self._node.revocation_lists()):
             self._node.metrics.crl_rejections["source"] += 1
             return Verdict(REVOKED)
@@ -270,7 +270,7 @@ class Outbound(PlannedOutbound):
         record = entry.record
         labels = await self._pod.local.get()
         entry.state = State.DIALING
-        if begun is None or not begun.opened:  # otherwise the record is already filled in
+        if begun is None or not begun.opened:  # otherwise the record is already complete
             record.source_workload, record.source_labels = labels.workload, labels.plain
         capture = self._pod.tap
         call = PodCall(entry, labels, client if capture is None else None, client)
@@ -282,7 +282,7 @@ class Outbound(PlannedOutbound):
             near: End = client
             if capture is not None:
                 from ztunnel.proxy.istio.path.tapped import (
-                    observed,  # most proxies have no taps, and save the memory
+                    observed,  # imported here to save memory: most proxies have no taps
                 )
 
                 near = observed(capture, entry, client, upstream.end, destination)
@@ -298,8 +298,8 @@ class Outbound(PlannedOutbound):
             if upstream.flush_inner is not None and not entry.reason:
                 await upstream.flush_inner()
         finally:
-            # The relay has already forwarded each side's half-close as END_STREAM or FIN, and returned once both
-            # sides had ended. A side that is still open had an error, which closing it reports to the peer.
+            # The relay has forwarded each side's half-close as END_STREAM or FIN, and returned once both sides had
+            # ended. If a side is still open, there was an error, which closing it reports to the peer.
             upstream.close()
             if inbound_half is not None:
                 failure = inbound_half.finish(failure)
@@ -346,11 +346,11 @@ class Outbound(PlannedOutbound):
             except EarlyDeny as denial:
                 if failure is not None:  # no endpoint is left: the error of the last attempt is more useful
                     raise failure from denial
-                if record.asked is not None:  # it counts as opened
+                if record.asked is not None:  # addons were asked, so the connection counts as opened
                     raise Failed(str(denial), denial.reason) from denial
                 raise
             if failure is not None:
-                # Avoided endpoints are drawn if there is no other. If the draw returns the same address again,
+                # Avoided endpoints are chosen if there is no other. If the choice returns the same address again,
                 # report its earlier failure.
                 if target in tried:
                     raise failure
@@ -383,8 +383,8 @@ class Outbound(PlannedOutbound):
         uid = route.workload.uid if route.workload is not None else None
         now_s = node.clock.monotonic()
         verdict = attempts.failed(error, now_s, uid)
-        # Other connections avoid the failed endpoint as well, unless retries are off: then every draw is final, as
-        # in the Rust ztunnel.
+        # Other connections avoid the failed endpoint as well, unless retries are off: then every choice is final,
+        # as in the Rust ztunnel.
         if uid in attempts.avoid and node.config.connect_retries:
             node.failed_endpoints.add(uid, now_s)
         if isinstance(verdict, GiveUp):
@@ -457,8 +457,8 @@ class Outbound(PlannedOutbound):
 
         Args:
             early_from: the end whose first bytes can be sent along with the CONNECT. They are peeked at and stay
-                in the kernel: a refusal leaves them for the next endpoint. They are sent only to a peer that
-                announces support for this.
+                in the kernel, so that after a refusal the next endpoint gets them. They are sent only to a peer
+                that announces support for this.
         """
         request = _request(route.authority, call, self._node)
         certificate = await self._pod.certificate(call.labels.workload)
@@ -477,8 +477,8 @@ class Outbound(PlannedOutbound):
         copy through the kernel, which is acceptable for traffic between networks.
         """
         node, entry = self._node, call.entry
-        # The outer CONNECT carries no first bytes of the client: they belong in the inner tunnel, after its TLS
-        # handshake.
+        # The outer CONNECT carries none of the client's first bytes: they belong in the inner tunnel, after its
+        # TLS handshake.
         owned = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
             undo.push(owned)
@@ -515,7 +515,7 @@ class Outbound(PlannedOutbound):
         return upstream
 
     async def _open_node_local(self, call: PodCall, route: Tunnel, target: SocketAddress) -> InboundHalf | None:
-        """Open a node-local tunnel to a pod of this node. ``None``: connect over the network instead."""
+        """Open a node-local tunnel to a pod of this node. Return ``None`` to connect over the network instead."""
         node = self._node
         if not node.config.node_local_shortcut or target.port != HBONE_PORT:
             return None
@@ -539,13 +539,13 @@ async def _flush_before_close(inner: Connection, near: socket.SocketType, carryi
     """
     inner.engine.goaway()
     inner.flush()
-    # Polls, because a connection has no callback for when its last byte was sent. It is not shared.
+    # Polls, because a connection has no callback for the sending of its last byte. It is not shared.
     while inner.error is None and (inner.link.unsent_bytes or inner.engine.output.borrows):  # noqa: ASYNC110
         await asyncio.sleep(_CHECK_S)
     if inner.error is None:
         with contextlib.suppress(OSError, TlsError):  # the outer tunnel broke meanwhile
             if inner.link.tls is not None:
-                inner.link.tls.close()  # without close_notify, the far side would see a truncation
+                inner.link.tls.close()  # without close_notify, the far side would detect a truncation
                 inner.link.send_tls()
             near.shutdown(socket.SHUT_WR)
     await carrying
@@ -562,7 +562,7 @@ def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> Non
 
 
 def _learned(node: Node, record: Record, inner: Connection, headers: Headers) -> None:
-    """Record what the far side of a double tunnel disclosed in its answer."""
+    """Record the far side of a double tunnel, as described by the headers of its answer."""
     names = inner.facts.uri_sans if inner.facts is not None else ()
     record.destination_workload = None
     record.destination_identity = SpiffeId.parse(names[0]) if names else None

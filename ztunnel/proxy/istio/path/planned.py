@@ -1,4 +1,4 @@
-"""Carries a captured connection as an event-driven object instead of a coroutine, as long as it waits only for its
+"""Carries a captured connection as an event-driven object instead of a coroutine, as long as it only waits for its
 peer.
 
 ===========  =======================================  ==================================================
@@ -6,12 +6,12 @@ step         called when                              what it does
 ===========  =======================================  ==================================================
 begin        it was accepted, a tunnel connection     record, entry, addons, CONNECT. If an addon decides
              of its plan has room                     something or waits, a coroutine continues
-answer       the 200 came                             counts it, starts the relay
-refusal      another answer came, or none in time,    a coroutine continues with the remaining
+answer       the 200 has arrived                      counts it, starts the relay
+refusal      another answer arrived, or none in time, a coroutine continues with the remaining
              or the tunnel broke                      attempts (:class:`PlannedOutbound`)
-end          the relay is over                        closes, writes the line
-abort        a policy, a list, a drain or a stop has  the same, with the reason
-             ended it before its answer
+end          the relay has ended                      closes, writes the access line
+abort        a policy, a revocation list, a drain or  like end, with the reason
+             a stop has ended it before its answer
 ===========  =======================================  ==================================================
 
 The poller runs each step after a loop iteration's reads, like a fiber, so no scratch buffer is in use.
@@ -51,18 +51,18 @@ _DIALING: Final = State.DIALING
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PlannedOutbound:
-    """Accepts the captured connections of one pod, and starts those without a coroutine that only wait for a peer.
+    """Accepts the captured connections of one pod. Those that only wait for a peer start without a coroutine.
 
-    The base of :class:`~ztunnel.proxy.istio.path.outbound.Outbound`, which carries the others.
+    The base class of :class:`~ztunnel.proxy.istio.path.outbound.Outbound`, which carries all other connections.
 
     Args:
         pod: the shared state of the pod.
-        plans: the plans of its connections.
-        pool: the connection pool of its tunnels.
+        plans: the plans of the pod's connections.
+        pool: the connection pool of the pod's tunnels.
 
     Attributes:
-        node, poller: the pod's.
-        pool: as given.
+        node, poller: the pod's node and poller.
+        pool: see the argument.
         group: the entries of the connections.
         answers: limits the wait for each answer.
     """
@@ -77,10 +77,10 @@ class PlannedOutbound:
         self._plans = plans
         self._sockets: PodDials = pod.sockets
 
-    # What the subclass supplies
+    # Implemented by the subclass
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Judge a live connection again."""
+        """Check a live connection again."""
         raise NotImplementedError
 
     def go_on(
@@ -93,7 +93,7 @@ class PlannedOutbound:
     ) -> None:
         """Continue with further attempts, in a coroutine that owns ``entry`` and ``client`` from now on.
 
-        Without an error, the first attempt has not been made yet: an addon must decide before.
+        Without an error, the first attempt has not been made yet, because an addon must decide first.
         """
         raise NotImplementedError
 
@@ -129,7 +129,7 @@ class PlannedOutbound:
     def plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
         """Return the plan for a connection, or ``None`` if it needs a coroutine.
 
-        A subclass that decides about connections by more than a plan has overrides this.
+        A subclass overrides this if its decisions depend on more than a plan contains.
         """
         node = self.node
         if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self._pod.is_tapped):
@@ -220,7 +220,7 @@ class PlannedConnection(PodConnection):
     def step(self) -> None:
         """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
         if self.state is _CLOSED or self._tunnel is None:
-            return  # already over, or handed to a coroutine
+            return  # already closed, or a coroutine has taken over
         ended = self._ended
         if ended is not None:
             failure = None

@@ -1,15 +1,15 @@
-"""Carries a tunnel request to this pod as an event-driven object instead of a coroutine, as long as it waits only
+"""Carries a tunnel request to this pod as an event-driven object instead of a coroutine, as long as it only waits
 for the application.
 
 ======  =================================================  ================================================
 step    called when                                        what it does
 ======  =================================================  ================================================
-begin   the request came, and has a plan                   record, entry, addons, dials the application
+begin   the request has arrived, and has a plan            record, entry, addons, dials the application
 dialled the application has accepted, possibly at once     200, relay
-failed  it has not, or an addon denies the request         503 or 403, line
-end     the relay is over                                  closes, writes the line
-abort   a policy, a list, a drain or a stop has ended it   the same, with the reason; 401 for a policy
-        before its answer, or its client has
+failed  it has not, or an addon denies the request         503 or 403, access line
+end     the relay has ended                                closes, writes the access line
+abort   a policy, a revocation list, a drain or a stop     like end, with the reason; 401 for a policy
+        has ended it before its answer, or its client has
 ======  =================================================  ================================================
 
 If the application does not accept at once, or an addon must decide, a coroutine waits and reports the result as an
@@ -53,7 +53,7 @@ from ztunnel.proxy.istio.path.pod_dials import PodDials
 from ztunnel.proxy.istio.path.request_plans import Peer, RequestPlan, RequestPlans, enter_trace
 
 if TYPE_CHECKING:
-    from ztunnel.proxy.istio.path.addons import PodAddons  # most proxies have no addons, and save the memory
+    from ztunnel.proxy.istio.path.addons import PodAddons  # most proxies have no addons, which saves memory
 
 _DIAL_ERRORS: Final = (Failed, TproxyError, OSError)
 #: Compiled code reads these constants without a look-up.
@@ -64,9 +64,9 @@ _IDENTIFIED: Final = State.IDENTIFIED
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PlannedInbound:
-    """Starts those requests to one pod without a coroutine that only wait for their application.
+    """Starts requests to one pod without a coroutine, if they only wait for their application.
 
-    The base of :class:`~ztunnel.proxy.istio.path.inbound.Inbound`, which carries the others.
+    The base class of :class:`~ztunnel.proxy.istio.path.inbound.Inbound`, which carries all other requests.
 
     Args:
         pod: the shared state of the pod.
@@ -74,8 +74,8 @@ class PlannedInbound:
         plans: the plans of the requests.
 
     Attributes:
-        pod, authorizer: as given.
-        node, poller: the pod's.
+        pod, authorizer: see the arguments.
+        node, poller: the pod's node and poller.
         group: the entries of the requests.
         sockets: dials the application.
     """
@@ -90,13 +90,13 @@ class PlannedInbound:
         self._plans = plans
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Judge a live connection again. The subclass supplies this."""
+        """Check a live connection again. Implemented by the subclass."""
         raise NotImplementedError
 
     def take(self, peer: Peer, request: Request) -> PlannedRequest | None:
-        """Start carrying a request without a coroutine. ``None``: it needs one.
+        """Start carrying a request without a coroutine. Return ``None`` if it needs one.
 
-        A subclass that decides about requests by more than a plan has overrides this.
+        A subclass overrides this if its decisions depend on more than a plan contains.
         """
         node = self.node
         if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self.pod.is_tapped):

@@ -1,9 +1,9 @@
 """Plans: decisions shared by all connections of a pod to one destination, made once per version of the mesh.
 
 A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, with the derived values:
-the CONNECT, the pool's key, the fields of the log line and the metric series. It does not include the draw of an
-endpoint. The plans of a destination form a small tree: each node is a load-balancing choice, each branch an
-endpoint that can be drawn, each leaf a plan. Each connection walks the tree with its own random draws.
+the CONNECT, the pool's key, the fields of the log line and the metric series. Choosing an endpoint is not part of
+a plan. The plans of a destination form a small tree: each node is a load-balancing choice, each branch an endpoint
+that can be chosen, each leaf a plan. Each connection walks the tree with its own random choices.
 
 A plan depends only on the mesh and the pod's own workload, and every change of the mesh drops all trees. Decisions
 are then made again, and an old plan is reused if its decision has not changed. Each connection looks up facts that
@@ -54,8 +54,8 @@ class Plan:
     Attributes:
         route: the decision. Its target is ``target``.
         labels: the pod's labels.
-        original: the dialled address as text, for the dump.
-        described: the part of the connections' records that is the same for all.
+        original: the dialled address as text, for the config dump.
+        described: the attributes that the connections' records have in common.
         here: the key of the destination pod if it can be on this node. ``None`` rules out a node-local tunnel.
     """
 
@@ -107,7 +107,7 @@ class Plan:
 
 
 class _Drawn:
-    """An inner node of a tree: a load-balancing question, with a branch for each endpoint drawn so far."""
+    """An inner node of a tree: a load-balancing question, with a branch for each endpoint chosen so far."""
 
     __slots__ = ("branches", "candidates")
 
@@ -152,7 +152,7 @@ class Plans:
         self._made: dict[tuple[SocketAddress, SocketAddress, str], Plan] = {}
 
     def plan(self, host: str, destination: SocketAddress) -> Plan | None:
-        """Draw endpoints for a connection and return its plan, or ``None`` if it has none.
+        """Choose endpoints for a connection and return its plan, or ``None`` if it has none.
 
         Args:
             host: the client's address.
@@ -188,13 +188,13 @@ class Plans:
     def reachable(self) -> Iterator[Plan]:
         """Yield a plan for each endpoint that new connections to the pod's recent destinations could be sent to.
 
-        If a decision draws twice (a waypoint), only one result of the second draw is used.
+        If a decision chooses twice (with a waypoint), only one result of the second choice is used.
         """
         for host, destination in list(self._used):
             version = self._node.mesh.version
             for uid in self._endpoints(host, destination):
                 labels = self._pod.local.known()
-                # The caller waits between two plans: another version of the mesh has another list.
+                # The caller waits between two plans, and a new version of the mesh has another list.
                 if labels is None or self._node.mesh.version != version:
                     break
                 self._follow(labels)
@@ -203,7 +203,7 @@ class Plans:
                     yield tree
 
     def _endpoints(self, host: str, destination: SocketAddress) -> list[WorkloadUid | None]:
-        """Return each endpoint that a decision's first random choice can have; one ``None`` if there is none."""
+        """Return each endpoint that a decision's first choice can return, or one ``None`` if there is none."""
         labels = self._pod.local.known()
         if labels is None:
             return []
@@ -221,7 +221,7 @@ class Plans:
             host: the client's address.
             destination: the dialled address.
             labels: the pod's labels.
-            drawn: endpoints that the walk has drawn. Further ones are drawn here.
+            drawn: the endpoints already chosen on the way through the tree. Further ones are chosen here.
         """
         node = self._node
         asked: list[tuple[Question, WorkloadUid | None]] = []
@@ -245,7 +245,7 @@ class Plans:
             except (RouteRefused, _Weighted):
                 pass
             except Missing:
-                return _NO_PLAN  # not stored: the answer need not change the mesh
+                return _NO_PLAN  # not stored, because the answer can arrive without a change of the mesh
             else:
                 leaf = self._plan_of(route, destination, labels)
         self._enter((host, destination), asked, leaf)
@@ -300,12 +300,13 @@ def enter_route(record: Record, route: Route, target: SocketAddress, labels: Wor
     """Write a routing decision to a record, replacing the values of a previous attempt.
 
     The endpoint of a double tunnel is unknown until its far side answers, so only the gateway is written. The
-    control plane's workload behind the gateway stands for the whole network, and has no authenticated identity.
+    workload that the control plane names behind the gateway represents the whole network, and has no authenticated
+    identity.
 
     Args:
         record: the connection's record.
         route: the decision.
-        target: its target's address.
+        target: the address of the decision's target.
         labels: the dialling pod's labels.
         node: the shared state of the node's pods.
     """

@@ -27,13 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Dns(Protocol):
-    """The name resolution of one pod: ``PodDns``, or in a worker the main process's."""
+    """Resolves names for one pod: ``PodDns``, or in a worker an object that asks the main process."""
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
         """Return the first address of a name, or ``None``."""
 
     async def close(self) -> None:
-        """Stop. Idempotent."""
+        """Stop resolving. Idempotent."""
 
 
 class PodProxy:
@@ -43,7 +43,7 @@ class PodProxy:
         node: the shared state of the node's pods.
         name: the pod's name.
         sockets: the pod's sockets. This object becomes the owner.
-        dns: resolves names for SOCKS clients, and ends with the pod. ``None``: names are not resolved.
+        dns: resolves names for SOCKS clients, and is closed with the pod. ``None``: names are not resolved.
 
     Attributes:
         name: the pod's name.
@@ -71,14 +71,14 @@ class PodProxy:
             self._inbound = Inbound(context)
             self._outbound = Outbound(context, self._tunnels, resolve)
         else:
-            # Imported here: most proxies have no Calico policies, and save the memory.
+            # Imported here to save memory: most proxies have no Calico policies.
             from ztunnel.proxy.istio.path.calico import CalicoInbound, CalicoOutbound
 
             self._inbound = CalicoInbound(context, node.policies)
             self._outbound = CalicoOutbound(context, self._tunnels, resolve, node.policies)
 
     async def start(self, bound: Sequence[Bound] | None = None) -> None:
-        """Start serving the pod's connections, and node-local tunnels to the pod. Stops again on an error.
+        """Start serving the pod's connections, and node-local tunnels to the pod. On an error, stop again.
 
         Args:
             bound: sockets bound by another process. This object becomes the owner. ``None``: bind here.
@@ -146,15 +146,16 @@ class PodProxy:
         return self.open_connections
 
     async def leave_ports(self) -> None:
-        """Leave new connections to a successor, and accept already queued ones. Idempotent."""
+        """Leave new connections to a successor, but accept those already queued. Idempotent."""
         await self._sockets.hand_over()
         await asyncio.sleep(0)  # lets the last accepted connections be registered
 
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, wait for connections to end until the deadline, then :meth:`stop`.
 
-        The order loses no connection. A successor accepts new connections before the listeners close, and earlier
-        ones are accepted first. Only then GOAWAY is sent, so that peers find the successor when they dial again.
+        No connection is lost: a successor accepts new connections before the listeners close, and connections
+            already
+        queued are accepted first. Only then is GOAWAY sent, so that peers find the successor when they dial again.
         Running handshakes complete, and their peers also get GOAWAY instead of a reset.
         """
         deadline_s = self._node.poller.loop.time() + timeout_s
@@ -169,7 +170,8 @@ class PodProxy:
     async def stop(self) -> None:
         """End all connections at once. Idempotent.
 
-        First, other pods are kept from opening further node-local tunnels, because no later step would end those.
+        First, other pods are prevented from opening node-local tunnels here, because no later step would end
+        those.
         """
         self._node.unregister(self.name, self._inbound)
         self._sockets.close()

@@ -26,18 +26,18 @@ class PodConnection(Life):
 
     Args:
         judged_by: returns the policies' verdict, called once :attr:`state` is past *identified*. A subclass that
-            overrides :meth:`judge` needs none.
+            overrides :meth:`judge` does not need it.
 
     Attributes:
-        record: its record for logs and metrics.
+        record: the connection's record for logs and metrics.
         original: the dialled address (outbound), or the service requested by the client (inbound), for the dump.
         actual: the application's address (inbound).
         protocol: ``TCP``, ``HBONE`` or ``DOUBLEHBONE``.
         facts: the input of the mesh's policies (inbound).
-        flow: what Calico's policies evaluate (outbound).
-        connection: the tunnel connection that carries it.
+        flow: the input of Calico's policies (outbound).
+        connection: the tunnel connection that carries this connection.
         inner: a double tunnel's inner connection.
-        peer: the other end's certificate in a node-local tunnel, which has no TLS to verify it.
+        peer: the other end's certificate in a node-local tunnel, which has no TLS connection to check later.
         relay: the relay that carries its bytes, once it is open.
     """
 
@@ -76,7 +76,7 @@ class PodConnection(Life):
         self.relay: Relay | None = None
 
     def carried_by(self, relay: Relay, *, state: State = State.OPEN) -> None:
-        """Set the state to ``state``: from now on a relay carries the bytes, and ends the connection."""
+        """Enter ``state``: from now on a relay carries the bytes, and ending the connection aborts the relay."""
         self.relay = relay
         self.opened(relay.abort, state=state, finish=relay.finish)
         if self.record.addons is not None:
@@ -110,7 +110,7 @@ class Carrier(Life):
 
     Args:
         lists: returns the revocation lists.
-        rejected: called to count a peer whose certificate is found revoked.
+        rejected: called to count a peer whose certificate turns out to be revoked.
 
     Attributes:
         connection: the HTTP/2 connection, or ``None`` before its handshake is complete.

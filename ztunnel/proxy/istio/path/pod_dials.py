@@ -1,4 +1,4 @@
-"""Dials the applications of one pod at once, without a coroutine where the application accepts at once."""
+"""Dials the applications of one pod, without a coroutine if the application accepts at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ztunnel.proxy.istio.path.socket_stock import SocketStock
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PodDials:
-    """The base of :class:`ztunnel.proxy.istio.path.pod_sockets.PodSockets`; arguments as there."""
+    """The base class of :class:`ztunnel.proxy.istio.path.pod_sockets.PodSockets`, with the same arguments."""
 
     def __init__(self, node: Node, netns: Netns | None, *, only_tunnels: bool) -> None:
         config = node.config
@@ -39,7 +39,7 @@ class PodDials:
         made = partial(socket_calls.prepared, mark=self._mark, netns=netns, socket_options=self._options)
         self._stock = SocketStock(node.poller, made)
 
-    # What the subclass supplies
+    # Implemented by the subclass
 
     def redial(self, address: SocketAddress, source: str) -> Coroutine[Any, Any, PlainSocket]:
         """Return a coroutine that dials ``address`` with several source ports."""
@@ -52,25 +52,27 @@ class PodDials:
     # Connections
 
     def original_destination(self, sock: socket.SocketType, source: SocketAddress) -> SocketAddress:
-        """Return the destination of an accepted socket's peer, before the kernel redirected it.
+        """Return the address that an accepted socket's peer dialled, before the kernel redirected the connection.
 
         Args:
             sock: the socket.
             source: the peer.
 
-        Raises: OSError: the peer has disconnected.
+        Raises:
+            OSError: the peer has disconnected.
         """
         return SocketAddress.of(socket_calls.dialled_address(sock, 6 if ":" in source.host else 4))
 
     def dial_now(
         self, address: SocketAddress, *, source: str | None = None
     ) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
-        """Connect like ``PodSockets.dial``, without a coroutine if the application accepts before this returns.
+        """Connect like ``PodSockets.dial``, but without a coroutine if the application accepts before this
+        returns.
 
-        Within a machine that is usual: the SYN-ACK arrives before connect(2) returns.
+        This is usual within one machine, where the SYN-ACK arrives before connect(2) returns.
 
         Raises:
-            TproxyError: refused or unreachable at once, or no socket could be made.
+            TproxyError: the address refused or is unreachable at once, or no socket could be created.
         """
         if source == address.host:
             source = None
@@ -89,7 +91,7 @@ class PodDials:
         return self.finished(end, address)
 
     def when_lasting(self, end: PlainSocket) -> None:
-        """Enable keepalive after :data:`LASTING_S`. Most connections end before that, and save 4 system calls."""
+        """Enable keepalive after :data:`LASTING_S`. Most connections end earlier, which saves 4 system calls."""
         if self._keepalive is None:
             return
         if self._keepalive.idle_s > LASTING_S:

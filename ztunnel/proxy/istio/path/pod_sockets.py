@@ -41,7 +41,7 @@ class Bound(NamedTuple):
     """A socket bound to one of a pod's ports, but not listening yet.
 
     Attributes:
-        transparent: whether connections to applications can have the client's address.
+        transparent: whether connections to applications can use the client's address.
     """
 
     sock: socket.socket
@@ -138,7 +138,7 @@ class PodSockets(PodDials):
             captured and needs no mark.
 
     Attributes:
-        only_tunnels: as given.
+        only_tunnels: see the argument.
         preserves_source: by listening port, whether applications see the client's address.
     """
 
@@ -207,8 +207,8 @@ class PodSockets(PodDials):
         if self.preserves_source[port]:
             return client
         if self._sidecar:
-            # The nftables rules recognise the proxy's connections by this source address, unlike a pod's
-            # connections to itself (tproxy/sidecar.py).
+            # The nftables rules recognise the proxy's connections by this source address, and distinguish them
+            # from a pod's connections to itself (tproxy/sidecar.py).
             return PASSTHROUGH6 if ":" in application else PASSTHROUGH4
         return None
 
@@ -243,7 +243,7 @@ class PodSockets(PodDials):
         Args:
             address: the address to connect to.
             source: the source address to connect from, if it is not the pod's own.
-            keepalive: set the node's keepalive.
+            keepalive: whether to set the node's keepalive.
 
         Raises:
             TproxyError: the address refused, is unreachable, or did not answer within the time limit.

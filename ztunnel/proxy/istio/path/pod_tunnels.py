@@ -1,4 +1,4 @@
-"""Opens the tunnels of one pod; several tunnels share a connection."""
+"""Opens the tunnels of one pod. Several tunnels can share a connection."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PodTunnels:
             identities: the far end's acceptable identities.
             certificate: the pod's certificate.
             request: the CONNECT.
-            client: the end whose first bytes can be sent along. ``None``: send none along.
+            client: the end whose first bytes can be sent along with the CONNECT. ``None`` sends none.
 
         Raises:
             HboneError: see :meth:`hbone.aio.pool.Pool.open`.
@@ -87,7 +87,7 @@ class PodTunnels:
         tunnels: Iterable[Tunnel],
         idle_s: float,
     ) -> None:
-        """Add a connection dialled by another process to the pool: :meth:`hbone.aio.pool.Pool.adopt`,
+        """Add a connection dialled by another process to the pool; see :meth:`hbone.aio.pool.Pool.adopt` and
         :meth:`open`.
         """
         life = _carrier(self._node, self._connections)

@@ -3,8 +3,8 @@ of the mesh.
 
 All requests of a tunnel connection have the same source address and peer identity. So the target, the policies'
 verdict, the labels and the metric series are the same for each request with the same authority, service and
-network. A plan holds these values. After each change of the mesh it is decided again. If the decision is the same,
-the plan stays.
+network. A plan holds these values. After each change of the mesh the decision is made again. If the result is the
+same, the plan stays.
 
 There is no plan for refusals, missing or dry-run policies, clients unknown to the mesh, and applications that need
 a PROXY header or a tunnel.
@@ -43,7 +43,7 @@ _Asked: TypeAlias = tuple[bytes | None, str | None, bytes | None]
 
 
 class _Decision(NamedTuple):
-    """The result of a decision by the mesh; compared part by part."""
+    """The parts of a decision, which are compared one by one."""
 
     address: SocketAddress
     service: Service | None
@@ -65,10 +65,10 @@ class RequestPlan:
 
     Attributes:
         version: the mesh's version at the decision.
-        decision: the target, the service, the two workloads, and the policy that allows.
+        decision: the target, the service, the two workloads, and the policy that allows the requests.
         facts: the facts that policies evaluate.
-        described: the part of the requests' records that is the same for all.
-        meant: the service that the client meant, for the dump.
+        described: the attributes that the requests' records have in common.
+        meant: the service that the client dialled, for the config dump.
         source: the address to dial the application from. ``None``: the kernel chooses.
     """
 
@@ -90,12 +90,12 @@ class Peer:
     """The other end of a tunnel connection.
 
     Attributes:
-        source: its address.
+        source: the peer's address.
         local: this pod's address of the connection.
-        connection: carries its tunnels. ``None`` for a node-local tunnel.
-        certificate: the names in its certificate. Empty without a certificate.
+        connection: the connection that carries the peer's tunnels. ``None`` for a node-local tunnel.
+        certificate: the names in the peer's certificate. Empty without a certificate.
         identity: the first name that is a valid identity.
-        plans: the plans of its requests.
+        plans: the plans of the peer's requests.
     """
 
     source: SocketAddress
@@ -210,7 +210,7 @@ def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Work
 
 
 def enter_client(record: Record, workload: Workload, identity: SpiffeId | None, node: Node) -> None:
-    """Write what is known about the client to a request's record.
+    """Write the client's attributes to a request's record.
 
     Args:
         record: the request's record.
@@ -235,7 +235,7 @@ def enter_pod(record: Record, labels: WorkloadLabels) -> None:
 
 
 def enter_trace(record: Record, request: Request, node: Node) -> None:
-    """Write the trace of a tunnel's request to its record, and to the handshake's exemplar if it is the first."""
+    """Write the trace of a tunnel's request to its record and, for the first one, to the handshake's exemplar."""
     record.trace = first(request.head.headers, b"traceparent") or b""
     connection = request.connection
     if connection.handshake_s:

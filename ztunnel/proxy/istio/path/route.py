@@ -1,10 +1,10 @@
 """Decides where a pod's connection goes in an Istio mesh. Pure.
 
 Follows the Rust ztunnel's routing of outbound connections. The caller resolves host names and dials. If an attempt
-fails before the endpoint answers, it calls again with the failed endpoint in ``avoid``.
+fails before the endpoint answers, the caller calls again with the failed endpoint in ``avoid``.
 
-:func:`route_for` is the table of decisions, row by row. Below it are the parts of the rows: the object at an
-address, the choice of a service's endpoint (``balance.py``) with its port and address, waypoints and gateways. Two
+:func:`route_for` is the table of decisions, row by row. The functions below it find the object at an address,
+choose a service's endpoint (``balance.py``) with its port and address, and find waypoints and gateways. Two
 look-ups differ on purpose: the check for a waypoint prefers a workload at the address to a service, and the choice
 of an endpoint prefers a service.
 """
@@ -34,9 +34,9 @@ _FAMILIES = {
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A workload without addresses: resolve ``hostname``, prefer addresses of the dialled family.
+    """A workload without addresses: the caller resolves ``hostname``, and prefers addresses of the dialled family.
 
-    ``families``: 4 and/or 6, those the service permits.
+    ``families`` holds 4, 6 or both: the IP versions that the service permits.
     """
 
     workload: Workload
@@ -90,10 +90,10 @@ class Tunnel:
 
 @dataclass(slots=True, kw_only=True)
 class DoubleTunnel:
-    """A tunnel in a tunnel, through another network's gateway.
+    """A tunnel inside a tunnel, through another network's gateway.
 
     Attributes:
-        target, identities: the gateway's, for the outer tunnel.
+        target, identities: the gateway's address and accepted identities, for the outer tunnel.
         authority: the authority of both CONNECTs, ``hostname:port`` of the service.
         inner_identities: the accepted identities of the far end. Empty accepts no peer.
         gateway: the gateway's workload.
@@ -120,7 +120,7 @@ class RouteRefused(EarlyDeny):
     """No route exists.
 
     Attributes:
-        workload: the unreachable workload, if one was found or drawn. Other endpoints of a service can be
+        workload: the unreachable workload, if one was found or chosen. Other endpoints of a service can be
         reachable.
         because: a further reason, for an explanation only.
     """
@@ -132,7 +132,7 @@ class RouteRefused(EarlyDeny):
 
 
 class Missing(Exception):
-    """With on-demand configuration: ``key`` must be requested first (``network/ip``, uid or ``ns/hostname``)."""
+    """With on-demand configuration, ``key`` must be requested first (``network/ip``, uid or ``ns/hostname``)."""
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -141,7 +141,7 @@ class Missing(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Client:
-    """The pod that dials: its workload, its socket's address, and the proxy's own network."""
+    """The pod that dials: its workload, its socket's local address, and the proxy's own network."""
 
     workload: Workload
     host: str
@@ -153,8 +153,8 @@ def source_host(workload: Workload, seen: str, towards: str) -> str | None:
 
     Args:
         workload: the pod's workload.
-        seen: the application socket's local address. Preferred if it belongs to the pod and has the family of
-            ``towards``.
+        seen: the local address of the application's socket. Preferred if it belongs to the pod and has the family
+            of ``towards``.
         towards: an address of the next hop.
     """
     same_family = [host for host in workload.addresses if _family(host) == _family(towards)]
@@ -178,13 +178,13 @@ def route_for(
         client: the pod that dials.
         destination: the dialled address.
         mesh: the current mesh.
-        choose: draws a number below its argument.
+        choose: returns a random number below its argument.
         avoid: recently failed endpoints, used only if there are no others.
         known: returns whether a key was already requested, for on-demand configuration. ``None`` if the mesh is
             complete.
-        prefer: narrows the draw among the dialled service's endpoints; see
+        prefer: restricts the choice among the dialled service's endpoints; see
             :func:`~ztunnel.proxy.istio.path.balance.pick`.
-        draw: returns the endpoint for each question, instead of a draw by ``choose`` and ``avoid``.
+        draw: returns the endpoint for each question, instead of a random choice by ``choose`` and ``avoid``.
 
     Raises:
         RouteRefused: no route exists.
@@ -281,14 +281,14 @@ class _Upstream:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """The identities that the workload may present."""
+        """The identities that the workload can present."""
         return (*self.service_identities, str(self.workload.identity))
 
     def target(self) -> Target:
-        """Return its address and port, or its host name.
+        """Return the workload's address and port, or its host name.
 
         Raises:
-            RouteRefused: it has neither a usable address nor a name.
+            RouteRefused: the workload has neither a usable address nor a name.
         """
         workload = self.workload
         if self.like in workload.addresses:
@@ -395,7 +395,7 @@ class _Search:
     # Waypoints and gateways
 
     def waypoint_of(self, service: Service) -> GatewayAddress | None:
-        """Return the service's waypoint, drawn by weight where it has several."""
+        """Return the service's waypoint, chosen by weight if there are several."""
         weighted = service.weighted_waypoints
         total = sum(waypoint.weight for waypoint in weighted)
         if not total:

@@ -14,7 +14,7 @@ _FEWEST: Final = 2
 _MOST: Final = 16
 #: Sockets unused for this time, or up to twice as long, are closed.
 _IDLE_S: Final = 10.0
-#: If a stock is used up faster, its next size doubles.
+#: If a stock is used up in less time, its next size doubles.
 _SHORT_S: Final = 0.1
 
 #: Makes sockets. The arguments are their number and the IP version.
@@ -26,7 +26,7 @@ class SocketStock:
 
     Args:
         poller: provides the clock and the timer.
-        make: makes sockets. Its errors are raised unchanged by :meth:`take`.
+        make: creates sockets. :meth:`take` raises its errors unchanged.
     """
 
     def __init__(self, poller: Poller, make: Make) -> None:
@@ -70,6 +70,6 @@ class SocketStock:
                 ready.pop().close()
 
     def close(self) -> None:
-        """Close all sockets in stock, and stock none from now on; idempotent."""
+        """Close all sockets in stock, and create none from now on; idempotent."""
         self._closed = True
         self._drop()

@@ -1,4 +1,4 @@
-"""The server side of SOCKS5 (RFC 1928), as far as applications use it to dial: CONNECT without authentication."""
+"""The server side of SOCKS5 (RFC 1928), limited to CONNECT without authentication, which applications use."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
     Success is answered before the destination is dialled, like in the Rust ztunnel.
 
     Returns:
-        None if the client was refused, which was answered, or if it sent no request in time.
+        None if the client was refused (and told so), or if it sent no request in time.
 
     Raises:
         OSError: the client has disconnected.
@@ -68,13 +68,13 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
 
 def _refuse(client: PlainSocket, answer: bytes) -> None:
     client.send_first(answer)
-    # Closing a socket with unread bytes sends RST (RFC 2525, 2.17), and the client may see it before the answer.
+    # Closing a socket with unread bytes sends RST (RFC 2525, 2.17), which can reach the client before the answer.
     with contextlib.suppress(OSError):
         client.sock.recv(MOST_BYTES)
 
 
 async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
-    """Return the requested host (a name as bytes, or an address) and port. None if a refusal was sent."""
+    """Return the requested host (a name as bytes, or an address) and port, or None if a refusal was sent."""
     version, count = await _exactly(client, 2)
     if version != _VERSION:
         raise _Refused(COMMAND_NOT_SUPPORTED)  # the rest of another protocol cannot be read

@@ -35,8 +35,8 @@ def observed(
     Args:
         capture: the tap.
         entry: the connection's entry, with the far side already known.
-        application: the pod's own end.
-        tunnel: the other end. Only a tunnel is shown.
+        application: the endpoint of the pod's own application.
+        tunnel: the other endpoint. It is shown only if it is a tunnel.
         dialled: the address that the client dialled (outbound), or the application's (inbound).
         headers: the CONNECT's headers (inbound).
     """

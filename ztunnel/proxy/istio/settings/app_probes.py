@@ -6,7 +6,7 @@ probes to paths of the proxy, which gets the original probes in ``ISTIO_KUBE_APP
     {"/app-health/web/readyz": {"httpGet": {"path": "/ready", "port": 8080, "scheme": "HTTP"}, "timeoutSeconds":
     1}}
 
-with one of ``httpGet``, ``tcpSocket`` and ``grpc`` each, in Kubernetes' form, with ports as numbers.
+Each entry has one of ``httpGet``, ``tcpSocket`` and ``grpc``, in Kubernetes' form, with ports as numbers.
 """
 
 import json
@@ -38,10 +38,10 @@ class AppProbe:
     Attributes:
         kind: the kind of probe.
         port: the application's port.
-        timeout_s: the time limit of the answer.
+        timeout_s: the time limit for the application's answer.
         host: the host to probe. ``None``: the pod's address.
-        path: the path of HTTP, with its query.
-        headers: the headers of HTTP, in order. A ``Host`` header is obeyed.
+        path: the path of an HTTP probe, with its query.
+        headers: the headers of an HTTP probe, in order. A ``Host`` header is used.
         service: the service for gRPC's health check. Empty means the whole server.
     """
 

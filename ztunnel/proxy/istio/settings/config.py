@@ -1,4 +1,4 @@
-"""The configuration of a node proxy in an Istio mesh, as values that ``environment`` reads."""
+"""The configuration of a node proxy in an Istio mesh, as read by ``environment``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ class ProxyMode(StrEnum):
 
 
 class OriginalSource(StrEnum):
-    """Whether connections keep their client's address; ``AUTO``: if the kernel permits it."""
+    """Whether connections keep their client's address. ``AUTO`` keeps it if the kernel permits it."""
 
     REQUIRED = "true"
     OFF = "false"
@@ -60,13 +60,13 @@ class IstioConfig:
     """The settings of a node proxy, from its environment.
 
     Attributes:
-        workload: the workload of dedicated mode.
-        sidecar: this pod has the rules of ``ztunnel init``, for a proxy without capabilities.
+        workload: the workload that a dedicated proxy serves.
+        sidecar: whether this pod has the rules of ``ztunnel init``, for a proxy without capabilities.
         app_probes: the application's probes by path, answered on the metrics port.
-        app_probes_localhost: probe the loopback address, not the pod's.
-        own_pod: this proxy's pod; if given, tunnels to the proxy itself are served.
+        app_probes_localhost: whether to probe the loopback address instead of the pod's.
+        own_pod: this proxy's pod. If it is given, tunnels to the proxy itself are served.
         xds_address, ca_address: ``https://host:port`` or ``unix:/path``. Empty means none.
-        auth_token: path or literal; ``None``: the default file, if it exists.
+        auth_token: path or literal. ``None`` uses the default file, if it exists.
         packet_mark: the mark of the proxy's sockets, if any.
         dns_host: the address of the DNS proxy. Empty means loopback, IPv4 and IPv6.
         compliance: see :meth:`ztunnel.proxy.istio.certificates.manager.TlsPolicy.for_compliance`.
@@ -74,20 +74,21 @@ class IstioConfig:
         connect_retries: how many further endpoints to try before a connection fails.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
-        open_ahead: tunnel connections are opened ahead of use until a pod has this many idle ones. 0: never.
-        metric_ports: connections are also counted by port.
-        warns_unmatched: lines of connections that match no service or workload are warnings.
+        open_ahead: the number of idle tunnel connections per pod up to which some are opened ahead of use. 0:
+            none.
+        metric_ports: whether connections are also counted by port.
+        warns_unmatched: whether access lines of connections that match no service or workload are warnings.
         flows: the number of connections in the flight recorder. 0 disables it.
         hubble: the addresses of Hubble's gRPC service. ``None`` disables it.
         metric_series: the largest number of label sets per metric. Further sets are counted under ``unknown``.
-        log_wait_s: how long new connections wait at most for the log. 0 drops lines at once.
+        log_wait_s: the longest time that new connections wait for the log. 0 drops lines instead.
         otlp: the collector of metrics, access logs and spans. ``None`` disables the export.
         metric_expiry_s, metric_labels_removed: see :class:`ztunnel.proxy.istio.accounting.metrics.Metrics`.
-        tap_socket: path of the local socket through which root can request taps. Empty permits none.
+        tap_socket: path of the local socket through which root can request taps. Empty permits no taps.
         addons: the addons to load, if any.
         handover_dir: folder where this process meets its predecessor and its successor to move open connections.
             Empty disables that.
-        replace: replace the running proxy as soon as this one is ready.
+        replace: whether to replace the running proxy as soon as this one is ready.
         worker_threads: the number of processes that carry connections. With 1, this process carries them itself.
         warnings: messages for the log, which opens later.
     """

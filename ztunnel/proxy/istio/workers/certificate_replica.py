@@ -16,7 +16,7 @@ from ztunnel.runtime.clock import Clock, SystemClock
 class ReplicatedRevocations:
     """Revocation lists replicated from the main process, which reads the file.
 
-    Same contract as :class:`ztunnel.proxy.istio.certificates.manager.Revocations`.
+    Has the same interface as :class:`ztunnel.proxy.istio.certificates.manager.Revocations`.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class ReplicatedRevocations:
 class ReplicatedCertificates:
     """Certificates replicated from the main process, which requests and renews them.
 
-    Same contract as :class:`ztunnel.proxy.istio.certificates.manager.Certificates`.
+    Has the same interface as :class:`ztunnel.proxy.istio.certificates.manager.Certificates`.
 
     Args:
         channel: the channel to the main process.
@@ -114,6 +114,6 @@ class ReplicatedCertificates:
             self._certificates.pop(identity, None)
 
     def _revocations_changed(self) -> None:
-        # Contexts hold the lists that they were made with.
+        # Contexts keep the lists with which they were created.
         for wanted, certificate in list(self._certificates.items()):
             self._put(wanted, certificate.issued)

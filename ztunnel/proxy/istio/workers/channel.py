@@ -1,7 +1,7 @@
-"""The channel between the main process and a worker, used at both ends: notifications, requests and responses.
+"""The channel between the main process and a worker, used by both: notifications, requests and responses.
 
-Notifications are applied in sending order, each before the next is read. A request runs in its own task,
-started in the same order, so that a slowly draining pod does not delay other requests.
+Notifications are applied in the order of sending, each before the next one is read. Each request runs in its own
+task, started in the same order, so that a slowly draining pod does not delay other requests.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ RequestBody = RequestToWorker | RequestToMain
 
 
 class ChannelClosed(Exception):
-    """The other process is not running any more."""
+    """The other process is no longer running."""
 
 
 class Refused(Exception):
-    """The other process could not carry out the request. The text has the reason."""
+    """The other process could not carry out the request. The text states the reason."""
 
 
 class Descriptors:
@@ -115,7 +115,7 @@ class IpcChannel:
     """One end of the channel. It owns its socket.
 
     Args:
-        sock: one of a pair, non-blocking.
+        sock: one socket of a connected pair, non-blocking.
         on_notification: applies one notification.
         on_request: answers one request, in parts. :class:`IdentityError`, :class:`TproxyError`, :class:`OSError`
             and :class:`Refused` refuse the request; any other exception is a bug, is logged, and refuses it too.
@@ -163,7 +163,7 @@ class IpcChannel:
         """Send a request and return all parts of the answer.
 
         Raises:
-            Refused: it cannot be done.
+            Refused: the request cannot be carried out.
             ChannelClosed: the other process has ended.
         """
         if self._closed:
@@ -171,14 +171,14 @@ class IpcChannel:
         number = next(self._numbers)
         future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
         self._responses[number] = (future, [])
-        # Only the answering side can name this body. The other side's decoder refuses it.
+        # Only the answering side's messages can contain this body. The other side's decoder refuses it.
         self.send(Outgoing(cast(Message, Request(number, body)), descriptors))
         try:
             return await future
         finally:
             self._responses.pop(number, None)
 
-    # Life
+    # Start and end
 
     async def run(self) -> None:
         """Read and dispatch until the other side has closed.
@@ -218,7 +218,7 @@ class IpcChannel:
             self._queue.popleft().close()
 
     async def close(self) -> None:
-        """Disconnect and end every task; call when :meth:`run` has returned."""
+        """Disconnect and end every task. Call this after :meth:`run` has returned."""
         self.disconnect()
         await self._tasks.close()
         self._socket.close()

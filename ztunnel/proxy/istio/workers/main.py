@@ -1,11 +1,11 @@
 """Runs in the main process: starts the worker processes, keeps their state current, and assigns the pods to them.
 
-**Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. With a socket per
-worker (SO_REUSEPORT), a dying worker would lose its queue, and the kernel has no preference between several
-sockets of a predecessor and a successor (:func:`tproxy.aio.sockets.leave_to_newer`). Connections queued when a
-worker dies are accepted by another worker. ``connection_counts.py`` spreads them.
+**Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. With one socket
+per worker (SO_REUSEPORT), the queue of a dying worker would be lost, and the kernel could not prefer a successor's
+sockets to several of its predecessor's (:func:`tproxy.aio.sockets.leave_to_newer`). When a worker dies, its queued
+connections are accepted by another worker. ``connection_counts.py`` distributes connections over workers.
 
-**State.** A worker that starts gets a snapshot of one instant, then each change, in order. Messages are queued as
+**State.** A new worker gets a snapshot of the state, then each later change, in order. Messages are queued as
 references to values until they can be sent. A worker that does not read, or does not answer within
 :data:`ztunnel.proxy.istio.workers.process.ANSWER_S`, is killed and replaced.
 
@@ -168,7 +168,7 @@ class Workers:
         count: the number of workers.
         node: the main process's state: mesh, certificates, metrics and log.
         certificates: the manager of the node's certificates.
-        on_serving: called when it changes whether at least one worker serves.
+        on_serving: called when at least one worker begins to serve, and when none serves any more.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Workers:
 
     @property
     def serving(self) -> int:
-        """Number of workers that have been given all pods and so are serving."""
+        """The number of workers that have received all pods and therefore serve."""
         return sum(worker.serves for worker in self._running.values())
 
     def gauges(self) -> dict[str, Gauge]:
@@ -242,8 +242,8 @@ class Workers:
         self._settled.set()
 
     async def meet_successor(self) -> None:
-        """Make the workers, including later ones, take over open connections from the predecessor's workers and
-        wait for a successor's.
+        """Make the workers, including later ones, take over open connections from the predecessor's workers, and
+        then wait for a successor's workers.
         """
         self._meeting = True
         await self.request_of_all(MeetSuccessor())
@@ -321,7 +321,7 @@ class Workers:
         )
         if node.revocations is not None:
             channel.notify(RevocationsChanged(node.revocations.current.encoded()))
-        # There must be no await in between, so that later changes are queued behind the snapshot.
+        # There must be no await until ``notified`` is set, so that later changes are queued behind the snapshot.
         for message in snapshot(node.mesh):
             channel.notify(message)
         for wanted, state in self._certificates.states().items():
@@ -365,7 +365,7 @@ class Workers:
         try:
             await worker.request(*pod.start())
         except Refused as refused:
-            # Others have it, else the pod would not have started.
+            # Other workers have the pod, otherwise it would not have started.
             log.error("worker lacks a pod worker=%d pod=%s error=%s", worker.index, _named(pod.name), refused)
 
     def _report_serving(self) -> None:
@@ -375,7 +375,7 @@ class Workers:
             self._on_serving(serves)
 
     async def _requested(self, worker: IpcChannel, request: RequestBody) -> AsyncIterator[Value]:
-        """Answer a request of a worker."""
+        """Answer a worker's request."""
         match request:
             case GetCertificate(identity):
                 if not self._carries(identity):
@@ -505,7 +505,7 @@ class Workers:
                 return
 
     def forget(self, pod: WorkerPod) -> None:
-        """Do not start this pod in new workers any more; idempotent."""
+        """No longer start this pod in new workers; idempotent."""
         pod.leaving = True
         self._pods.pop(pod.number, None)
 

@@ -1,4 +1,4 @@
-"""Replicates the main process's mesh in a worker: a batch of changes is sent in parts, and applied as a whole.
+"""Replicates the main process's mesh in a worker. A batch of changes is sent in parts, and applied as a whole.
 Pure.
 """
 
@@ -8,8 +8,8 @@ from typing import Final
 from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.istio.workers.messages import MeshChange, Resource, pickled
 
-#: The number of resources and names per message part: it takes two milliseconds on average to encode, decode or
-#: apply.
+#: The number of resources and names per message part. Encoding, decoding or applying a part takes two milliseconds
+#: on average.
 BATCH: Final = 250
 
 
@@ -67,7 +67,7 @@ class MeshReplica:
         self._parts: list[MeshChange] = []
 
     def receive(self, part: MeshChange) -> None:
-        """Store one part of a batch. The last part makes the batch apply."""
+        """Store one part of a batch. The last part applies the whole batch."""
         self._parts.append(part)
         if part.more:
             return

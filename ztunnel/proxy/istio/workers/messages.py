@@ -1,8 +1,8 @@
 """The messages between the main process and its workers, and their bytes. Pure.
 
 A frame is its length (4 bytes), the number of accompanying file descriptors (1 byte) and one message in
-MessagePack. Messages are typed and tagged (msgspec): a frame that is not a message of its direction is a
-:class:`ProtocolViolation`. Both ends run the same files, so there is no negotiation.
+MessagePack. Messages are typed and tagged (msgspec). A frame that is not a message for its direction is a
+:class:`ProtocolViolation`. Both processes run the same files, so they need no version negotiation.
 
 **Trust.** A worker parses untrusted bytes and can be compromised. The main process has the node's token. So
 messages from a worker are limited to the small types below: texts, numbers, identities, counts. The other
@@ -10,7 +10,7 @@ direction also carries values of the mesh model, whose unions of plain dataclass
 are sent as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`). Only a worker reads it, and a worker
 must trust its main process anyway.
 
-Descriptors travel beside the bytes and in order: on a Unix stream socket they cannot overtake their frame.
+Descriptors travel as ancillary data in stream order: on a Unix stream socket they cannot overtake their frame.
 """
 
 import pickle
@@ -54,10 +54,10 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
     """The first message to a worker, accompanied by the shared memory of :class:`ConnectionCounts`.
 
     Attributes:
-        pickled_config: see :meth:`config`. Without tokens and headers, which only the main process needs.
+        pickled_config: see :meth:`config`. It has no tokens and headers, which only the main process needs.
         index: the worker's index.
         workers: the number of workers.
-        log_filter: the current log filter. The configuration has the filter at the start.
+        log_filter: the current log filter. The configuration contains the filter used at the start.
     """
 
     pickled_config: bytes
@@ -80,7 +80,7 @@ class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
         pickled: see :meth:`put`.
         removed: uids of workloads and keys of services.
         removed_policies: keys of policies, separate because services can have the same keys.
-        more: further parts follow.
+        more: whether further parts follow.
     """
 
     pickled: bytes = b""
@@ -146,7 +146,7 @@ class Barrier(Struct, frozen=True, tag=True):
 
 
 class Turn(Struct, frozen=True, tag=True):
-    """Check that the worker's event loop is not hanging: its poller answers. The answer has no value."""
+    """Check that the worker's event loop is not hanging. The answer has no value."""
 
 
 class Listening(Struct, frozen=True, kw_only=True):
@@ -176,8 +176,8 @@ class StopPod(Struct, frozen=True, tag=True):
 
 
 class DrainPod(Struct, frozen=True, tag=True):
-    """Drain a pod's connections within a time limit. The answer has no value, and comes after the last connection
-    has ended.
+    """Drain a pod's connections within a time limit. The answer has no value, and is sent after the last
+    connection has ended.
     """
 
     number: int
@@ -188,7 +188,7 @@ class MeetSuccessor(Struct, frozen=True, tag=True):
     """Take over open connections from the predecessor's worker with the same index, then wait for the successor's
     worker.
 
-    No value.
+    The answer has no value.
     """
 
 
@@ -254,8 +254,8 @@ class GetCertificate(Struct, frozen=True, tag=True):
 
 
 class FetchResource(Struct, frozen=True, tag=True):
-    """Request a resource from the control plane (on demand). The answer is whether it arrived in time; the changes
-    are sent first.
+    """Request a resource from the control plane (on demand). The answer is whether it arrived in time. The changes
+    of the mesh are sent before the answer.
     """
 
     key: str
@@ -306,7 +306,7 @@ BodyT = TypeVar("BodyT")
 
 
 class Request(Struct, Generic[BodyT], frozen=True, tag=True):
-    """A request, with a number chosen by the sender that its answer repeats."""
+    """A request. Its number is chosen by the sender and repeated by the response."""
 
     number: int
     body: BodyT
@@ -317,7 +317,7 @@ class Response(Struct, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         refused: why the request has no value.
-        more: further parts follow.
+        more: whether further parts follow.
     """
 
     number: int

@@ -27,10 +27,11 @@ ANSWER_S: Final = 10.0
 #: A worker ends as soon as its last pod has ended. After this time it is killed.
 _END_S: Final = 3.0
 _READ_BYTES: Final = 64 * 1024
-#: How long a worker's output is left unread while our log is behind. The pipe holds 64 KiB meanwhile.
+#: How long a worker's output is left unread while the main process's log is behind. The pipe holds 64 KiB
+#: meanwhile.
 _PRESSURE_S: Final = 0.05
-#: The interval of liveness checks of a worker, and their time limit. Longer than connections and their peers
-#: tolerate when a machine pauses, because ending a worker ends its connections.
+#: The interval of a worker's liveness checks. It is longer than connections and their peers tolerate when a
+#: machine pauses, because ending a worker ends its connections.
 _BEAT_S: Final = 5.0
 _HUNG_S: Final = 30.0
 
@@ -41,7 +42,7 @@ class OutputReader:
     Args:
         descriptor: the pipe's descriptor. This object becomes the owner.
         logs: our log.
-        pressure: while it is closed, reading stops, so that the worker's own log fills up. ``None`` always reads.
+        pressure: reading stops while it is closed, so that the worker's own log fills up. ``None`` always reads.
     """
 
     def __init__(self, descriptor: int, logs: LogStream, pressure: LogPressure | None = None) -> None:
@@ -91,10 +92,10 @@ class WorkerProcess:
     """One worker, from its start to its end.
 
     Attributes:
-        notified: whether it gets changes, because it was sent the snapshot that they are based on.
-        synced: whether it has applied that snapshot, and so can be given pods.
-        serves: whether it has been given all pods.
-        counts: the counters that it reported last.
+        notified: whether the worker is sent changes, because it was sent the snapshot to which they apply.
+        synced: whether the worker has applied that snapshot, so that it can get pods.
+        serves: whether the worker has received all pods.
+        counts: the counters that the worker reported last.
     """
 
     def __init__(self, index: int, channel: IpcChannel, process: Process, output: OutputReader) -> None:
@@ -146,7 +147,7 @@ class WorkerProcess:
         self.channel.disconnect()
 
     async def ended(self) -> None:
-        """Wait until the worker has ended, which it does when its channel closes, and log how it ended."""
+        """Wait until the worker has ended, which happens when its channel closes, and log how it ended."""
         process = self.process
         try:
             async with asyncio.timeout(_END_S):

@@ -1,7 +1,7 @@
-"""One worker: a process that carries connections of pods, with replicas of the main process's state.
+"""One worker: a process that carries the connections of pods, with replicas of the main process's state.
 
-It has its own mesh, pools, certificates and counters, and every pod of the node. It never writes to disk. It ends
-with the main process.
+A worker has its own mesh, pools, certificates and counters, and carries connections of every pod of the node. It
+never writes to disk, and ends with the main process.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Carrier:
         config = self.config = begin.config
         self._channel = channel
         self._writer = LogWriter()
-        # The main process reads this and writes the one log.
+        # The main process reads this worker's output, and writes it to the common log.
         file = self._writer.file("/dev/stdout")
         self.logs = LogStream(self._writer, file, config.log_filter, json_lines=config.log_json)
         self.logs.install()
@@ -427,7 +427,7 @@ def run(descriptor: int) -> int:
     """Run a worker on an inherited socket. Return the process's exit status."""
     import uvloop
 
-    # Both signals reach every process of a foreground group. The main process handles them.
+    # Both signals reach every process of a terminal's foreground group. Only the main process handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ignore_rotation()  # a worker's log lines are written by the main process

@@ -40,7 +40,7 @@ class ControlPlane:
         config: names the control plane and the local file.
         mesh: receives the resources.
         metrics: receives ``istio_xds_*``.
-        last: the configuration of an earlier process, updated with this process's. ``None`` disables that.
+        last: the configuration of an earlier process, kept up to date by this process. ``None`` disables that.
 
     Attributes:
         ready: set once every wildcard type has been received, here or by an earlier process, or at once if no
@@ -87,7 +87,7 @@ class ControlPlane:
         )
 
     def _connects(self, endpoint: Endpoint) -> Connect:
-        """Return a function that connects to the control plane, and reads the roots each time."""
+        """Return a function that connects to the control plane. It reads the roots on each call."""
         config = self._config
         limit = ISTIO.response_limit_bytes
         if not endpoint.tls:
@@ -107,7 +107,7 @@ class ControlPlane:
 
         return connect
 
-    # Life
+    # Start and end
 
     async def __aenter__(self) -> Self:
         """Read the local file and subscribe to the control plane.
@@ -154,7 +154,7 @@ class ControlPlane:
             try:
                 await receive(update)
             except UpdateRejected as error:
-                # Another version of this program has accepted these. The control plane is to send them again.
+                # Another version of this program accepted these. The control plane must send them again.
                 log.warning("the crashed process's resources cannot be read error=%s", error)
                 for name in error.rejected or ():
                     versions.pop(name, None)
@@ -172,7 +172,7 @@ class ControlPlane:
             metrics.xds_messages[type_url] = metrics.xds_messages.get(type_url, 0) + 1
             metrics.xds_bytes[type_url] = metrics.xds_bytes.get(type_url, 0) + size
             try:
-                await receive(update)  # raises UpdateRejected for a NACK, which does not make us ready
+                await receive(update)  # raises UpdateRejected for a NACK, which does not make this proxy ready
                 if last is not None:
                     last.note(update)
             except UpdateRejected as error:
@@ -200,7 +200,7 @@ class ControlPlane:
         Concurrent calls for one key share a request.
 
         Raises:
-            TimeoutError: no answer within ``_ANSWER_S``. A later one is still applied.
+            TimeoutError: no answer arrived within ``_ANSWER_S``. A later answer is still applied.
         """
         assert self._client is not None
         waiting = self._answers.get(key)
@@ -223,7 +223,7 @@ class ControlPlane:
 
     @property
     def staleness_s(self) -> float:
-        """Seconds since the control plane was last connected; 0 while it is, or if none is configured."""
+        """The seconds since the control plane was last connected; 0 while it is connected, or if none is set."""
         client = self._client
         if client is None:
             return 0.0

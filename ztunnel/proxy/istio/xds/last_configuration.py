@@ -1,10 +1,10 @@
 """Keeps the configuration of a proxy for its successor after a crash.
 
-A proxy under a holder (:mod:`tproxy.aio.held_sockets`) writes its received configuration to sealed memory, and the
-holder keeps the descriptor: resources as they arrived, with their versions, and certificates with keys. The disk
-is not used. The next proxy applies this configuration and serves at once. Its first request to the control plane
-lists the versions, like after any loss of a stream, so that it gets the differences. Certificates are renewed at
-half lifetime.
+A proxy whose sockets a holder keeps (:mod:`tproxy.aio.held_sockets`) writes its received configuration to sealed
+memory, and the holder keeps the descriptor. The memory contains resources as they arrived, with their versions,
+and certificates with keys. Nothing is written to disk. The next proxy applies this configuration and serves at
+once. Its first request to the control plane lists the versions, like after any loss of a stream, so that it gets
+the differences. Certificates are renewed at half lifetime.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SavedCertificate(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """The message in sealed memory. Resources are by type."""
+    """The message in sealed memory. Resources are grouped by type."""
 
     schema: int
     resources: dict[str, list[SavedResource]]
@@ -100,7 +100,7 @@ class LastConfiguration:
     # Resources
 
     def update(self, type_url: str) -> Update | None:
-        """Return the previous process's resources of a type, or ``None`` if it had not received any answer."""
+        """Return the previous process's resources of a type, or ``None`` if it had received no answer."""
         held = self._resources.get(type_url)
         if held is None:
             return None
@@ -150,7 +150,7 @@ class LastConfiguration:
     def note_certificate(self, wanted: SpiffeId, issued: IssuedCertificate) -> None:
         """Save a certificate issued by the authority."""
         name = str(wanted)
-        if issued.identity == wanted:  # else the authority certifies the identity of the token
+        if issued.identity == wanted:  # otherwise the authority certifies the token's identity
             self._certificates[name] = SavedCertificate(name, issued.chain_pem, issued.roots_pem, issued.key_pem)
             self._changed()
 

@@ -1,7 +1,7 @@
-"""Makes the mesh's part of ``/config_dump``: workloads, services, policies, staged endpoints, the local file.
+"""Creates the mesh's part of ``/config_dump``: workloads, services, policies, staged endpoints, the local file.
 
-Format and names fit ``istioctl ztunnel-config``. Lists are generators, so that the dump of a big mesh is written
-while it is created. The caller sorts the keys.
+Format and names match those that ``istioctl ztunnel-config`` reads. Lists are generators, so that the dump of a
+big mesh is written while it is created. The caller sorts the keys.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -60,7 +60,7 @@ class Ineffective:
 
 
 def staged_services(mesh: Mesh) -> Json:
-    """Return endpoints whose service has not been received."""
+    """Return the endpoints whose service has not been received yet."""
     return {key: _endpoints(endpoints) for key, endpoints in mesh.staged().items()}
 
 

@@ -1,8 +1,8 @@
 """The transport of ZDS, for both sides: sends packets and file descriptors over a Unix socket of type SEQPACKET.
 
-One recvmsg(2) returns a packet with its descriptors, all close-on-exec. The caller closes the :class:`Packet`,
-which closes every descriptor not taken over. asyncio's streams have no packets, so this module waits with
-``add_reader`` and calls recvmsg itself. Thus a cancelled reader loses no packet.
+One recvmsg(2) call returns a packet with its descriptors, all close-on-exec. The caller closes the
+:class:`Packet`, which closes every descriptor not taken over. asyncio's streams do not preserve packets, so this
+module waits with ``add_reader`` and calls recvmsg itself. Therefore a cancelled reader loses no packet.
 """
 
 import array
@@ -29,7 +29,7 @@ _BACKLOG = 16
 
 
 class Packet:
-    """One packet; leaving its ``with`` closes the descriptors that were not taken over."""
+    """One packet. Leaving its ``with`` block closes the descriptors that were not taken over."""
 
     def __init__(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         self.data = data
@@ -44,10 +44,10 @@ class Packet:
         """Return the first descriptor as a network namespace, which the caller closes from now on.
 
         Raises:
-            Unreadable: the packet has none, or it is something else.
+            Unreadable: the packet has no descriptor, or the descriptor is not a network namespace.
         """
-        # The type is checked before use: setns(2) with a descriptor of another kind of namespace would fail much
-        # later, and with a file or socket the message would not name the fault.
+        # Check the type before use: setns(2) with another kind of namespace would fail much later, and its error
+        # for a file or socket would not name the fault.
         if not self._descriptors:
             raise Unreadable("No control message")
         if not _is_network_namespace(self._descriptors[0]):
@@ -170,7 +170,7 @@ class Listener(UnixListener):
         """Return the next connection. The caller closes it.
 
         Raises:
-            OSError: usually out of descriptors. The caller pauses and calls again.
+            OSError: usually because of missing descriptors. The caller pauses and calls again.
         """
         while True:
             try:

@@ -57,7 +57,7 @@ def check_privileges() -> None:
     start.
 
     Raises:
-        NeedCapability: names the missing capability and its use.
+        NeedCapability: names the missing capability and what it is needed for.
     """
     with Netns.open(None) as own, own.entered():
         pass
@@ -70,7 +70,7 @@ def check_privileges() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodStatus:
-    """A pod's status for the config dump. ``running`` is its proxy if it is up, ``error`` the reason if its start
+    """A pod's status for the config dump. ``running`` is its proxy while it is up, and ``error`` is why its start
     failed.
     """
 
@@ -97,12 +97,12 @@ class _Proxy:
 
 
 class PodManager:
-    """A context manager that starts and stops the pods' proxies. Leaving it stops all at once, unless
+    """A context manager that starts and stops the pods' proxies. Leaving it stops all proxies at once, unless
     :meth:`drain` was called.
 
     Args:
         path: the agent's socket.
-        start: starts the proxy of a pod; should be quick, because the agent waits at most 5 s.
+        start: starts the proxy of a pod. It should be quick, because the agent waits at most 5 s.
         on_ready: called with every change of :attr:`ready`.
 
     Attributes:
@@ -148,7 +148,7 @@ class PodManager:
         errors = self._reconciler.errors()
         found = {}
         for uid, generation, info, state in self._reconciler.pods():
-            proxy = self._proxies.get(generation)  # None once it has drained
+            proxy = self._proxies.get(generation)  # None after it has drained
             running = None if proxy is None else proxy.running
             found[uid] = PodStatus(info=info, state=state, running=running, error=errors.get(uid, ""))
         return found
@@ -342,7 +342,7 @@ class PodManager:
             )
             failure = plain_reason(error)
         except Exception as error:
-            # An internal error. The agent waits for an answer nevertheless.
+            # An internal error. The agent must get an answer nevertheless.
             log.exception("pod proxy not started uid=%s pod=%s", proxy.uid, _named(proxy.info))
             failure = repr(error)
         else:
@@ -357,7 +357,7 @@ class PodManager:
 
     def _end(self, generation: Generation) -> None:
         proxy = self._proxies.pop(generation)
-        # Logged before the successor starts. With a new namespace, the successor does not wait for this end.
+        # Logged before the successor starts, because a successor in another namespace does not wait for this end.
         log.info("pod proxy ends uid=%s pod=%s netns=%d", proxy.uid, _named(proxy.info), proxy.netns_id.inode)
         self._ending.setdefault(proxy.netns_id, set()).add(proxy)
         self._tasks.start(self._ended(proxy), f"end {proxy.uid}")

@@ -1,8 +1,8 @@
 """Encodes and decodes ZDS, the protocol of a node agent announcing pods to a proxy (``istio.workload.zds``).
 
 One message is one packet of at most :data:`PACKET_BYTES`. The proxy sends a hello. After that it only answers,
-exactly once per request of the agent. A pod's network namespace accompanies its ``Add`` as a descriptor. This
-module gets only the number of descriptors; ``channel.py`` carries them.
+with exactly one answer per request of the agent. A pod's network namespace accompanies its ``Add`` as a
+descriptor. This module gets only the number of descriptors; ``channel.py`` carries them.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
 #: The size of either side's receive buffer. A longer packet is truncated.
 PACKET_BYTES = 1024
-# Two tags, and two lengths of two bytes each, around the text of an answer.
+# The bytes around an answer's text: two tags, and two lengths of two bytes each.
 _ANSWER_OVERHEAD = 6
 _CUT = "..."
 
@@ -65,7 +65,7 @@ class Unexpected(ZdsError):
 
 @dataclass(frozen=True, slots=True)
 class AddPod:
-    """Announces a pod; its network namespace comes along as a descriptor."""
+    """Announces a pod. Its network namespace accompanies the message as a descriptor."""
 
     uid: PodUid
     info: PodInfo
@@ -87,7 +87,7 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSent:
-    """Completes the snapshot: unnamed pods of the node have been removed."""
+    """Completes the snapshot: pods of the node that it did not name have been removed."""
 
 
 Request: TypeAlias = AddPod | KeepPod | DeletePod | SnapshotSent

@@ -40,12 +40,12 @@ class StartPod(Protocol):
     """Starts the proxy of a pod."""
 
     async def __call__(self, uid: PodUid, info: PodInfo, netns: Netns) -> RunningPod:
-        """Bind every listener in the pod's namespace; returns when all are bound.
+        """Bind every listener in the pod's namespace. Returns when all are bound.
 
         Args:
             uid: the pod.
-            info: its identity.
-            netns: its namespace. The manager closes it, after :meth:`RunningPod.stop` returned.
+            info: the pod's identity.
+            netns: the pod's namespace. The manager closes it after :meth:`RunningPod.stop` has returned.
 
         Raises:
             TproxyError, OSError: a listener could not be bound. The pod stays pending and is retried.

@@ -10,15 +10,15 @@ so that a late result of an old proxy is never taken for the new one's::
             PENDING                     any ──Del, not in the snapshot, another namespace──> End
 
 Each connection of the agent begins with a snapshot: it names every pod of the node, and SnapshotSent completes it.
-Unnamed pods have been removed. The agent gets the same answers at the same times as from Rust ztunnel. Four things
-differ inside the proxy:
+Pods that it did not name have been removed. The agent gets the same answers at the same times as from Rust
+ztunnel, but four things differ inside the proxy:
 
 * A protocol fault only ends the connection. Rust ztunnel stops every pod's proxy and exits, so one odd message of
   an agent causes an outage of the node's pods, and again after the restart. Here the caller answers with the error
   and connects again with back-off, and the agent sends a new snapshot.
-* Failed starts are retried while the agent is disconnected. The rules of such a pod are in place, so it has no
-  network until its proxy listens, with or without an agent.
-* An ``Add`` that takes longer than the agent waits is answered in time as failed. The start continues.
+* Failed starts are retried even while the agent is disconnected. The pod's redirection rules are already in place,
+  so the pod has no network until its proxy listens.
+* If an ``Add`` takes longer than the agent waits, it is answered in time as failed, and the start continues.
 * A pod that cannot be started delays this proxy's readiness by :data:`SETTLE_S` only. The fault of one pod, such
   as a port that it uses itself, must not stop the roll-out of the proxy on all nodes.
 """
@@ -101,9 +101,9 @@ class _Pod:
 
 
 class Reconciler:
-    """The state machine; its methods take the time and return the actions to carry out, in order.
+    """The state machine. Its methods take the time and return the actions to carry out, in order.
 
-    Callers pass one request at a time, the next one after the :class:`Answer` to the last.
+    Callers pass one request at a time, and the next one only after the :class:`Answer` to the previous one.
     """
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Reconciler:
         return End(pod.generation)
 
     def started(self, generation: Generation, now: float) -> list[Action]:
-        """Record that a proxy listens; ignored if that generation has ended meanwhile."""
+        """Record that a proxy listens. Ignored if that generation has ended meanwhile."""
         pod = self._find(generation)
         if pod is None:
             return []
@@ -250,7 +250,7 @@ class Reconciler:
         return [*self._answered(generation, ""), *self._settle(now)]
 
     def failed(self, generation: Generation, error: str, now: float) -> list[Action]:
-        """Record that a start failed, and schedule its retry; ignored if that generation has ended meanwhile."""
+        """Record that a start failed, and schedule its retry. Ignored if that generation has ended meanwhile."""
         pod = self._find(generation)
         if pod is None:
             return []
