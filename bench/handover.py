@@ -96,7 +96,7 @@ class Machine:
         return connection, relays, clients
 
     async def move(self, relays: Sequence[Relay], connection: Connection | None) -> None:
-        """Move one unit from the old poller to the new one."""
+        """Move one tunnel connection, or one plain connection, from the old poller to the new one."""
         began_s = time.perf_counter()
         frozen = Frozen(relays, connection)
         message = msgspec.msgpack.encode(frozen.state)

@@ -120,7 +120,8 @@ class PoolState:
         self._settings = settings
         self._keys: dict[Hashable, _Key] = {}
         self._members: dict[ConnectionId, _Member] = {}
-        #: Both begin with the connection that has been idle longest. A spare connection is in both.
+        #: Connections without streams, and those of them whose key has another connection to use. Both begin with
+        #: the connection that has been idle longest.
         self._idle: OrderedDict[ConnectionId, None] = OrderedDict()
         self._spare: OrderedDict[ConnectionId, None] = OrderedDict()
         self._waiting: dict[WaiterId, Hashable] = {}

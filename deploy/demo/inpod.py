@@ -173,7 +173,7 @@ class InPodDemo(Demo):
         self.check(found == [VIP], f"DNS: {', '.join(found) or 'nothing'}, {took_ms:.1f} ms{again}")
 
     def _act_balance(self) -> None:
-        """Call the service's address many times. Every version answers, from both nodes."""
+        """Call the service's address many times from each node. Every version must answer."""
         print(f"\nproductpage calls the service reviews at {VIP}:{PORT}, {_CALLS} times")
         self.new_lines()
         calls = [self.call("productpage", VIP) for _ in range(_CALLS)]

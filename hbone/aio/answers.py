@@ -69,7 +69,7 @@ class PendingAnswers:
         return stream_id in self._waiting
 
     def answered(self, stream_id: int, status: int, headers: Headers) -> None:
-        """Pass the waiter the tunnel for a 200; otherwise close the tunnel and pass :class:`ConnectRefused`."""
+        """Pass the tunnel to its waiter for a 200. Otherwise close it, and pass :class:`ConnectRefused`."""
         waiter = self._waiting.pop(stream_id, None)
         if waiter is None or waiter.is_gone:
             return

@@ -84,8 +84,8 @@ class ConnectionTunnels(TunnelCarrier):
             self._write()
             if self._room and self._waiting and not self.link.blocked:
                 self._room = False
-                # Tunnels send in the order in which they ran out of room. If a tunnel has no room again, it goes
-                # to the end of the queue, so that tunnels share a small window fairly.
+                # Tunnels send in the order in which they ran out of room. A tunnel that runs out of room again
+                # goes to the end of the queue, so that tunnels share a small window fairly.
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():
                     if self.link.unsent_bytes:

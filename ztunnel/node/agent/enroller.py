@@ -50,7 +50,7 @@ _ADD_S: Final = 4.0
 
 
 def selections(node: str) -> tuple[Selection, ...]:
-    """Return the selections that an informer must follow for the pods of a node."""
+    """Return the Kubernetes selections that an informer must watch to see the pods of a node."""
     return (
         Selection(NAMESPACE, keep=_kept_namespace),
         Selection(POD, fields=f"spec.nodeName={node}", keep=enrolment.kept),

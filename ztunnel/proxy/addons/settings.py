@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-#: Specifications, separated by commas or line breaks: flag ``--addon``.
+#: Addon specifications, separated by commas or line breaks, as for the flag ``--addon``.
 ADDONS: Final = "ZTUNNEL_ADDONS"
 #: ``name.key=value``, one on each line: flag ``--addon-option``.
 OPTION: Final = "ZTUNNEL_ADDON_OPTION"

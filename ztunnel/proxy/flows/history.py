@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 STEP_S: Final = 10.0
 STEPS: Final = 90
-#: The largest accepted growth per step, because the numbers of worker processes are not trusted.
+#: The largest accepted growth per step, because counts reported by workers are not trusted.
 _MOST: Final = 1 << 56
 
 

@@ -22,8 +22,8 @@ T = TypeVar("T")
 ONLY_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS"
 EXCEPT_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE"
 LOOPBACK: Final = "ISTIO_OUTBOUND_IPV4_LOOPBACK_CIDR"
-#: Accepted without effect: rules are always compared with the existing ones, always nftables, for both IP
-#: versions.
+#: Accepted without effect: rules are always in nftables and for both IP versions, and always compared with the
+#: existing rules.
 _WITHOUT_EFFECT: Final = (
     "reconcile",
     "force_apply",

@@ -1,1 +1,1 @@
-"""Statistics in Envoy's dialect: counters, their pages, their export."""
+"""Statistics in Envoy's dialect: counters, the admin pages that show them, and their export."""

@@ -19,7 +19,7 @@ from ztunnel.proxy.envoy.upstream.priorities import LevelLoad, spread
 
 
 class Picker(Protocol):
-    """A policy over one fixed list of hosts."""
+    """A load-balancing policy for one fixed list of hosts."""
 
     def pick(self, hash_key: int | None, now: float) -> Host:
         """Return the next host; ``hash_key`` is the connection's hash, if its filter computes one."""

@@ -31,7 +31,7 @@ from ztunnel.runtime.clock import Clock
 
 _UNKNOWN: Final = PeerLabels()
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
-#: The reasons of failures that end a request before its answer. Open connections fail for other reasons.
+#: The reasons for failures that end a request before its response. Open connections fail for other reasons.
 _BEFORE_ANSWER = frozenset(
     {
         *(Reason.POLICY, Reason.POLICY_MISSING, Reason.HTTP2, Reason.CLIENT_GONE),

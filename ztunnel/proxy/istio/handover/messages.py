@@ -1,4 +1,7 @@
-"""The offers of a hand-over in an Istio mesh; see :mod:`ztunnel.proxy.dataplane.handover.messages`. Pure."""
+"""The messages that offer a hand-over in an Istio mesh. Pure.
+
+:mod:`ztunnel.proxy.dataplane.handover.messages` has the messages of both front ends.
+"""
 
 from __future__ import annotations
 
