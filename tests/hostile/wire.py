@@ -52,6 +52,7 @@ class Wire:
         self.ended: set[int] = set()
         self.answered: set[int] = set()
         self._rest = b""
+        self._answers = b""  # sent between frames: what :meth:`send` sends can end in the middle of one
         self.next_stream = 1
         self.returns_credit = True
         sock = socket.create_connection(("127.0.0.1", port), timeout=_WAIT_S)
@@ -86,7 +87,7 @@ class Wire:
         Raises:
             Ended: see there.
         """
-        view = memoryview(data)
+        view, self._answers = memoryview(self._answers + data), b""
         while view:
             self.poll()
             try:
@@ -109,7 +110,9 @@ class Wire:
             Ended: see there.
         """
         while not condition():
-            if not self.poll():
+            if self._answers:
+                self.send(b"")
+            elif not self.poll():
                 self._idle(writes=False)
 
     def poll(self) -> bool:
@@ -175,23 +178,17 @@ class Wire:
             self.received[stream_id] += len(payload)
             if self.returns_credit and payload:
                 grant = frames.U32.pack(len(payload))
-                self._answer(
-                    frame(frames.WINDOW_UPDATE, 0, 0, grant) + frame(frames.WINDOW_UPDATE, 0, stream_id, grant)
-                )
+                self._answers += frame(frames.WINDOW_UPDATE, 0, 0, grant)
+                self._answers += frame(frames.WINDOW_UPDATE, 0, stream_id, grant)
         elif kind == frames.PING and not flags & frames.ACK:
             if self.returns_credit:  # otherwise the server closes the connection after a while
-                self._answer(frame(frames.PING, frames.ACK, 0, payload))
+                self._answers += frame(frames.PING, frames.ACK, 0, payload)
         elif kind == frames.RST_STREAM:
             self.ended.add(stream_id)
             self.answered.add(stream_id)
             self.answers[f"RST {ErrorCode(frames.U32.unpack(payload)[0]).name}"] += 1
         elif kind == frames.GOAWAY:
             self.goaway = frames.TWO_U32.unpack_from(payload)[1]
-
-    def _answer(self, data: bytes) -> None:
-        self.sock.settimeout(_WAIT_S)
-        self.sock.sendall(data)
-        self.sock.setblocking(False)
 
     def close(self) -> None:
         """Close at once."""
