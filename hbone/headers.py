@@ -1,7 +1,7 @@
 """Parses and formats the header fields of tunnels: authority, baggage, forwarded, traceparent.
 
-Functions that format produce exactly the Rust ztunnel's form, and functions that parse accept the same forms as
-the Rust ztunnel. Identifiers and random bytes are arguments.
+Formatting functions produce exactly the Rust ztunnel's form, and parsing functions accept what it accepts.
+Identifiers and random bytes are arguments.
 """
 
 from __future__ import annotations

@@ -120,8 +120,8 @@ class PoolState:
         self._settings = settings
         self._keys: dict[Hashable, _Key] = {}
         self._members: dict[ConnectionId, _Member] = {}
-        #: Connections without streams, and those of them whose key has another connection to use. Both begin with
-        #: the connection that has been idle longest.
+        #: Connections without streams, the longest idle first. Those in ``_spare`` are not needed, because their
+        #: key has another connection.
         self._idle: OrderedDict[ConnectionId, None] = OrderedDict()
         self._spare: OrderedDict[ConnectionId, None] = OrderedDict()
         self._waiting: dict[WaiterId, Hashable] = {}

@@ -31,7 +31,7 @@ class _Block:
 
 def free_port() -> int:
     """Return a port that nobody uses: the kernel never gives it to anybody, no other process of tests gets it, and
-    a process gets it again after a thousand calls at the earliest.
+    this process gets it again only after all others of its thousand.
 
     The port that the kernel names for a socket bound to 0 is free again once that socket is closed: the next
     server or client of the machine may get it before the program does that the port was meant for. And servers

@@ -134,7 +134,7 @@ class _Answers:
             raise AskFailed(str(error), status=400) from None
 
     def _ask_far(self, source: str, end: Answer) -> None:
-        """Add the answer of the proxy that terminates a tunnel: the one that has the destination pod."""
+        """Add the answer of the proxy that terminates a tunnel, on the node of the destination pod."""
         asked = {
             "source": source,
             "destination": end["tunnel"]["authority"],

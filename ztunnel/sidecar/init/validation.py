@@ -22,7 +22,7 @@ from tproxy.sidecar import Sidecar
 _ELSEWHERE: Final[dict[Version, IpAddress]] = {4: IPv4Address("192.0.2.1"), 6: IPv6Address("2001:db8::1")}
 _FAMILIES: Final[dict[Version, socket.AddressFamily]] = {4: socket.AF_INET, 6: socket.AF_INET6}
 _WILDCARD: Final[dict[Version, str]] = {4: "0.0.0.0", 6: "::"}
-#: The number of addresses of a captured range that are tested for one that is not excluded.
+#: How many addresses of a captured range are tried, to find one without an exclusion.
 _TRIED: Final = 1024
 
 

@@ -92,8 +92,8 @@ class WorkerProcess:
     """One worker, from its start to its end.
 
     Attributes:
-        notified: whether the worker is sent changes, because it was sent the snapshot to which they apply.
-        synced: whether the worker has applied that snapshot, so that it can get pods.
+        notified: whether the worker was sent a snapshot, and since then each change to it.
+        synced: whether the worker has applied the snapshot and can receive pods.
         serves: whether the worker has received all pods.
         counts: the counters that the worker reported last.
     """
