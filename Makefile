@@ -1,6 +1,6 @@
 # Every target sets up what it needs: a virtual environment in .venv from the pinned lock file.
-# A distribution's interpreter is built with profile-guided optimisation. Those of pyenv are not by default, and the
-# tests take a third more time. It also has to have what the tests need: venv, and headers for the compiled build.
+# A distribution's interpreter is built with profile-guided optimisation. Those of pyenv are not by default, and tests
+# that compute take 1.4 times as long. It also has to have what the tests need: venv, and headers for the compiled build.
 SYSTEM_PYTHON := /usr/bin/python3
 COMPLETE := import ensurepip, os, sys, sysconfig; \
 	sys.exit(sys.version_info < (3, 11) or not os.path.exists(sysconfig.get_path("include") + "/Python.h"))
