@@ -13,6 +13,7 @@ from functools import cache
 from typing import Self
 
 IN_CLOSE_WRITE = 0x0000_0008
+IN_MOVED_FROM = 0x0000_0040
 IN_MOVED_TO = 0x0000_0080
 IN_DELETE = 0x0000_0200
 IN_Q_OVERFLOW = 0x0000_4000
@@ -55,7 +56,8 @@ class RenameWatcher:
         Args:
             directory: the directory to watch.
             on_moved: see :data:`OnMoved`.
-            events: the event mask; IN_CLOSE_WRITE and IN_DELETE add changes without renames.
+            events: the event mask; IN_CLOSE_WRITE and IN_DELETE add changes without renames, IN_MOVED_FROM
+                renames to another name or directory.
 
         Raises:
             OSError: the directory is missing or unreadable, or ``fs.inotify.max_user_watches`` is reached.
@@ -86,7 +88,7 @@ class RenameWatcher:
                 for callbacks in list(self._callbacks.values()):
                     for callback in list(callbacks):
                         callback(None)
-            elif mask & (IN_MOVED_TO | IN_CLOSE_WRITE | IN_DELETE):
+            elif mask & (IN_MOVED_TO | IN_MOVED_FROM | IN_CLOSE_WRITE | IN_DELETE):
                 for callback in list(self._callbacks.get(descriptor, ())):
                     callback(name)
 

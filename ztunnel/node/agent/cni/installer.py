@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from xds.aio.inotify import IN_CLOSE_WRITE, IN_DELETE, IN_MOVED_TO, RenameWatcher
+from xds.aio.inotify import IN_CLOSE_WRITE, IN_DELETE, IN_MOVED_FROM, IN_MOVED_TO, RenameWatcher
 from ztunnel.node.agent.cni.conflist import (
     ORIGIN,
     OWNED,
@@ -47,6 +47,8 @@ _FIRST_LINE: Final = "#!/usr/bin/python3 -IS\n"
 #: This many rewrites in a row mean that another installer conflicts with ours.
 _QUARREL: Final = 5
 _CALM_S: Final = 60.0
+#: A file can be changed, deleted, or renamed to another name or folder, as by Cilium (``cni.exclusive``).
+_EVENTS: Final = IN_MOVED_TO | IN_MOVED_FROM | IN_CLOSE_WRITE | IN_DELETE
 #: The delay after an event before a check, so that a burst of events causes one check.
 _SETTLE_S: Final = 0.05
 
@@ -204,7 +206,7 @@ class Installer:
         in_a_row, last_s = 0, 0.0
         async with RenameWatcher() as watcher:
             for folder in (self._wanted.configurations, self._wanted.binaries):
-                watcher.watch(str(folder), self._moved, IN_MOVED_TO | IN_CLOSE_WRITE | IN_DELETE)
+                watcher.watch(str(folder), self._moved, _EVENTS)
             first = True
             while True:
                 self._news.clear()

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_S
+from ztunnel.node.agent.cni import installer as installer_module
 from ztunnel.node.agent.cni.conflist import OWNED, TYPE, BadConfiguration, read, with_plugin, without_plugin
 from ztunnel.node.agent.cni.installer import (
     Installation,
@@ -240,3 +242,37 @@ def test_facts_say_what_the_runtime_takes_and_what_cilium_set_aside(wanted: Inst
     put(wanted, "10-net.conflist", {"name": "n", "plugins": [{"type": TYPE}]})
     assert facts(wanted)["plugins"] == [TYPE]
     assert "error" in facts(replace(wanted, configurations=wanted.binaries / "none"))
+
+
+@pytest.mark.parametrize("renamed", [f"{OWNED}.cilium_bak", "../away"])
+def test_file_that_is_renamed_away_is_written_again(
+    wanted: Installation, renamed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = replace(wanted, owned=True)
+    put(wanted, "10-net.conflist", LIST)
+    checks = 0
+
+    def counted(of: Installation) -> list[str]:
+        nonlocal checks
+        checks += 1
+        return install(of)
+
+    monkeypatch.setattr(installer_module, "install", counted)
+
+    async def main() -> None:
+        installer = Installer(wanted)
+        running = asyncio.get_running_loop().create_task(installer.run())
+        try:
+            async with asyncio.timeout(WAIT_S):
+                # The second check was caused by the files of the first one. Nothing else would cause a third.
+                while checks < 2:
+                    await asyncio.sleep(0.01)
+                (wanted.configurations / OWNED).rename(wanted.configurations / renamed)
+                while not installer.rewrites:
+                    await asyncio.sleep(0.01)
+            assert taken_by_runtime(wanted.configurations) == wanted.configurations / OWNED
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+
+    asyncio.run(main())
