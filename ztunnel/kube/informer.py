@@ -197,7 +197,7 @@ class Informer:
                     version = _version(event.object) or version
         except ApiRefused as error:
             too_new = error.status == 504 and "resource version" in error.message.lower()
-            if error.status in (400, 410) or too_new:
+            if error.status in (400, 404, 410) or too_new:
                 log.info("kube: %s; list again", error)
                 raise _Restart from error
             self._failed(index, error)

@@ -123,6 +123,24 @@ def test_an_optional_kind_that_is_not_installed_has_no_objects(tmp_path: Path) -
     run(check())
 
 
+def test_optional_kind_that_is_removed_has_no_objects_any_more(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with FakeApi().serve() as api:
+            kind = Selection(ADMIN_NETWORK_POLICY, optional=True)
+            api.versions.add("v1alpha1")
+            await api.put("adminnetworkpolicies", "", "a")
+            async with following(api, tmp_path, kind) as reader:
+                await reader.until(lambda: reader.names == {"a"})
+                await api.wait_watches()
+                # Its definition is removed while the stream is broken, so that no event says so.
+                api.versions.discard("v1alpha1")
+                api.break_watches()
+                await reader.until(lambda: not reader.names)
+                assert reader.informer.faults == {}
+
+    run(check())
+
+
 @pytest.mark.parametrize("how", ["reset", "end"])
 def test_a_stream_that_ends_continues_where_it_was(tmp_path: Path, how: str) -> None:
     async def check() -> None:
