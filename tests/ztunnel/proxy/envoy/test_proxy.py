@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     Harness,
@@ -24,6 +25,8 @@ from tests.ztunnel.proxy.envoy.harness import (
     tcp,
     tls,
 )
+from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
+from xds.proto.envoy.config.core.v3.core_pb2 import ApiConfigSource
 from ztunnel.proxy.envoy.config.settings import Switches
 from ztunnel.proxy.envoy.stats.stats import Histogram
 
@@ -416,6 +419,25 @@ def test_a_removed_listener_stops_at_once_and_drains(tmp_path: Path) -> None:
             await first.close()
 
     run(tmp_path, body)
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_listener_takes_the_address_of_one_that_the_same_update_removes(tmp_path: Path, delta: bool) -> None:
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            address = {"socket_address": {"address": "127.0.0.1", "port_value": free_port()}}
+            assert await harness.published(listener(address=address), cluster(port)) is None
+            assert await ask(harness.port("l")) == b"ping"
+            assert await harness.published(listener(name="m", address=address), cluster(port)) is None
+            await harness.until(lambda: [each.name for each in harness.proxy.listeners.active] == ["m"])
+            assert await ask(harness.port("m")) == b"ping"
+            assert harness.count("listener_manager.listener_create_failure") == 0
+
+    def extend(bootstrap: Bootstrap) -> None:
+        if delta:
+            bootstrap.dynamic_resources.ads_config.api_type = ApiConfigSource.DELTA_GRPC
+
+    run(tmp_path, body, extend=extend)
 
 
 def test_changed_cluster_serves_new_connections_and_old_ones_continue(tmp_path: Path) -> None:

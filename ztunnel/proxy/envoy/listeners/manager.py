@@ -205,9 +205,15 @@ class ListenerManager:
         """
         self.version = update.version
         errors: list[str] = []
-        seen: set[str] = set()
+        gone = set(update.removed)
+        if update.complete:
+            seen = {resource.name for resource in update.resources}
+            known = (*self._table, *self._warming.values(), *self.failures.values())
+            gone |= {each.name for each in known if each.name not in seen}
+        # First, like in Envoy: a new listener can have the address of a listener that the update removes.
+        for name in gone - self._static:
+            self._remove(name)
         for resource in update.resources:
-            seen.add(resource.name)
             try:
                 await self._apply(resource)
                 self.failures.pop(resource.name, None)
@@ -217,12 +223,6 @@ class ListenerManager:
                 log.warning("listener %s refused, its last good version stays: %s", resource.name, reason)
                 errors.append(f"{resource.name}: {reason}")
                 self._failed(resource.name, resource.body, reason, resource.version)
-        gone = set(update.removed)
-        if update.complete:
-            known = (*self._table, *self._warming.values(), *self.failures.values())
-            gone |= {each.name for each in known if each.name not in seen}
-        for name in gone - self._static:
-            self._remove(name)
         if errors:
             raise UpdateRejected("Error adding/updating listener(s) " + "\n".join(errors))
 
