@@ -69,6 +69,8 @@ class PolicyObjects:
     nodes: bool = True
     problems: dict[ObjectKey, Problem] = field(default_factory=dict)
     _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
+    #: Policies without a good form, in whose place a closing policy is made.
+    _closed: set[ObjectKey] = field(default_factory=set)
 
     def known(self) -> set[ObjectKey]:
         """Return the objects that were converted to a resource."""
@@ -80,6 +82,8 @@ class PolicyObjects:
     def _change(self, key: ObjectKey, value: Object | None) -> Iterator[ResourceChange]:
         before = self._made.get(key)
         self.problems.pop(key, None)
+        closed = key in self._closed
+        self._closed.discard(key)
         if value is None:
             if before is not None:
                 del self._made[key]
@@ -87,7 +91,7 @@ class PolicyObjects:
             return
         read = read_object(value)
         made = next(_entries(read.found), None)
-        if read.faults and before is not None:
+        if read.faults and before is not None and not closed:
             self.problems[key] = Problem(key, read.faults, "its last good form stays active")
             return
         if read.faults and key.kind.partition(".")[0] not in _POLICY_KINDS:
@@ -95,7 +99,10 @@ class PolicyObjects:
             return
         if read.faults:
             policy = _closing(key, value, read.found)
+            if before is not None and before != ("policies", policy.id):
+                yield (*before, None)
             self._made[key] = ("policies", policy.id)
+            self._closed.add(key)
             self.problems[key] = Problem(key, read.faults, f"closed meanwhile: {_closed(policy)}")
             yield "policies", policy.id, policy
             return

@@ -67,3 +67,20 @@ def test_a_kind_that_is_not_understood_is_a_problem() -> None:
     body = {"apiVersion": "projectcalico.org/v3", "kind": "BGPPeer", "metadata": {"name": "one"}}
     assert objects.changes({key: body}) == []
     assert "makes no policy here" in str(objects.problems[key])
+
+
+def test_closed_policy_follows_the_selector_of_its_next_faulty_form() -> None:
+    objects = PolicyObjects()
+    key, body = network_policy(BAD)
+    objects.changes({key: body})
+    [(_, _, policy)] = objects.changes(
+        dict([network_policy(BAD | {"podSelector": {"matchLabels": {"app": "db"}}})])
+    )
+    assert "app == 'db'" in policy.selector
+    assert [rule.action for rule in policy.inbound + policy.outbound] == ["deny", "deny"]
+    assert "closed meanwhile" in str(objects.problems[key])
+    [(_, policy_id, mended)] = objects.changes({key: network_policy(GOOD)[1]})
+    assert mended.order == 1000
+    assert objects.changes({key: network_policy(BAD)[1]}) == []
+    assert "last good form" in str(objects.problems[key])
+    assert objects.changes({key: None}) == [("policies", policy_id, None)]
