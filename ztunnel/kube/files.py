@@ -178,6 +178,9 @@ class FileObjects:
             first = path not in self._objects
             before = self._objects.get(path, {})
             found, self._places[path], faults = self._read(path)
+            if state is not None and state[2] == 0 and (before or self._kept.get(path)):
+                # A program that writes the file in place empties it first, and can take long for the rest.
+                faults = [_Fault("", "", "is empty, as while it is written; remove it to remove its objects")]
             self._objects[path] = found
             gone |= {key: value for key, value in before.items() if key not in found}
             if faults:
@@ -258,9 +261,9 @@ class FileObjects:
             if reason:
                 raise _Unrecognised(reason)
             return None
-        namespace = (
-            "" if kind in _CLUSTER_WIDE or kind.startswith("Global") else metadata.get("namespace", "default")
-        )
+        # An empty or null namespace is the same as none: one object has one key, however it is written.
+        cluster_wide = kind in _CLUSTER_WIDE or kind.startswith("Global")
+        namespace = "" if cluster_wide else metadata.get("namespace") or "default"
         # Kubernetes' and Calico's NetworkPolicy can have the same name in the same namespace.
         called = (
             f"{kind}.{group.removeprefix('crd.')}"
@@ -309,6 +312,7 @@ _CLUSTER_WIDE: Final = frozenset(
         "Tier",
         "Profile",
         "GlobalNetworkPolicy",
+        "StagedGlobalNetworkPolicy",
         "GlobalNetworkSet",
         "HostEndpoint",
         "AdminNetworkPolicy",

@@ -30,6 +30,10 @@ class PodsFile:
         before = self._text
         try:
             pods = self.read()
+            if before and not self._text:
+                # A program that writes the file in place empties it first, and can take long for the rest.
+                log.error("%s: is empty, as while it is written; the last good state stays active", self._path)
+                return None
         except PodFaults as error:
             if self._text != before:
                 for fault in error.faults:

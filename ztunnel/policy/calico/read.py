@@ -127,6 +127,10 @@ class _Reader(ClusterPolicyReader):
         if not isinstance(name, str) or not name:
             self.fault(where, "metadata.name is missing")
             return
+        if not isinstance(metadata.get("namespace"), str | None):
+            # Such as a number without quotes. In the namespace "default" the object would apply to other pods.
+            self.fault(where, f"metadata.namespace must be text, not {metadata['namespace']!r}")
+            return
         if group in _CALICO and kind in _SKIPPED:
             return
         read = _KINDS.get((("projectcalico.org" if group in _CALICO else group), kind))

@@ -43,6 +43,23 @@ def test_an_edit_that_is_no_text_leaves_the_last_good_state(
     assert file.edited() == ()
 
 
+def test_emptied_file_leaves_the_last_good_state_until_it_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods: {a: {netns: x}}")
+    file = PodsFile(path)
+    pods = file.read()
+    path.write_text("")
+    assert file.edited() is None
+    assert file.edited() is None
+    assert caplog.text.count(f"{path}: is empty, as while it is written; the last good state stays active") == 1
+    path.write_text("pods: {a: {netns: x}} # the same")
+    assert file.edited() == pods
+    path.write_text("# no pods")
+    assert file.edited() == ()
+
+
 def test_a_socket_that_cannot_be_had_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["agent", "--socket", str(tmp_path / "missing" / "zds.sock")]) == 1
     [line] = capsys.readouterr().err.splitlines()

@@ -22,6 +22,7 @@ from ztunnel.policy.calico.read import read_resources
 from ztunnel.policy.calico.resources import Resources
 from ztunnel.policy.calico.store import Store
 from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.formats.config_reader import Faults
 
 PODS = """
 apiVersion: v1
@@ -296,3 +297,49 @@ def test_updates_of_compiled_policies_fill_a_store_completely(tmp_path: Path) ->
     assert len(store.ip_sets) == len(compiled.ip_sets)
     assert store.endpoint_at("10.0.0.2") is not None
     assert store.endpoints[c.EndpointId("k8s", "shop/db", "eth0")].addresses == (ip_network("10.0.0.2"),)
+
+
+@pytest.mark.parametrize("before", ["''", "null", "~", "default"])
+@pytest.mark.parametrize("after", ["''", "null", "default"])
+def test_namespace_written_another_way_leaves_the_policy(tmp_path: Path, before: str, after: str) -> None:
+    policy = "{{apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {{name: a, namespace: {}}}}}"
+    file = tmp_path / "policy.yaml"
+    policies = FilePolicies(tmp_path)
+    wanted = [c.PolicyId("KubernetesNetworkPolicy", "default", "a")]
+    for namespace in (before, after):
+        file.write_text(f"{policy.format(namespace)} # {namespace}\n")
+        assert list(policies.read().policies) == wanted
+
+
+def test_namespace_that_is_no_text_is_a_fault_and_closes_that_namespace(tmp_path: Path) -> None:
+    text = "{apiVersion: networking.k8s.io/v1, kind: NetworkPolicy, metadata: {name: a, namespace: 123}, spec: {}}"
+    (tmp_path / "policy.yaml").write_text(text)
+    policies = FilePolicies(tmp_path)
+    [(policy_id, policy)] = policies.read().policies.items()
+    assert policy_id.namespace == "123"
+    assert [rule.action for rule in policy.inbound + policy.outbound] == ["deny", "deny"]
+    assert "metadata.namespace must be text, not 123" in policies.faults[0]
+    with pytest.raises(Faults, match=r"metadata\.namespace must be text, not 123"):
+        read_files([tmp_path])
+
+
+def test_emptied_file_keeps_its_policies_until_it_is_written_or_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(POLICY.format(action="Allow"))
+    policies = FilePolicies(tmp_path)
+    wanted = policies.read().policies
+    for _ in range(2):
+        file.write_text("")
+        assert policies.read().policies == wanted
+        assert "policy.yaml: is empty" in policies.faults[0]
+        file.write_text("{")
+        assert policies.read().policies == wanted
+    assert "what has disappeared stays as it was: GlobalNetworkPolicy/to-db" in caplog.text
+    file.write_text(POLICY.format(action="Deny"))
+    assert policies.read().policies.keys() == wanted.keys()
+    assert policies.read().policies != wanted
+    file.write_text("# no policies\n")
+    assert policies.read().policies == {}
+    assert policies.faults == ()
