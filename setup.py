@@ -22,7 +22,7 @@ COMPILED = (
     "hbone/flow.py",
     "hbone/frames.py",
     "hbone/head.py",
-    "hbone/headers.py",
+    "hbone/tunnel_headers.py",
     "hbone/hpack_cache.py",
     "hbone/hpack_pieces.py",
     "hbone/output.py",

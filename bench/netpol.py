@@ -26,7 +26,7 @@ from ztunnel.kube.objects import ObjectKey
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
-from ztunnel.policy.netpol.table import TABLE, TableBuilder, local_endpoints
+from ztunnel.policy.netpol.table_builder import TABLE, TableBuilder, local_endpoints
 from ztunnel.policy.policysync.view import View, excerpt, view_of
 from ztunnel.policy.policysync.view import changes as changes_of
 

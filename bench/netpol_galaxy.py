@@ -16,7 +16,7 @@ from tproxy.resources import Chain, Element, Hook, HookPoint, Rule, Set, SetKey,
 from xds.model import calico as c
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.netpol.intervals import ranges_of, without
-from ztunnel.policy.netpol.table import hashed
+from ztunnel.policy.netpol.table_builder import hashed
 
 NAME: Final = "bench-galaxy"
 #: The test of the family at the start of an inet table's rules. An IPv4 table has no such test.

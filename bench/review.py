@@ -15,7 +15,7 @@ import uvloop
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.policy import PeerPrincipal, Policy, PolicyList, Tier, Verdict
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from ztunnel.policy.engine import judge
 from ztunnel.proxy.dataplane.life_table import ALLOWED, Event
 from ztunnel.proxy.dataplane.life_table import Verdict as LifeVerdict

@@ -38,7 +38,7 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryResponse, Resource
 from xds.proto.istio.security import authorization_pb2 as security
 from xds.proto.istio.workload import workload_pb2 as wds
-from xds.protocol.client import ISTIO, ClientOptions, Received
+from xds.protocol.client_state import ISTIO, ClientOptions, Received
 from xds.protocol.delta import DeltaClient
 from xds.protocol.types import ADDRESS
 from ztunnel.policy.engine import judge

@@ -19,7 +19,7 @@ from hbone.settings import Http2Settings
 from ztunnel.policy import ledger
 from ztunnel.policy.calico import evaluator, follower, live
 from ztunnel.proxy.dataplane.handshake_limiter import HalfOpenLimits
-from ztunnel.proxy.istio.accounting import baggage_labels
+from ztunnel.proxy.istio.accounting import peer_baggage_labels
 from ztunnel.proxy.istio.dns import forwarder, server
 from ztunnel.proxy.istio.environment import config_from
 from ztunnel.proxy.istio.path import socks5
@@ -174,7 +174,7 @@ def _names_and_pages(config: IstioConfig, otlp: OtlpSettings) -> Iterator[Limit]
     yield Limit("connections of each page server", pages.CONNECTIONS, "at once", closed)
     yield Limit("body of a page's request", pages.MAX_BODY, "octets", "refused", told="413")
     yield Limit(
-        "label sets of a peer's baggage", baggage_labels.SETS_PER_PEER, "of a principal",
+        "label sets of a peer's baggage", peer_baggage_labels.SETS_PER_PEER, "of a principal",
         "counted by its principal alone", metric="ztunnel_baggage_refused",
     )  # fmt: skip
     yield Limit(

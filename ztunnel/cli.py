@@ -203,8 +203,8 @@ def _run(argv: Sequence[str] | None) -> int:
     if given[0] == "worker" and given[1:2] and given[1].isdigit():  # internal: the proxy starts its workers so
         from ztunnel.runtime.process import end_with_parent
 
-        # A worker that outlived a killed main process would accept connections from sockets of the next main
-        # process.
+        # A worker that outlived a killed main process would still accept connections on listening sockets that it
+        # shares with the next main process.
         end_with_parent(signal.SIGKILL)
         if given[2:] == [WITHOUT_SSL]:
             leave_out()
@@ -278,9 +278,9 @@ def _proxy(args: argparse.Namespace) -> int:
         return 2
     if not (args.addon or any(os.environ.get(name) for name in _USE_ASYNCIO_TLS)):
         leave_out()
-    from ztunnel.runtime import descriptors, heap, rotation
+    from ztunnel.runtime import descriptors, heap, log_rotation
 
-    rotation.ignore_rotation()  # until there is a loop that handles the signals
+    log_rotation.ignore_rotation()  # until there is a loop that handles the signals
     descriptors.raise_limit()  # before the first thread
     heap.expect_growth()  # before most imports: at the default thresholds collections take 6 % of their time
     flags = {name: getattr(args, name) for name in (*FLAGS, *SWITCH_FLAGS, "envoy_compat")}

@@ -222,10 +222,10 @@ class Connection(ConnectionTunnels):
             self.link.hang_up_seen()
         if mask & READABLE or not mask:
             self.link.readable = True
-            # A connection with much to read never runs out of new bytes, so epoll would report it in every
-            # iteration. In the run queue they share a part of each loop iteration, and small flows, whose events
-            # are served at once, do not wait for all bulk connections. Clients in a handshake and peers with many
-            # connections also count as bulk.
+            # A bulk connection always has more bytes to read, so epoll would report it in every iteration of the
+            # event loop. Therefore bulk connections wait in the run queue, which gets only a part of each
+            # iteration, and the events of small flows are served at once. Connections in a handshake, and those of
+            # peers with many connections, count as bulk.
             share = self._share
             bulk = self._bulk or (share is not None and share.bulk_s == self.poller.now_s)
             if mask and bulk and self._joins_line():

@@ -26,9 +26,9 @@ def _broken(error: OSError | LinkClosed) -> ConnectionBroken:
 class TlsSocket(End):
     """Owns a connected, non-blocking socket; call :meth:`establish` before a relay.
 
-    The output of an iteration is one TLS write. Plaintext that arrived with the handshake is kept for the relay,
-    and no more is read before the relay starts. Incoming records are decrypted into the poller's buffer and given
-    to the peer at once. While the peer has no room, the socket is not read.
+    The output of an event loop's iteration is one TLS write. Plaintext that arrived with the handshake is kept for
+    the relay, and no more is read before the relay starts. Incoming records are decrypted into the poller's buffer
+    and passed at once to the other end of the relay. While that end has no room, the socket is not read.
     """
 
     __slots__ = (

@@ -27,7 +27,7 @@ from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
 from ztunnel.policy.netpol.controller import Controller
-from ztunnel.policy.netpol.table import TABLE
+from ztunnel.policy.netpol.table_builder import TABLE
 from ztunnel.policy.policysync.kinds import SELECTIONS
 
 pytestmark = [

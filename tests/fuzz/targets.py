@@ -26,10 +26,10 @@ from hbone.errors import InvalidHeader, LocalProtocolError
 from hbone.events import ConnectionFailed, DataReceived, RequestReceived, StreamEnded
 from hbone.frames import frame
 from hbone.head import parse_request, parse_response
-from hbone.headers import first, forwarded_host, parse_authority, parse_baggage
 from hbone.hpack_cache import BlockDecoder, HeaderBlockError
 from hbone.reader import PREFACE
 from hbone.settings import Role, client_settings, server_settings
+from hbone.tunnel_headers import first, forwarded_host, parse_authority, parse_baggage
 from tproxy.aio import rtnetlink
 from tproxy.render import nf_tables as nf
 from tproxy.render.nftables_dump import NftDump, read_tables, set_key

@@ -37,7 +37,7 @@ from tests.ztunnel.proxy.istio.pods import (
 )
 from xds.model.authorization import Action, AuthorizationPolicy
 from xds.model.policy import Always, Never, PeerPrincipal
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from ztunnel.policy.engine import holds
 from ztunnel.proxy.dataplane.life_table import State
 from ztunnel.proxy.identity.crl import RevocationLists

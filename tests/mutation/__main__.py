@@ -24,7 +24,7 @@ from tests.mutation.mutants import places
 _TARGETS = {
     "ztunnel.policy.engine": ["tests/ztunnel/policy", "tests/xds/dialects/istio/test_authorization.py"],
     "hbone.flow": ["tests/hbone/test_flow.py", "tests/hbone/test_work.py"],
-    "hbone.headers": ["tests/hbone/test_headers.py"],
+    "hbone.tunnel_headers": ["tests/hbone/test_tunnel_headers.py"],
     "ztunnel.proxy.dataplane.proxy_protocol": ["tests/ztunnel/proxy/dataplane/test_proxy_protocol.py"],
     "ztunnel.proxy.istio.path.inbound_target": ["tests/ztunnel/proxy/istio/path/test_inbound_target.py"],
     "ztunnel.proxy.identity.peer": ["tests/ztunnel/proxy/envoy/secrets/test_peer_identity.py"],

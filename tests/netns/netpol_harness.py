@@ -22,7 +22,7 @@ from ztunnel.kube.objects import ObjectKey
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
 from ztunnel.policy.netpol.controller import end_connections
-from ztunnel.policy.netpol.table import TABLE, Built, TableBuilder
+from ztunnel.policy.netpol.table_builder import TABLE, Built, TableBuilder
 
 NODES = {"w1": ["x-a", "x-b", "x-c", "y-a"], "w2": ["y-b", "y-c", "z-a", "z-b", "z-c"]}
 PORTS = (80, 81)

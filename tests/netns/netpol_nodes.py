@@ -18,7 +18,7 @@ from tproxy.errors import KernelRefused
 from tproxy.packets import Interpreter, Packet
 from tproxy.render import nftables
 from ztunnel.policy.calico.compile import Compiled
-from ztunnel.policy.netpol.table import TABLE, TableBuilder
+from ztunnel.policy.netpol.table_builder import TABLE, TableBuilder
 
 ROOT = Path(__file__).parents[2]
 VICTIM, FRIEND, STRANGER = "10.0.0.1", "10.0.0.2", "10.0.9.9"

@@ -24,7 +24,7 @@ from tests.netns.netpol_harness import NODES, WAIT_S, WATCH_S, Cluster, Probe
 from xds.model import calico as c
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.policy.netpol.controller import local_addresses
-from ztunnel.policy.netpol.table import local_endpoints
+from ztunnel.policy.netpol.table_builder import local_endpoints
 from ztunnel.policy.policysync.server import NODE_STREAMS, PolicySyncServer
 from ztunnel.policy.policysync.view import excerpt
 

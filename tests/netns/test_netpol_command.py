@@ -35,7 +35,7 @@ from ztunnel.policy.calico.follower import Follower
 from ztunnel.policy.calico.guard import Guard, connection
 from ztunnel.policy.netpol import add_arguments
 from ztunnel.policy.netpol.command import DENIED, DONE, FAILED
-from ztunnel.policy.netpol.table import TABLE
+from ztunnel.policy.netpol.table_builder import TABLE
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.formats.go_yaml import dump, dump_all
 

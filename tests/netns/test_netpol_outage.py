@@ -19,7 +19,7 @@ from ztunnel.kube.kinds import NAMESPACE, NETWORK_POLICY, POD
 from ztunnel.kube.objects import Object, ObjectKey
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
-from ztunnel.policy.netpol.table import TABLE
+from ztunnel.policy.netpol.table_builder import TABLE
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 KINDS = {kind.plural: kind for kind in (NAMESPACE, POD, NETWORK_POLICY)}

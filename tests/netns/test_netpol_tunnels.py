@@ -16,7 +16,7 @@ from tests.netns.netpol_harness import PORTS, Probe, outcome
 from tests.netns.netpol_tunnels import TunnelledCluster
 from tests.netns.test_netpol import PODS, POLICIES
 from tproxy.packets import Interpreter, Packet
-from ztunnel.policy.netpol.table import TableBuilder
+from ztunnel.policy.netpol.table_builder import TableBuilder
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(120)]
 

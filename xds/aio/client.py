@@ -33,17 +33,8 @@ from xds.errors import XdsError
 from xds.grpc.status import RpcFailed, Status
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryResponse, DiscoveryResponse
-from xds.protocol.client import (
-    ENVOY,
-    Backoff,
-    ClientOptions,
-    ClientState,
-    Dialect,
-    Received,
-    Refused,
-    StreamEnd,
-    stream_end,
-)
+from xds.protocol.backoff import JitteredBackoff, StreamEnd, stream_end
+from xds.protocol.client_state import ENVOY, ClientOptions, ClientState, Dialect, Received, Refused
 from xds.protocol.delta import DeltaClient
 from xds.protocol.resource import Receive
 from xds.protocol.sotw import SotwClient
@@ -129,7 +120,7 @@ class _Stream:
         response_type: type[DiscoveryResponse] | type[DeltaDiscoveryResponse],
         name: str,
         metadata: Metadata | None,
-        backoff: Backoff,
+        backoff: JitteredBackoff,
         *,
         keeps_bodies: bool = True,
     ) -> None:
@@ -414,7 +405,7 @@ class AdsClient:
         delta: whether to use the incremental variant.
         metadata: called for each new stream. Its errors (``OSError``, ``XdsError``) count as errors of the
             connection.
-        dialect: the control plane's dialect. :data:`xds.protocol.client.ISTIO` needs ``delta``.
+        dialect: the control plane's dialect. :data:`xds.protocol.client_state.ISTIO` needs ``delta``.
         connect: opens the channel if it is not plain text. It is called for each attempt. Its ``XdsError`` counts
             as an error of the connection.
     """
@@ -427,7 +418,7 @@ class AdsClient:
         delta: bool = False,
         metadata: Metadata | None = None,
         node_on_first_only: bool = True,
-        backoff: Backoff | None = None,
+        backoff: JitteredBackoff | None = None,
         dialect: Dialect = ENVOY,
         connect: Connect | None = None,
     ) -> None:
@@ -440,7 +431,7 @@ class AdsClient:
             response_type,
             target,
             metadata,
-            backoff or Backoff(),
+            backoff or JitteredBackoff(),
             keeps_bodies=dialect.keeps_bodies,
         )
         self._tasks = asyncio.TaskGroup()
@@ -500,7 +491,7 @@ class PerTypeClient:
         delta: bool = False,
         metadata: Metadata | None = None,
         node_on_first_only: bool = True,
-        backoff: Callable[[], Backoff] = Backoff,
+        backoff: Callable[[], JitteredBackoff] = JitteredBackoff,
         connect: Connect | None = None,
     ) -> None:
         self._target = target

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from xds.aio.initial_fetch import InitialFetch
-from xds.protocol.client import ClientState, Received, Refused
+from xds.protocol.client_state import ClientState, Received, Refused
 from xds.protocol.delta import DeltaClient
 from xds.protocol.interest import Interest
 from xds.protocol.resource import Receive, Settling, SubscriptionStats, Update, UpdateRejected

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from xds.model.access_log import AnyAccessLog
 from xds.model.metadata import NO_METADATA, Metadata
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from xds.model.tls import ConfigSource
 from xds.model.weighted_cluster import WeightedCluster
 

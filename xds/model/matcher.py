@@ -15,7 +15,7 @@ from typing import assert_never
 
 from xds.model.address import IpAddress, IpNetwork, is_loopback
 from xds.model.facts import ConnectionFacts
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 
 
 class InputKind(Enum):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from xds.model.address import IpNetwork
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 
 
 @dataclass(frozen=True, slots=True)

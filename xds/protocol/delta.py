@@ -9,10 +9,11 @@ The rules for each type on a stream:
 * Versions come from accepted responses: after a NACK the old versions are still sent, except for the accepted
   resources of a partly refused response.
 
-The differences of istiod and the Rust ztunnel are in :class:`xds.protocol.client.Dialect`: the node in the first
-request of each type, types on demand, and requested names without an answer, which are sent with an empty version.
+The differences of istiod and the Rust ztunnel are in :class:`xds.protocol.client_state.Dialect`: the node in the
+first request of each type, types on demand, and requested names without an answer, which are sent with an empty
+version.
 
-:mod:`xds.protocol.client` has the interface and the terms.
+:mod:`xds.protocol.client_state` has the interface and the terms.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from google.protobuf.message import DecodeError
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DeltaDiscoveryResponse
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WireResource
 from xds.proto.google.rpc.status_pb2 import Status
-from xds.protocol.client import BadResponse, ClientOptions, Lifetimes, Received, Refused, failure, ttl_of
+from xds.protocol.client_state import BadResponse, ClientOptions, Lifetimes, Received, Refused, failure, ttl_of
 from xds.protocol.resource import Resource, Update
 from xds.protocol.types import varint
 

@@ -11,7 +11,7 @@ from xds.proto import json, registry
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryResponse
 from xds.proto.pool import POOL
 from xds.proto.unknown import UnknownField
-from xds.protocol.client import BadResponse
+from xds.protocol.client_state import BadResponse
 from xds.protocol.resource import Update
 from xds.protocol.sotw import resources_of
 from xds.protocol.types import COMPLETE_TYPES, SDS

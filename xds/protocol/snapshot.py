@@ -33,7 +33,7 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import (
 )
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WrappedResource
 from xds.proto.well_known import Any as AnyMessage
-from xds.protocol.client import Request, Response
+from xds.protocol.client_state import Request, Response
 from xds.protocol.resource import Resource
 from xds.protocol.types import NAMED_TYPES, PUSH_ORDER, name_of
 

@@ -9,7 +9,7 @@ The rules for each type on a stream:
 * A response with listeners or clusters is complete: missing resources were removed. Responses of other types can
   be partial. Duplicates are refused, and resources without a subscription are ignored.
 
-:mod:`xds.protocol.client` has the interface and the terms.
+:mod:`xds.protocol.client_state` has the interface and the terms.
 """
 
 from collections.abc import Collection, Iterable
@@ -19,7 +19,7 @@ from xds.proto import registry
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WrappedResource
 from xds.proto.well_known import Any as AnyMessage
-from xds.protocol.client import BadResponse, ClientOptions, Lifetimes, Received, Refused, failure, ttl_of
+from xds.protocol.client_state import BadResponse, ClientOptions, Lifetimes, Received, Refused, failure, ttl_of
 from xds.protocol.resource import Resource, Update
 from xds.protocol.types import COMPLETE_TYPES, name_of
 

@@ -7,7 +7,7 @@ from typing import Final, assert_never
 
 from xds.model import policy as p
 from xds.model.facts import ConnectionFacts
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from ztunnel.policy.engine import attributes, holds
 
 #: The largest number of failed alternatives that are listed one by one. For more, only their number is given.

@@ -56,7 +56,10 @@ def left_out() -> bool:
 
 @contextlib.contextmanager
 def without_servers() -> Iterator[None]:
-    """In a process with :func:`left_out`, import ``prometheus_client`` without HTTP servers and clients."""
+    """While entered, ``prometheus_client`` is imported without its HTTP servers and clients.
+
+    This has an effect only in a process where :func:`leave_out` had one.
+    """
     with _placeholders("ssl", *_SERVERS) if _left_out else contextlib.nullcontext():
         yield
 

@@ -20,7 +20,7 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from xds.proto.envoy.config.listener.v3.listener_pb2 import Listener
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
-from xds.protocol.client import Backoff
+from xds.protocol.backoff import JitteredBackoff
 from xds.protocol.resource import Update, UpdateRejected
 from xds.protocol.snapshot import Answered, Snapshot
 from xds.protocol.types import CDS, EDS, LDS, SDS
@@ -65,7 +65,7 @@ def server(addresses: list[str], answers: "asyncio.Queue[Answered] | None" = Non
 
 
 def client(address: str, *, delta: bool = False) -> AdsClient:
-    return AdsClient(address, NODE, delta=delta, backoff=Backoff(base_s=0.02, max_s=0.1))
+    return AdsClient(address, NODE, delta=delta, backoff=JitteredBackoff(base_s=0.02, max_s=0.1))
 
 
 def snapshot(*messages: Message) -> Snapshot:
@@ -371,7 +371,7 @@ def test_a_bug_on_the_way_to_the_control_plane_is_logged_and_tried_again(
                 return good()
 
             receive = Receiver()
-            backoff = Backoff(base_s=0.02, max_s=0.1)
+            backoff = JitteredBackoff(base_s=0.02, max_s=0.1)
             async with AdsClient("it", NODE, backoff=backoff, connect=connect) as ads:
                 ads.subscribe(CDS, None, receive)
                 assert await receive.names() == ["a"]
@@ -397,7 +397,7 @@ def test_a_bug_in_writing_is_logged_and_tried_again(caplog: pytest.LogCaptureFix
         async with server(["127.0.0.1:0"]) as control_plane:
             control_plane.publish("node-1", snapshot(Cluster(name="a")))
             receive = Receiver()
-            backoff = Backoff(base_s=0.02, max_s=0.1)
+            backoff = JitteredBackoff(base_s=0.02, max_s=0.1)
             address = control_plane.addresses[0]
             async with PerTypeClient(address, NODE, backoff=lambda: backoff, metadata=metadata) as each:
                 each.subscribe(CDS, None, receive)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine
 from xds.aio.feed import Feed, GrpcSubscription
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.well_known import Any as AnyMessage
-from xds.protocol.client import ClientOptions, Received
+from xds.protocol.client_state import ClientOptions, Received
 from xds.protocol.delta import DeltaClient
 from xds.protocol.resource import Receive, Resource, Update
 from xds.protocol.types import EDS

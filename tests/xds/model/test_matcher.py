@@ -25,7 +25,7 @@ from xds.model.matcher import (
     Single,
     chain_names,
 )
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 
 SOURCE = Input(InputKind.SOURCE_IP)
 DESTINATION = Input(InputKind.DESTINATION_IP)

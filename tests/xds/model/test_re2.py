@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.model.re2 import Re2Error, compiled
-from xds.model.strings import StringMatch, ascii_lower
+from xds.model.string_match import StringMatch, ascii_lower
 
 #: Pattern, texts that match as a whole, texts that do not. What RE2 says was taken from Envoy 1.40.
 ROWS = (

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.generated import examples
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
-from xds.protocol.client import ClientOptions
+from xds.protocol.client_state import ClientOptions
 from xds.protocol.delta import DeltaClient
 from xds.protocol.sotw import SotwClient
 from xds.protocol.types import EDS

@@ -12,7 +12,7 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import (
     Resource,
     ResourceName,
 )
-from xds.protocol.client import ClientOptions, Received, Refused
+from xds.protocol.client_state import ClientOptions, Received, Refused
 from xds.protocol.delta import DeltaClient
 from xds.protocol.types import CDS, EDS, SDS
 

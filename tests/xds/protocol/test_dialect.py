@@ -13,7 +13,8 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import (
     Resource,
 )
 from xds.proto.istio.workload import workload_pb2 as wds
-from xds.protocol.client import ISTIO, ClientOptions, Dialect, DoublingBackoff, Received, StreamEnd, stream_end
+from xds.protocol.backoff import DoublingBackoff, StreamEnd, stream_end
+from xds.protocol.client_state import ISTIO, ClientOptions, Dialect, Received
 from xds.protocol.delta import DeltaClient
 from xds.protocol.types import ADDRESS, AUTHORIZATION
 

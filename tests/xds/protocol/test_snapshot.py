@@ -25,7 +25,7 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import (
     DiscoveryRequest,
 )
 from xds.proto.istio.workload.workload_pb2 import Address, Service, Workload
-from xds.protocol.client import ClientOptions, ClientState, Received, Refused
+from xds.protocol.client_state import ClientOptions, ClientState, Received, Refused
 from xds.protocol.delta import DeltaClient
 from xds.protocol.snapshot import Answered, DeltaServer, Named, ServerState, Snapshot, SotwServer
 from xds.protocol.sotw import SotwClient

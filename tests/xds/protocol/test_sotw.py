@@ -8,7 +8,7 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.envoy.config.endpoint.v3.endpoint_pb2 import ClusterLoadAssignment
 from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DiscoveryRequest, DiscoveryResponse, Resource
 from xds.proto.well_known import Any as AnyMessage
-from xds.protocol.client import ClientOptions, Received, Refused
+from xds.protocol.client_state import ClientOptions, Received, Refused
 from xds.protocol.sotw import SotwClient
 from xds.protocol.types import CDS, EDS, LDS, SDS
 

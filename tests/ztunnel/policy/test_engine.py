@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from xds.model import policy as p
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from ztunnel.policy.engine import Decision, compiled, holds, judge, reads_port
 
 FRONT = "spiffe://cluster.local/ns/shop/sa/front"

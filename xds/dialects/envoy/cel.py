@@ -32,8 +32,9 @@ ATTRIBUTES: Final = {
         "subject_peer_certificate",
     ),
 }
-#: The syntax of functions. A target is the first operand. Envoy has no comprehensions, concatenation or conversion
-#: to strings. Arithmetic is useless with the port as the only number.
+#: How each supported function is printed; the target of a method call is the first operand. Comprehensions,
+#: concatenation and conversion to strings are missing, like in Envoy, and so is arithmetic: the only number is a
+#: port.
 FUNCTIONS: Final = {
     **{f"_{operator}_": f"({{}} {operator} {{}})" for operator in ("&&", "||", "==", "!=", "<", "<=", ">", ">=")},
     **{name: f"{{}}.{name}({{}})" for name in ("startsWith", "endsWith", "contains", "matches")},

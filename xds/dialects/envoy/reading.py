@@ -27,7 +27,7 @@ from xds.model.address import (
 from xds.model.format_string import FormatString, parse_format
 from xds.model.metadata import NO_METADATA
 from xds.model.re2 import Re2Error
-from xds.model.strings import StringMatch, ascii_lower
+from xds.model.string_match import StringMatch, ascii_lower
 from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.proto import registry
 from xds.proto.envoy.config.core.v3 import core_pb2 as core

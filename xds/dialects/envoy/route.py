@@ -19,7 +19,7 @@ from xds.dialects.envoy.reading import (
 )
 from xds.errors import ConfigError, Unsupported
 from xds.model import http as model
-from xds.model.strings import StringMatch, ascii_lower
+from xds.model.string_match import StringMatch, ascii_lower
 from xds.model.weighted_cluster import WeightedCluster
 from xds.proto.envoy.config.route.v3 import route_pb2 as proto
 

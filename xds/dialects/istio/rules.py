@@ -29,7 +29,7 @@ from xds.model.policy import (
     PeerServiceAccount,
     SourceIp,
 )
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 
 
 class Comparison(StrEnum):

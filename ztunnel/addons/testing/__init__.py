@@ -203,7 +203,7 @@ class Playbook:
 
 
 class _Everyone(dict[str, Mapping[str, Given]]):
-    """A table of options that has the same ones under any addon's name."""
+    """Returns the same options for every name of an addon."""
 
     def __init__(self, given: Mapping[str, Given]) -> None:
         super().__init__()

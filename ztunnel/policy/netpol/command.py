@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from xds.model.address import IpNetwork
     from ztunnel.kube.client import Client
     from ztunnel.kube.objects import EventSink, WatchedSource
-    from ztunnel.policy.netpol.table import TableBuilder
+    from ztunnel.policy.netpol.table_builder import TableBuilder
     from ztunnel.policy.policysync.server import PolicySyncServer
     from ztunnel.runtime.http.exposition import Family
 
@@ -141,7 +141,7 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
     from tproxy.aio.table import KeptTable
     from ztunnel.policy.netpol.controller import Controller
     from ztunnel.policy.netpol.lock import NodeLock
-    from ztunnel.policy.netpol.table import TABLE, TableBuilder
+    from ztunnel.policy.netpol.table_builder import TABLE, TableBuilder
 
     log_lines()
     metrics = bound_address(args.metrics)
@@ -328,7 +328,7 @@ async def _status(args: argparse.Namespace, out: TextIO) -> int:
     from tproxy.aio.table import KeptTable
     from tproxy.packets import counters
     from ztunnel.policy.netpol.metrics import outcome
-    from ztunnel.policy.netpol.table import TABLE, notes_of
+    from ztunnel.policy.netpol.table_builder import TABLE, notes_of
 
     async with contextlib.AsyncExitStack() as stack:
         table = await (await stack.enter_async_context(KeptTable(TABLE, _opened(args.netns, stack)))).read()
@@ -353,7 +353,7 @@ async def _status(args: argparse.Namespace, out: TextIO) -> int:
 
 async def _cleanup(args: argparse.Namespace, out: TextIO) -> int:
     from tproxy.aio.table import KeptTable
-    from ztunnel.policy.netpol.table import TABLE
+    from ztunnel.policy.netpol.table_builder import TABLE
     from ztunnel.policy.netpol.trace import TRACE_TABLE
 
     async with contextlib.AsyncExitStack() as stack:

@@ -24,7 +24,7 @@ from ztunnel.kube.objects import Changes, EventSink, ObjectKey, ObjectSource
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
-from ztunnel.policy.netpol.table import Built, TableBuilder, Unseen, local_endpoints
+from ztunnel.policy.netpol.table_builder import Built, TableBuilder, Unseen, local_endpoints
 from ztunnel.policy.policysync.cluster import Publisher
 from ztunnel.policy.policysync.problems import ProblemReports
 from ztunnel.policy.policysync.view import excerpt
@@ -83,7 +83,7 @@ class Controller:
     Args:
         node: name of this node; its pods are policed.
         events: reports objects that cannot be applied as written.
-        tunnels, pod_cidrs: see :class:`~ztunnel.policy.netpol.table.TableBuilder`.
+        tunnels, pod_cidrs: see :class:`~ztunnel.policy.netpol.table_builder.TableBuilder`.
         netns: the network namespace of the table and of the connections that it filters.
         proxies: receives the policies of this node's pods once all objects have been read, and after each change,
             even while the kernel refuses the table, because a proxy can still enforce them.
@@ -251,9 +251,9 @@ def _key_of(policy: c.PolicyId) -> ObjectKey:
 
 
 def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
-    """Delete the conntrack entries of policed pods' connections that a table would not allow to begin. Blocks.
+    """Delete the conntrack entries of open connections of policed pods that this table would refuse to new ones.
 
-    The node's own connections are excluded, like in the table: their packets pass no forward hook.
+    The call blocks. The node's own connections are left out, because their packets pass no forward hook.
 
     Raises:
         TproxyError: see :func:`~tproxy.aio.conntrack.forget_flows`.

@@ -16,7 +16,7 @@ from ztunnel.policy.calico.explain import (
     protocol_of,
 )
 from ztunnel.policy.calico.resources import Pod, Resources
-from ztunnel.policy.netpol.table import TableBuilder
+from ztunnel.policy.netpol.table_builder import TableBuilder
 from ztunnel.policy.policysync.explain import evaluator_of, party
 
 

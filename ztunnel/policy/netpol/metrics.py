@@ -7,7 +7,7 @@ from tproxy.expressions import Verdict, VerdictCode
 from tproxy.packets import counters
 from tproxy.resources import Rule, Table
 from ztunnel.policy.netpol.controller import Controller
-from ztunnel.policy.netpol.table import Built
+from ztunnel.policy.netpol.table_builder import Built
 from ztunnel.runtime.http.exposition import Family, family, process_families
 
 

@@ -19,7 +19,7 @@ from tproxy.render.trace import GROUP, TraceEvent, handles, read_event, verdict_
 from tproxy.resources import Chain, Hook, HookPoint, Rule, Table
 from tproxy.wire import text
 from xds.model import calico as c
-from ztunnel.policy.netpol.table import TABLE
+from ztunnel.policy.netpol.table_builder import TABLE
 
 #: The table that marks packets while a trace runs.
 TRACE_TABLE = "ztunnel-netpol-trace"

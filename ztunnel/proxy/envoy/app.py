@@ -62,8 +62,8 @@ from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.descriptors import Descriptors, limit_of_process
+from ztunnel.runtime.log_rotation import reopen_on_rotation
 from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
-from ztunnel.runtime.rotation import reopen_on_rotation
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import LoopDelays, Watchdog
 

@@ -61,8 +61,8 @@ from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.descriptors import limit_of_process
+from ztunnel.runtime.log_rotation import reopen_on_rotation
 from ztunnel.runtime.log_writer import LogWriter
-from ztunnel.runtime.rotation import reopen_on_rotation
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watchdog import Watchdog
 

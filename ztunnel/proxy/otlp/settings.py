@@ -134,8 +134,8 @@ class OtlpSettings:
 
     Attributes:
         metrics, logs, traces: the destination of each signal. None disables it.
-        sampled_below: see :func:`hbone.headers.format_traceparent`. 0 means that this proxy starts no sampled
-            trace.
+        sampled_below: see :func:`hbone.tunnel_headers.format_traceparent`. 0 means that this proxy starts no
+            sampled trace.
         interval_s: the time between two exports of all metrics.
         lines, spans: the batching of access lines and spans.
         attributes: resource attributes set by the operator. They replace the proxy's own.

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from ztunnel.kube.objects import Object
 from ztunnel.runtime.formats.go_values import parse_bool
-from ztunnel.sidecar.inject.annotations import BadAnnotations, asked
 from ztunnel.sidecar.inject.config import TEMPLATES, InjectConfig
 from ztunnel.sidecar.inject.decision import Decision, decide, mapping
+from ztunnel.sidecar.inject.option_annotations import BadAnnotations, asked
 from ztunnel.sidecar.inject.sidecar import STATUS, BadPod, add, is_ours, strip
 
 TEMPLATES_ANNOTATION: Final = "inject.istio.io/templates"

@@ -232,8 +232,8 @@ class InjectServer:
 def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
     """Return uvicorn's protocol with additional limits, because any pod of the cluster can reach this port.
 
-    uvicorn's own limit answers 503 to every client once clients hold that many connections. Then no pod of the
-    mesh could be created. This limit closes connections of other clients instead.
+    At its own limit of connections uvicorn answers 503 to every client, and no pod of the mesh could be created.
+    At this limit, the oldest connection without a request in progress is closed instead.
     """
     opened: dict[H11Protocol, None] = {}
 

@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ztunnel.sidecar.inject import probes
-from ztunnel.sidecar.inject.annotations import Asked
 from ztunnel.sidecar.inject.config import InjectConfig
 from ztunnel.sidecar.inject.decision import mapping
+from ztunnel.sidecar.inject.option_annotations import Asked
 
 STATUS: Final = "sidecar.istio.io/status"
 OVERRIDES: Final = "proxy.istio.io/overrides"

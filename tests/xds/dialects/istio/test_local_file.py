@@ -27,7 +27,7 @@ from xds.model.service import (
     Scope,
     WeightedWaypoint,
 )
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from xds.model.workload import (
     ApplicationTunnel,
     AppProtocol,

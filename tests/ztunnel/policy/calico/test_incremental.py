@@ -30,7 +30,7 @@ from ztunnel.policy.calico.resources import (
     Resources,
     Service,
 )
-from ztunnel.policy.netpol.table import TableBuilder
+from ztunnel.policy.netpol.table_builder import TableBuilder
 from ztunnel.policy.policysync.explain import evaluator_of, party
 
 NAMESPACES = ("x", "y")

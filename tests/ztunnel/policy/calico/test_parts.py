@@ -15,7 +15,7 @@ from xds.model import calico as c
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
-from ztunnel.policy.netpol.table import TableBuilder
+from ztunnel.policy.netpol.table_builder import TableBuilder
 
 Body = dict[str, Any]
 CALICO, KUBERNETES = "projectcalico.org/v3", "networking.k8s.io/v1"

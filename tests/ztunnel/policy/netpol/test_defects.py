@@ -16,7 +16,7 @@ from tproxy.resources import Table
 from ztunnel.kube.objects import ObjectKey
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
-from ztunnel.policy.netpol.table import TableBuilder
+from ztunnel.policy.netpol.table_builder import TableBuilder
 
 ADDRESSES = {
     "x/a": ("10.1.0.1", "fd00:1::1"), "x/b": ("10.1.0.2", "fd00:1::2"), "x/host": ("192.168.0.1", "fd00:9::1"),

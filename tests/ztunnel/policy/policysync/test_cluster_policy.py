@@ -16,7 +16,7 @@ from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
 from ztunnel.policy.calico.resources import ApiPolicy
 from ztunnel.policy.netpol.explain import explained
-from ztunnel.policy.netpol.table import TableBuilder
+from ztunnel.policy.netpol.table_builder import TableBuilder
 
 GROUP = "policy.networking.k8s.io"
 VERSIONS = {

@@ -40,7 +40,7 @@ from xds.model.policy import (
     SourceIp,
 )
 from xds.model.service import BalancerMode, LoadBalancing, Scope, Service, WeightedWaypoint
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from xds.model.workload import (
     ApplicationTunnel,
     AppProtocol,

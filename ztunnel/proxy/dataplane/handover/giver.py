@@ -65,7 +65,7 @@ class Unit(Protocol):
 
     @property
     def key(self) -> int:
-        """A key that identifies the unit in every survey while it exists."""
+        """A key that every list of movable units gives to this unit."""
 
     def freeze(self) -> Frozen:
         """Stop the unit and read its state.
@@ -83,7 +83,7 @@ class Unit(Protocol):
 
 
 #: Returns the current units, and the number of connections without a unit, by reason.
-Survey: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
+MovableUnits: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 
 @dataclass(slots=True)
@@ -152,7 +152,7 @@ class Giver:
     Args:
         channel: the channel to the taker, whose greeting was already read.
         taker: the taker's greeting.
-        survey: returns the units that can move.
+        movable_units: returns the units that can move.
         poller: serves this process's connections, except during a slice.
         clock: measures ages and pauses.
         statistics: receives the counts.
@@ -162,14 +162,14 @@ class Giver:
         self,
         channel: Rendezvous,
         taker: Greeting,
-        survey: Survey,
+        movable_units: MovableUnits,
         poller: Poller,
         clock: Clock,
         statistics: HandoverCounts,
     ) -> None:
         self.taker = taker
         self._channel = channel
-        self._survey = survey
+        self._movable_units = movable_units
         self._poller = poller
         self._clock = clock
         self._statistics = statistics
@@ -213,7 +213,7 @@ class Giver:
         declined: set[int] = set()
         until_s: float | None = None
         while True:
-            units, others = self._survey()
+            units, others = self._movable_units()
             result.stays = Counter(others)
             waiting: deque[_Offering] = deque()
             again: deque[_Offering] = deque()

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from hbone.aio.poller import Poller
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
-from ztunnel.proxy.dataplane.handover.giver import Giver, Result, Survey, read_message
+from ztunnel.proxy.dataplane.handover.giver import Giver, MovableUnits, Result, read_message
 from ztunnel.proxy.dataplane.handover.messages import (
     OLDEST_SCHEMA,
     SCHEMA,
@@ -79,14 +79,14 @@ class Kinds:
     Attributes:
         dialect: the dialect's name. Connections never move between processes of different dialects.
         read: parses a giver's messages.
-        survey: returns the units that can move from this process.
+        movable_units: returns the units that can move from this process.
         make: rebuilds the unit of an offer.
         carried: returns the number of pods or listeners, for the other process's log.
     """
 
     dialect: str
     read: ReadGiver
-    survey: Survey
+    movable_units: MovableUnits
     make: Make
     carried: Callable[[], int]
 
@@ -315,7 +315,7 @@ class Handover:
                 return
             assert isinstance(greeting, Greeting)
             giver = self._giver = Giver(
-                channel, greeting, self._kinds.survey, self._poller, self._clock, self.statistics
+                channel, greeting, self._kinds.movable_units, self._poller, self._clock, self.statistics
             )
             await channel.send(encode(self._greeting()))
             log.info("a successor waits version=%s pods=%d", greeting.version, greeting.pods)

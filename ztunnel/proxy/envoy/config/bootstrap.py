@@ -24,7 +24,7 @@ from xds.errors import ConfigError, Unsupported
 from xds.grpc.address import host_and_port
 from xds.model.address import SocketAddress
 from xds.model.dns import HOSTS_RESOLVER, DnsResolver
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from xds.model.tls import AdsSource, ConfigSource, GrpcSource
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster

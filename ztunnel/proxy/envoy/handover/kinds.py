@@ -8,7 +8,7 @@ from ztunnel.proxy.dataplane.handover import messages
 from ztunnel.proxy.dataplane.handover.service import Kinds
 from ztunnel.proxy.envoy.handover.messages import from_giver
 from ztunnel.proxy.envoy.handover.taker import Parts, Pending, make
-from ztunnel.proxy.envoy.handover.units import survey
+from ztunnel.proxy.envoy.handover.units import movable_units
 
 
 def kinds_of(parts: Parts) -> Kinds:
@@ -20,7 +20,7 @@ def kinds_of(parts: Parts) -> Kinds:
     return Kinds(
         dialect="envoy",
         read=from_giver,
-        survey=lambda: survey(parts.connections, parts.connector),
+        movable_units=lambda: movable_units(parts.connections, parts.connector),
         make=made,
         carried=lambda: len(parts.listeners),
     )

@@ -1,4 +1,4 @@
-"""Groups Envoy's live connections into units that move together: :func:`survey` walks the tables."""
+"""Groups Envoy's live connections into units that move together: :func:`movable_units` walks the tables."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """A key that identifies the unit in every survey while it exists."""
+        """A key that every list of movable units gives to this unit."""
         return id(self.connection or self.relays[0][0])
 
     @property
@@ -89,7 +89,7 @@ class Unit:
             self.connector.tunnels.went(self.connection)
 
 
-def survey(connections: Connections, connector: Connector) -> tuple[list[Unit], Counter[str]]:
+def movable_units(connections: Connections, connector: Connector) -> tuple[list[Unit], Counter[str]]:
     """Return the units of the process, and the number of connections that cannot move, by reason."""
     stays = Counter[str]()
     carriers: dict[int, Unit] = {}

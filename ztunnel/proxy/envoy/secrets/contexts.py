@@ -15,7 +15,7 @@ from hbone.tls import PeerFacts
 from hbone.tls_context import TlsContext
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from xds.model.tls import SecretRef
 from xds.model.tls import TlsContext as ContextModel
 from ztunnel.proxy.dataplane.agreement import Credentials, Party, Verified, disagreement, would_shake_hands

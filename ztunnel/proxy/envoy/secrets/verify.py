@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.serialization import (
 
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
-from xds.model.strings import ascii_lower
+from xds.model.string_match import ascii_lower
 from ztunnel.proxy.identity.roots import read_roots
 
 log = logging.getLogger(__name__)

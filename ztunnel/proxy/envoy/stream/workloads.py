@@ -8,7 +8,7 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
-from hbone.headers import parse_baggage
+from hbone.tunnel_headers import parse_baggage
 from xds.model.metadata import Metadata
 from ztunnel.addons import Workload
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo

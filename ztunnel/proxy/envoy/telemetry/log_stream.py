@@ -18,7 +18,7 @@ from xds.errors import XdsError
 from xds.grpc.status import RpcFailed
 from xds.model.access_log import LogStream
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
-from xds.protocol.client import Backoff
+from xds.protocol.backoff import JitteredBackoff
 from ztunnel.proxy.envoy.stats.stats import Counter, Stats
 from ztunnel.proxy.envoy.telemetry.log_entries import Entry, Identifier, packed
 from ztunnel.runtime.tasks import Tasks
@@ -124,7 +124,7 @@ class Sender:
             await asyncio.wait([self._running], timeout=_LAST_S)
 
     async def _run(self) -> None:
-        backoff = Backoff()
+        backoff = JitteredBackoff()
         told = ""
         try:
             while await self._due():
@@ -160,7 +160,7 @@ class Sender:
                     await self._full.wait()
         return bool(self._batch)
 
-    async def _send(self, call: Call, backoff: Backoff) -> None:
+    async def _send(self, call: Call, backoff: JitteredBackoff) -> None:
         """Send batches until the service ends the call, or no entry arrives in time.
 
         Raises:

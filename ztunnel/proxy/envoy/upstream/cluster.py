@@ -34,7 +34,7 @@ from xds.model.tls import TlsContext as ContextModel
 from xds.proto import registry
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2
 from xds.proto.well_known import Any as AnyMessage
-from xds.protocol.client import Backoff
+from xds.protocol.backoff import JitteredBackoff
 from xds.protocol.resource import Subscription, SubscriptionStats, Update, UpdateRejected
 from ztunnel.proxy.dataplane.resolver import ResolveFailed, Resolver
 from ztunnel.proxy.envoy.config.sources import Sources
@@ -439,7 +439,7 @@ class LiveCluster:
         self, name: str, known: dict[str, tuple[str, ...] | None], resolver: Resolver
     ) -> None:
         model = self.model
-        backoff = None if model.dns_failure_backoff is None else Backoff(*model.dns_failure_backoff)
+        backoff = None if model.dns_failure_backoff is None else JitteredBackoff(*model.dns_failure_backoff)
         while True:
             wait_s = model.dns_refresh_s
             before = known[name]

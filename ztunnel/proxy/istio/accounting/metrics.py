@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple, TypeVar
 
 from hbone.aio.relay import ByteCounts
-from hbone.headers import Baggage
+from hbone.tunnel_headers import Baggage
 from xds.model.mesh import Changes
 from xds.model.service import Service
 from xds.model.workload import Workload

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from hbone.headers import Baggage, format_baggage
+from hbone.tunnel_headers import Baggage, format_baggage
 from xds.model.identity import SpiffeId
 from xds.model.workload import Workload
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels

@@ -9,7 +9,7 @@ from ztunnel.proxy.dataplane.handover import messages
 from ztunnel.proxy.dataplane.handover.service import Kinds
 from ztunnel.proxy.istio.handover.messages import from_giver
 from ztunnel.proxy.istio.handover.taker import Pending, make
-from ztunnel.proxy.istio.handover.units import survey
+from ztunnel.proxy.istio.handover.units import movable_units
 from ztunnel.proxy.istio.path.node import pod_key
 from ztunnel.proxy.istio.path.pod import PodProxy
 
@@ -23,7 +23,7 @@ def kinds_of(pods: Callable[[], Iterable[PodProxy]]) -> Kinds:
     return Kinds(
         dialect="istio",
         read=from_giver,
-        survey=lambda: survey(pods()),
+        movable_units=lambda: movable_units(pods()),
         make=made,
         carried=lambda: len(list(pods())),
     )

@@ -1,4 +1,4 @@
-"""Groups a process's open connections into units that move together; see :func:`survey`."""
+"""Groups a process's open connections into units that move together; see :func:`movable_units`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """A key that identifies the unit in every survey while it exists."""
+        """A key that every list of movable units gives to this unit."""
         return id(self.carrier or self.relays[0][0])
 
     @property
@@ -84,7 +84,7 @@ class Unit:
                 entry.record.went()
 
 
-def survey(pods: Iterable[PodProxy]) -> tuple[list[Unit], Counter[str]]:
+def movable_units(pods: Iterable[PodProxy]) -> tuple[list[Unit], Counter[str]]:
     """Return the units of all pods, and the number of connections that cannot move, by reason."""
     pods, stays = list(pods), Counter[str]()
     carriers: dict[int, Unit] = {}

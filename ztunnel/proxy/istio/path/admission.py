@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hbone.aio.socket import PlainSocket
 from hbone.events import Headers
-from hbone.headers import first, parse_baggage
+from hbone.tunnel_headers import first, parse_baggage
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts

@@ -25,7 +25,7 @@ from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, HboneError, PeerSilent, TlsError, TlsReason, TunnelBroken
 from hbone.events import Headers
-from hbone.headers import forwarded_host
+from hbone.tunnel_headers import forwarded_host
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from xds.model.facts import PeerCertificate

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from hbone.errors import InvalidHeader
-from hbone.headers import parse_authority
+from hbone.tunnel_headers import parse_authority
 from xds.model.address import SocketAddress, canonical
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh

@@ -20,9 +20,9 @@ from ztunnel.policy.calico.settings import live_policies
 from ztunnel.proxy.dataplane.handshake_limiter import HalfOpen, HalfOpenLimits
 from ztunnel.proxy.dataplane.live_table import LiveTable
 from ztunnel.proxy.identity.crl import RevocationLists
-from ztunnel.proxy.istio.accounting.baggage_labels import BaggageLabels
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.accounting.peer_baggage_labels import BaggageLabels
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels, labels_of
 from ztunnel.proxy.istio.certificates.manager import Certificates, Revocations
 from ztunnel.proxy.istio.path.failed_endpoints import FailedEndpoints
@@ -79,7 +79,7 @@ class Node:
         dns_places: limits the pods' queries that wait for name servers.
         asked: on-demand keys that the control plane has answered, including "does not exist".
         live: the table of all open connections of these pods.
-        sampled_below: the threshold of trace sampling for :func:`hbone.headers.format_traceparent`.
+        sampled_below: the threshold of trace sampling for :func:`hbone.tunnel_headers.format_traceparent`.
         warns_unmatched: whether access lines of connections that match no service or workload are logged as
             warnings.
     """

@@ -24,7 +24,7 @@ from hbone.aio.relay import LINGER_S, ByteCounts, Relay, relay
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError, TlsError, TlsReason, TunnelBroken
 from hbone.events import Header, Headers
-from hbone.headers import format_forwarded, format_traceparent, parse_baggage
+from hbone.tunnel_headers import format_forwarded, format_traceparent, parse_baggage
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress, canonical, is_loopback
 from xds.model.identity import SpiffeId

@@ -19,8 +19,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Final
 
-from hbone.headers import format_forwarded, format_traceparent
 from hbone.sender import field, fields
+from hbone.tunnel_headers import format_forwarded, format_traceparent
 from xds.model.address import SocketAddress, is_loopback
 from xds.model.workload import WorkloadUid
 from ztunnel.proxy.istio.accounting.access_record import Described, Direction, Record
@@ -99,7 +99,7 @@ class Plan:
 
         Args:
             source: the client's address.
-            noise, sampled_below: see :func:`hbone.headers.format_traceparent`.
+            noise, sampled_below: see :func:`hbone.tunnel_headers.format_traceparent`.
         """
         trace = format_traceparent(noise, sampled_below)
         forwarded = field(b"forwarded", format_forwarded(str(source), self._host))

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, TypeAlias
 from hbone.aio.connection import Connection
 from hbone.aio.requests import Request
 from hbone.events import RequestHead
-from hbone.headers import first, forwarded_host
+from hbone.tunnel_headers import first, forwarded_host
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.identity import SpiffeId

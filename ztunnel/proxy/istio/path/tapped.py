@@ -12,7 +12,7 @@ from hbone.aio.end import End
 from hbone.aio.observed import ObservedEnd
 from hbone.aio.tunnel import Tunnel
 from hbone.events import Headers
-from hbone.headers import first
+from hbone.tunnel_headers import first
 from xds.model.address import SocketAddress
 from xds.model.service import Service
 from xds.model.workload import Workload

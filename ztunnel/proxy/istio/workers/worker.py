@@ -72,8 +72,8 @@ from ztunnel.proxy.istio.workers.messages import (
 from ztunnel.proxy.tap.request import TapRequest, Totals
 from ztunnel.runtime import descriptors, heap
 from ztunnel.runtime.clock import SystemClock
+from ztunnel.runtime.log_rotation import ignore_rotation
 from ztunnel.runtime.log_writer import LogWriter
-from ztunnel.runtime.rotation import ignore_rotation
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.turns import turned
 from ztunnel.runtime.watchdog import Watchdog

@@ -15,7 +15,8 @@ from xds.dialects.istio.local_file import parse_local_file
 from xds.errors import XdsError
 from xds.grpc.tls import client_tls
 from xds.model.mesh import Mesh
-from xds.protocol.client import ISTIO, DoublingBackoff
+from xds.protocol.backoff import DoublingBackoff
+from xds.protocol.client_state import ISTIO
 from xds.protocol.resource import Receive, Update, UpdateRejected
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.certificates.credentials import Credentials, CredentialsError, Endpoint, Roots, Token

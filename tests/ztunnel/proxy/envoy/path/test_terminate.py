@@ -8,7 +8,7 @@ from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HeaderMatch, Http2Settings, HttpConnectionManager, Route, RouteTable, VirtualHost
 from xds.model.listener import AppendAction
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from ztunnel.proxy.envoy.listeners.chains import LiveHeader
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, tunnel_route
 from ztunnel.proxy.envoy.path.tunnel_request import tunnel_request

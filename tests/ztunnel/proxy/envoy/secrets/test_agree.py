@@ -11,7 +11,7 @@ from hbone.settings import Role
 from tests.hbone.certificates import Authority
 from xds.dialects.envoy import Surroundings
 from xds.model.secret import Certificate, SanMatch, Validation
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from xds.model.tls import TlsContext
 from ztunnel.proxy.envoy.config.sources import Sources
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, agree

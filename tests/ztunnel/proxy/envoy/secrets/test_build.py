@@ -40,7 +40,7 @@ from tests.ztunnel.proxy.envoy.harness import (
 from tests.ztunnel.proxy.identity.material import handshake
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from xds.model.tls import AdsSource, SecretRef, TlsContext
 from ztunnel.cli import main as command
 from ztunnel.proxy.envoy.secrets.build import _key_log, build

@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID, ObjectIdentifier
 from xds.errors import ConfigError
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate, SanMatch, Validation
-from xds.model.strings import StringMatch
+from xds.model.string_match import StringMatch
 from ztunnel.proxy.envoy.secrets.verify import check_secret, peer_verifier, san_matches
 
 KEY = ec.generate_private_key(ec.SECP256R1())

@@ -21,7 +21,7 @@ from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.json import parse_value
-from xds.protocol.client import Backoff
+from xds.protocol.backoff import JitteredBackoff
 from xds.protocol.resource import Update
 from xds.protocol.snapshot import Snapshot
 from xds.protocol.types import CDS
@@ -101,7 +101,7 @@ async def first_update(around: Around, address: str) -> Update:
     async def receive(update: Update) -> None:
         updates.put_nowait(update)
 
-    backoff = Backoff(base_s=0.02, max_s=0.1)
+    backoff = JitteredBackoff(base_s=0.02, max_s=0.1)
     async with AdsClient(address, Node(id="n"), backoff=backoff, connect=around.clusters.connect("xds")) as ads:
         ads.subscribe(CDS, None, receive)
         return await updates.get()

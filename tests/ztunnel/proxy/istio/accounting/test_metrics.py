@@ -7,7 +7,7 @@ from typing import Any, cast
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from hbone.aio.relay import ByteCounts
-from hbone.headers import Baggage
+from hbone.tunnel_headers import Baggage
 from tests.programs import metrics_lint
 from tests.ztunnel.proxy.istio.nodes import LOCAL, StoppedClock
 from xds.model.mesh import Changes

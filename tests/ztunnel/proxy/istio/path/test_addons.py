@@ -42,7 +42,7 @@ from ztunnel.proxy.istio.accounting.access_record import Record as Record_
 from ztunnel.proxy.istio.accounting.families import families
 from ztunnel.proxy.istio.accounting.flows import ring_of, shape
 from ztunnel.proxy.istio.accounting.metrics import Metrics
-from ztunnel.proxy.istio.handover.units import survey
+from ztunnel.proxy.istio.handover.units import movable_units
 from ztunnel.proxy.istio.path.addons import PodAddons
 from ztunnel.proxy.istio.path.planned import PlannedConnection
 from ztunnel.proxy.istio.path.planned_request import PlannedRequest
@@ -442,11 +442,11 @@ def test_connection_with_addon_verdicts_does_not_move(tmp_path: Path) -> None:
         cluster.peer("server", SERVER)
         client = cluster.dial(f"{SERVER}:{APP_PORT}")
         await cluster.until(lambda: any(life.state is State.HELD for life in cluster.node.live))
-        units, stays = survey(cluster.pods.values())
+        units, stays = movable_units(cluster.pods.values())
         assert (units, +stays) == ([], {"being opened": 1})
         await client.send(b"ping")
         assert await client.read(4) == b"ping"
-        units, stays = survey(cluster.pods.values())
+        units, stays = movable_units(cluster.pods.values())
         assert sum(unit.entries for unit in units) == 0
         assert +stays == {"watched by an addon": 1}
         client.eof()

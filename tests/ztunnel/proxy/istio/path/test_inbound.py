@@ -39,9 +39,9 @@ from tests.ztunnel.proxy.istio.pods import (
 from tproxy.errors import ConnectTimedOut, KernelRefused
 from xds.model.workload import ApplicationTunnel, AppProtocol
 from ztunnel.proxy.identity.crl import RevocationLists
-from ztunnel.proxy.istio.accounting.baggage_labels import SETS_PER_PEER
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, RECURSIVE_CALL, REVOKED
+from ztunnel.proxy.istio.accounting.peer_baggage_labels import SETS_PER_PEER
 from ztunnel.proxy.istio.settings.config import HBONE_PORT, PLAINTEXT_PORT
 
 # Tunnels

@@ -16,7 +16,7 @@ from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.proto.istio.workload import workload_pb2
 from xds.proto.well_known import Any as AnyMessage
-from xds.protocol.client import ISTIO, ClientOptions
+from xds.protocol.client_state import ISTIO, ClientOptions
 from xds.protocol.delta import DeltaClient
 from xds.protocol.resource import Resource, Update
 from ztunnel.proxy.identity.csr import IdentityError, IssuedCertificate

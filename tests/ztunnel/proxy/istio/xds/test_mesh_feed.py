@@ -19,7 +19,8 @@ from xds.proto.envoy.service.discovery.v3.discovery_pb2 import Resource as WireR
 from xds.proto.istio.security import authorization_pb2 as security
 from xds.proto.istio.workload import workload_pb2 as wds
 from xds.proto.well_known import Any as AnyMessage
-from xds.protocol.client import ISTIO, DoublingBackoff, StreamEnd
+from xds.protocol.backoff import DoublingBackoff, StreamEnd
+from xds.protocol.client_state import ISTIO
 from xds.protocol.resource import Resource, Update, UpdateRejected
 from xds.protocol.types import ADDRESS, AUTHORIZATION, method_path
 from ztunnel.proxy.istio.xds.mesh_feed import LocalFile, MeshFeed

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from hbone.headers import Baggage
+from hbone.tunnel_headers import Baggage
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, PeerLabels
 

@@ -1,17 +1,8 @@
 import pytest
 
 from xds.errors import ConfigError
-from xds.protocol.client import Backoff
 from xds.protocol.resource import SubscriptionStats
 from xds.protocol.types import CDS, ECDS, LDS, SDS, method_path, type_of_method
-
-
-def test_backoff_doubles_below_the_maximum_and_is_jittered() -> None:
-    backoff = Backoff(base_s=0.5, max_s=30.0)
-    assert [backoff.next(1.0) for _ in range(8)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
-    assert backoff.next(0.25) == 7.5
-    backoff.reset()
-    assert backoff.next(1.0) == 0.5
 
 
 def test_version_stat_is_the_hash_of_the_text_after_the_first_success() -> None:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ztunnel.sidecar.inject.annotations import STATUS_PORT, Asked, BadAnnotations, asked
 from ztunnel.sidecar.inject.config import SidecarConfig, parse_config
+from ztunnel.sidecar.inject.option_annotations import STATUS_PORT, Asked, BadAnnotations, asked
 
 TRAFFIC = "traffic.sidecar.istio.io/"
 SIDECAR = "sidecar.istio.io/"

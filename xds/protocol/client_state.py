@@ -1,4 +1,4 @@
-"""The common parts of both client halves of the protocol: their interface and events, times to live, and back-off.
+"""The common parts of both client halves of the protocol: their interface, their events, and times to live.
 
 A client half is a state machine without I/O. Its owner passes in the requested names (:meth:`ClientState.want`),
 the opening and closing of streams, and the received messages. The client half returns events, and after every call
@@ -9,7 +9,6 @@ Envoy, so a change of names is sent together with the answer.
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -250,91 +249,3 @@ class ClientOptions:
     node: Node
     node_on_first_only: bool = True
     dialect: Dialect = ENVOY
-
-
-class StreamEnd(StrEnum):
-    """Why a stream ended, as metrics name it."""
-
-    CONNECTION_ERROR = "ConnectionError"
-    RECONNECT = "Reconnect"
-    ERROR = "Error"
-    COMPLETE = "Complete"
-
-
-#: The texts of gRPC's Go and C servers, and of proxies in between, when they close a connection on purpose.
-_GOODBYES = (
-    "transport is closing",
-    "received prior goaway",
-    "goaway received",
-    "socket closed",
-    "connection reset",
-)
-
-
-def stream_end(status: str, details: str, *, answered: bool) -> StreamEnd:
-    """Return why a stream ended, from its gRPC status.
-
-    Args:
-        status: the status in capitals, such as ``UNAVAILABLE``.
-        details: the text of the status.
-        answered: whether the stream had received a message.
-    """
-    if status == "OK":
-        return StreamEnd.COMPLETE
-    if status in ("UNKNOWN", "CANCELLED", "DEADLINE_EXCEEDED"):
-        return StreamEnd.RECONNECT
-    if status == "UNAVAILABLE":
-        if not answered:
-            return StreamEnd.CONNECTION_ERROR
-        if any(goodbye in details.lower() for goodbye in _GOODBYES):
-            return StreamEnd.RECONNECT
-    return StreamEnd.ERROR
-
-
-@dataclass(slots=True)
-class Backoff:
-    """Envoy's jittered exponential back-off: uniform below a ceiling that doubles up to a maximum."""
-
-    base_s: float = 0.5
-    max_s: float = 30.0
-    _ceiling_s: float = 0.0
-
-    def next(self, random: float) -> float:
-        """Return the next wait in seconds for a random number from [0, 1)."""
-        self._ceiling_s = min(max(self._ceiling_s * 2, self.base_s), self.max_s)
-        return self._ceiling_s * random
-
-    def reset(self) -> None:
-        """Begin again at the base, after a stream that worked."""
-        self._ceiling_s = 0.0
-
-    def ended(self, end: StreamEnd) -> None:
-        """Record that a stream has ended. This has no effect here; see :meth:`reset`."""
-
-
-@dataclass(slots=True)
-class DoublingBackoff(Backoff):
-    """Waits that double while streams fail, like in the Rust ztunnel: only an orderly end resets them, a response
-    does not.
-
-    The only difference is that the shortest wait, and not no wait, follows an orderly end, so that a server which
-    ends every stream at once does not cause a busy loop.
-    """
-
-    base_s: float = 0.01
-    max_s: float = 15.0
-    _wait_s: float = 0.01
-
-    def next(self, random: float) -> float:
-        """Return the next wait in seconds."""
-        return self._wait_s
-
-    def reset(self) -> None:
-        """Do nothing, because a stream that worked and then failed counts as a failure."""
-
-    def ended(self, end: StreamEnd) -> None:
-        """Double the wait, or begin again."""
-        if end in (StreamEnd.RECONNECT, StreamEnd.COMPLETE):
-            self._wait_s = self.base_s
-        else:
-            self._wait_s = min(self._wait_s * 2, self.max_s)

@@ -9,7 +9,7 @@ import sys
 import pytest
 import uvloop
 
-from ztunnel.runtime.rotation import reopen_on_rotation
+from ztunnel.runtime.log_rotation import reopen_on_rotation
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
@@ -33,7 +33,7 @@ def test_sigusr1_reopens_and_sighup_changes_nothing(run: object) -> None:
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGHUP"])
 def test_process_that_ignores_rotation_survives_its_signals(name: str) -> None:
     script = (
-        "import os, signal; from ztunnel.runtime.rotation import ignore_rotation; ignore_rotation(); "
+        "import os, signal; from ztunnel.runtime.log_rotation import ignore_rotation; ignore_rotation(); "
         f"os.kill(os.getpid(), signal.{name}); print('lives')"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

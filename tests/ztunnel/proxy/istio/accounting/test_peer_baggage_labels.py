@@ -2,10 +2,15 @@
 
 from dataclasses import replace
 
-from hbone.headers import Baggage
+from hbone.tunnel_headers import Baggage
 from xds.model.identity import SpiffeId
-from ztunnel.proxy.istio.accounting.baggage_labels import PEERS, SETS_PER_PEER, VALUE_CHARACTERS, BaggageLabels
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, PeerLabels
+from ztunnel.proxy.istio.accounting.peer_baggage_labels import (
+    PEERS,
+    SETS_PER_PEER,
+    VALUE_CHARACTERS,
+    BaggageLabels,
+)
 
 WEB, CART = SpiffeId("td", "shop", "web"), SpiffeId("td", "shop", "cart")
 SAID = Baggage(namespace="elsewhere", workload_name="said", service_name="s")

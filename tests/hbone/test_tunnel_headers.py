@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hbone.errors import InvalidHeader
-from hbone.headers import (
+from hbone.tunnel_headers import (
     Authority,
     Baggage,
     format_baggage,

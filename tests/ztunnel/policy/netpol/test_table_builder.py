@@ -21,7 +21,7 @@ from xds.model import calico as c
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.calico.verdict import Code
 from ztunnel.policy.netpol.metrics import counted
-from ztunnel.policy.netpol.table import Built, TableBuilder, comment
+from ztunnel.policy.netpol.table_builder import Built, TableBuilder, comment
 
 ENDS = {key: c.EndpointId("k8s", f"shop/{key}", "eth0") for key in ("a", "b", "far")}
 ADDRESSES = {"a": ("10.0.0.1", "fd00::1"), "b": ("10.0.0.2", "fd00::2"), "far": ("10.1.0.1", "fd00:1::1")}
