@@ -32,10 +32,10 @@ def add_arguments(subparsers: Any) -> None:
         "nodes. Each finding has the cause and the remedy; docs/check.md explains the ids.",
     )
     add_source(command, across=True, saved=True)
-    command.add_argument("--pre", action="store_true", help="only checks that apply before installation")
-    command.add_argument("--only", default="", metavar="ID,...", help="only these checks or categories")
+    command.add_argument("--pre", action="store_true", help="run only the checks that work before installation")
+    command.add_argument("--only", default="", metavar="ID,...", help="run only these checks or categories")
     command.add_argument("--skip", default="", metavar="ID,...", help="skip these checks or categories")
-    command.add_argument("--wait", metavar="DURATION", help="repeat until there is no finding, at most this long")
+    command.add_argument("--wait", metavar="DURATION", help="repeat until the status is 0, at most this long")
     command.add_argument(
         "--fail-on",
         choices=("error", "warning"),
@@ -43,7 +43,7 @@ def add_arguments(subparsers: Any) -> None:
         help="the least severity for exit status 1 (error)",
     )
     command.add_argument("--no-cluster", action="store_true", help="query the proxy only, not the API server")
-    command.add_argument("--list", action="store_true", help="list the checks instead")
+    command.add_argument("--list", action="store_true", help="list the checks instead of running them")
     command.set_defaults(run=run_command)
 
 

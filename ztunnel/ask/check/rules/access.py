@@ -205,11 +205,11 @@ CHECKS: Final = (
     ),
     Check(
         id="ACC3", before=True, asks="versions of Kubernetes and Gateway API", judge=versions,
-        remedy="Upgrade, or take the release that supports it.",
+        remedy="Upgrade, or use a release that supports the version.",
     ),
     Check(
         id="DEP1", asks="each node with pods of the mesh has a ready proxy", judge=daemon_sets,
-        remedy="See that pod's events; quota, tolerations.",
+        remedy="See the pod's events; check quotas and tolerations.",
     ),
     Check(
         id="DEP2", before=True, asks="privileged pods are admitted, one agent per node", judge=privileges,

@@ -131,7 +131,7 @@ def references(facts: Facts) -> Iterator[Finding]:
 CHECKS: Final = (
     Check(
         id="XDS1", asks="proxies are connected to the control plane", judge=streams,
-        remedy="See istiod and its NetworkPolicy; the last version serves.",
+        remedy="Check istiod and its NetworkPolicy. Meanwhile the last configuration stays in use.",
     ),
     Check(
         id="XDS2", asks="proxies understand what they get", judge=refused,
@@ -139,7 +139,7 @@ CHECKS: Final = (
     ),
     Check(
         id="XDS3", asks="all proxies have the same mesh", judge=same_mesh,
-        remedy="Restart the odd one's stream; ask its istiod.",
+        remedy="Restart the proxy that differs; see the log of its istiod.",
     ),
     Check(
         id="XDS4", asks="pods are captured as they say", judge=capture,

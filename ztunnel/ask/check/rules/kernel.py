@@ -141,7 +141,7 @@ def _share(used: object, limit: object) -> float:
 CHECKS: Final = (
     Check(
         id="KRN1", asks="the rules of a pod", judge=pod_rules,
-        remedy="Load the kernel's module for what is named (nf_tables, nft_redir), or take another kernel.",
+        remedy="Load the kernel module of the refused rule (nf_tables, nft_redir), or use another kernel.",
     ),
     Check(
         id="KRN2", before=True, asks="capabilities of proxy and agent", judge=capabilities,
@@ -149,7 +149,7 @@ CHECKS: Final = (
     ),
     Check(
         id="KRN3", before=True, asks="version of control groups", judge=control_groups,
-        remedy="Boot the node with systemd.unified_cgroup_hierarchy=1; see the cgroup driver.",
+        remedy="Boot the node with systemd.unified_cgroup_hierarchy=1; check kubelet's cgroup driver.",
     ),
     Check(
         id="KRN4", asks="rp_filter and ip_forward", judge=reverse_path,
@@ -161,11 +161,11 @@ CHECKS: Final = (
     ),
     Check(
         id="KRN6", asks="connection tracking", judge=connection_tracking,
-        remedy="Raise nf_conntrack_max; find pods that open and close.",
+        remedy="Raise nf_conntrack_max; find the pods that open many short connections.",
     ),
     Check(
         id="KRN7", asks="local ports", judge=local_ports,
-        remedy="Widen ip_local_port_range, set ip_local_reserved_ports, reuse connections.",
+        remedy="Widen ip_local_port_range, set ip_local_reserved_ports, or reuse connections.",
     ),
     Check(
         id="KRN8", asks="descriptors, memory and CPU", judge=limits,

@@ -300,7 +300,7 @@ CHECKS: Final = (
     ),
     Check(
         id="POL2", asks="delivered policies have an effect", judge=delivered,
-        remedy="As POL1. Until then, an ALLOW for the intended connections.", ), Check(
+        remedy="Attach it to a waypoint (targetRefs). Until then, allow only the intended connections.", ), Check(
         id="POL3", before=True, asks="selectors select workloads", judge=selectors,
         remedy="Correct the labels; move the policy to its workloads' namespace.",
     ),

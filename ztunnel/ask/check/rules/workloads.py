@@ -127,7 +127,7 @@ CHECKS: Final = (
     ),
     Check(
         id="OBJ2", before=True, asks="pods of ambient namespaces are in the mesh", judge=outside,
-        remedy="Say so by a label; give the service an address.",
+        remedy="Mark intended exceptions by a label; give the service an address.",
     ),
     Check(
         id="OBJ3", before=True, asks="ports of services in ambient namespaces", judge=ports,
