@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import IO, Any, TypeVar
 
-from xds.dialects.istio.reading import port, service_key
+from xds.dialects.istio.reading import network_of, port, service_key
 from xds.dialects.istio.rules import (
     ATTRIBUTES,
     Account,
@@ -517,9 +517,10 @@ def _host(value: object, place: str) -> str:
 
 def _network(value: object, place: str) -> IpNetwork:
     try:
-        return ipaddress.ip_network(_text(value, place), strict=False)
+        block = ipaddress.ip_network(_text(value, place), strict=False)
     except ValueError:
         raise ConfigError(f"{value!r} is no block of addresses") from None
+    return network_of(block.network_address.packed, block.prefixlen)
 
 
 def _network_address(value: object, place: str) -> NetworkAddress:

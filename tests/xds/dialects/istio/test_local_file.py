@@ -17,7 +17,16 @@ from xds.dialects.istio import local_file, local_yaml
 from xds.dialects.istio.local_file import LocalMesh, parse_local_file
 from xds.errors import ConfigError
 from xds.model.authorization import Action, PolicyScope
-from xds.model.policy import AllOf, AnyOf, DestinationPort, Not, PeerPrincipal, PeerServiceAccount, SourceIp
+from xds.model.policy import (
+    AllOf,
+    AnyOf,
+    DestinationIp,
+    DestinationPort,
+    Not,
+    PeerPrincipal,
+    PeerServiceAccount,
+    SourceIp,
+)
 from xds.model.service import (
     BalancerMode,
     CidrAddress,
@@ -101,6 +110,24 @@ def test_the_example_as_services() -> None:
     assert external.weighted_waypoints == (
         WeightedWaypoint(GatewayAddress(NetworkAddress("", "10.30.0.2"), 15008), 90),
     )
+
+
+def test_block_of_mapped_addresses_is_one_of_ipv4_as_on_the_wire() -> None:
+    mapped = "::ffff:10.0.0.0/104"
+    match = {"sourceIps": [mapped], "destinationIps": ["::ffff:192.0.2.1"]}
+    policy = {"name": "p", "namespace": "n", "scope": "Global", "action": "Deny", "dryRun": False}
+    service = {"name": "s", "namespace": "n", "hostname": "h", "vips": [], "ports": {}}
+    mesh = parse_local_file(
+        json.dumps(
+            {
+                "policies": [policy | {"rules": [[[match]]]}],
+                "services": [service | {"cidrVips": [{"cidr": mapped}]}],
+            }
+        )
+    )
+    source, destination = ipaddress.ip_network("10.0.0.0/8"), ipaddress.ip_network("192.0.2.1")
+    assert mesh.policies[0].condition == AllOf((SourceIp(source), DestinationIp(destination)))
+    assert mesh.services[0].cidr_vips == (CidrAddress("", source),)
 
 
 def test_an_empty_file_is_an_empty_mesh() -> None:
