@@ -602,6 +602,7 @@ def test_secrets_by_every_data_source(tmp_path: Path) -> None:
     ("certificate", "words"),
     [
         ({"certificate_chain": {"filename": "/no/such"}, "private_key": {}}, "filename: cannot read /no/such"),
+        ({"certificate_chain": {"filename": "a\0b"}, "private_key": {}}, "filename: cannot read 'a\\x00b'"),
         ({"certificate_chain": {"environment_variable": "NO"}, "private_key": {}}, "NO is not set"),
         ({"certificate_chain": {}, "private_key": {}}, "certificate_chain.specifier: Proto constraint"),
     ],
@@ -611,6 +612,16 @@ def test_unreadable_data_is_named(certificate: dict[str, Any], words: str) -> No
     with pytest.raises(ConfigError) as refused:
         compile_secret(parse_value(document, Secret).message, SURROUNDINGS)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("source", [{"inline_bytes": "/w=="}, {"filename": "format"}])
+def test_format_that_is_no_utf_8_is_named(source: dict[str, str]) -> None:
+    path = f"{T}envoy.extensions.access_loggers.file.v3.FileAccessLog"
+    logger = {"@type": path, "path": "/dev/null", "log_format": {"text_format_source": source}}
+    document = listener_document(tcp(), access_log=[{"name": "file", "typed_config": logger}])
+    surroundings = Surroundings(read_file=lambda _: b"%START_TIME% \xe4", environment={})
+    with pytest.raises(ConfigError, match=r"access_log\[0\].*text_format_source: not UTF-8 at byte"):
+        compile_listener(parse_value(document, Listener).message, surroundings)
 
 
 def test_other_kinds_of_secrets_are_refused() -> None:

@@ -635,6 +635,8 @@ def data(source: core.DataSource, surroundings: Surroundings, *, watched: bool =
             return surroundings.read_file(source.filename)
         except OSError as error:
             raise ConfigError(f"cannot read {source.filename}: {error.strerror}", "filename") from None
+        except ValueError as error:  # a name with a NUL
+            raise ConfigError(f"cannot read {source.filename!r}: {error}", "filename") from None
     if kind == "environment_variable":
         value = surroundings.environment.get(source.environment_variable)
         if value is None:
@@ -656,7 +658,11 @@ def format_text(message: core.SubstitutionFormatString, surroundings: Surroundin
         return parse_format(message.text_format)
     if kind == "text_format_source":
         with at("text_format_source"):
-            return parse_format(data(message.text_format_source, surroundings).decode())
+            try:
+                text = data(message.text_format_source, surroundings).decode()
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"not UTF-8 at byte {error.start}") from None
+            return parse_format(text)
     raise ConfigError("a text format is needed here", "format")
 
 
