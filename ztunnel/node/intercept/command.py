@@ -138,7 +138,11 @@ async def _watch(
     def wanted() -> State:
         nonlocal current
         try:
-            parsed = parse(_read_file(args), flags_from(args))
+            text = _read_file(args)
+            if not text and current.node.members and not args.pod:
+                # A program that writes the file in place empties it first. No pod would be captured meanwhile.
+                raise BadDescription([f"{args.file}: is empty, as while it is written"])
+            parsed = parse(text, flags_from(args))
         except (BadDescription, OSError) as error:
             reason = plain_reason(error)
             print(f"ztunnel intercept: description not applied: {reason}", file=err, flush=True)
