@@ -8,6 +8,7 @@ The modules that run per chunk and per tunnel are compiled. They must not wait i
 (``hbone/aio/waits.py`` has the reason). A class that other modules subclass is declared so (``hbone/native.py``).
 """
 
+import gc
 import os
 import subprocess
 from pathlib import Path
@@ -110,6 +111,7 @@ if __name__ == "__main__":
             debug_level="0" if level == "0" else "1",
             group_name="hbone.compiled",
         )
+        gc.freeze()  # walking mypyc's three million objects again takes the end of the process 5 to 10 s
         if level == "0":  # the analysis for these warnings is two thirds of gcc's time
             for extension in extensions:
                 extension.extra_compile_args = [*extension.extra_compile_args, "-Wno-all"]  # the list is shared

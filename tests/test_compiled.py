@@ -105,7 +105,8 @@ def build_key() -> str:
     for path in (*sources, *(ROOT / name for name in inputs)):
         text = path.read_bytes()
         digest.update(f"{path.relative_to(ROOT)} {len(text)} ".encode() + text)
-    digest.update(subprocess.run(["cc", "-v"], capture_output=True, check=True).stderr)
+    cc = compiler().get("CC", "cc")
+    digest.update(subprocess.run([cc, "-v"], capture_output=True, check=True).stderr)
     flags = (*sysconfig.get_config_vars("CC", "CFLAGS", "LDSHARED"), *map(os.environ.get, ("CC", "CFLAGS")))
     digest.update(f"{sys.version} {flags}".encode())
     return digest.hexdigest()[:16]
@@ -125,6 +126,12 @@ def keep(tree: Path, built: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def compiler() -> dict[str, str]:
+    """Return the variables that choose a compiler: without optimisation, clang takes half of gcc's time."""
+    quick = optimisation() == "0" and "CC" not in os.environ and shutil.which("clang") is not None
+    return {"CC": "clang"} if quick else {}
+
+
 def optimisation() -> str:
     """Return the C compiler's level. mypyc's part is the same at any; an optimised build takes a minute longer."""
     return at_night("3", "0")
@@ -133,6 +140,7 @@ def optimisation() -> str:
 def run_in(tree: Path, *command: str) -> None:
     env = {
         **os.environ,
+        **compiler(),
         "ZTUNNEL_COMPILE": "1",
         "ZTUNNEL_COMPILE_LEVEL": optimisation(),
         "PYTHONPATH": str(tree),
