@@ -91,10 +91,10 @@ def _before_the_handshake(config: IstioConfig) -> Iterator[Limit]:
         yield Limit(name, value, unit, f"{closed}{which}", metric=_REJECTED)
     too_long = f"closed; {error} ClientHello is too long"
     yield Limit("ClientHello", half.hello_bytes, "octets", too_long, metric=_REJECTED)
-    queued = "waits for its handshake"
-    yield Limit("handshakes of a source", half.handshakes_per_source, "at once", f"{queued}; see the next row")
-    yield Limit("handshakes of a pod", half.handshakes_per_pod, "at once", f"{queued}; see the next row")
-    yield Limit("handshakes", half.handshakes, "at once", f"{queued}; see the next row")
+    queued = "further connections wait for their handshake"
+    yield Limit("handshakes of a source", half.handshakes_per_source, "at once", queued)
+    yield Limit("handshakes of a pod", half.handshakes_per_pod, "at once", queued)
+    yield Limit("handshakes", half.handshakes, "at once", queued)
     stalled = "handshake that stands still while others wait"
     yield Limit(
         stalled, half.patience_s, "seconds", f"closed; {error} {stalled.replace(' that', '')}", metric=_REJECTED
@@ -104,7 +104,7 @@ def _before_the_handshake(config: IstioConfig) -> Iterator[Limit]:
     yield Limit("unfinished handshakes of a pod", half.unfinished_of_pod, unit, queued)
     yield Limit("unfinished handshakes", half.unfinished, unit, queued)
     yield Limit(
-        "descriptors kept back", reserve_of(_DESCRIPTORS), f"of {_DESCRIPTORS:,}",
+        "reserved descriptors", reserve_of(_DESCRIPTORS), f"of {_DESCRIPTORS:,}",
         "pods above an equal share accept nothing; readiness: pending descriptors",
         "ulimit -n", "ztunnel_accepts_paused",
     )  # fmt: skip
@@ -114,7 +114,7 @@ def _protocol(wire: Limits, http2: Http2Settings) -> Iterator[Limit]:
     def ends(name: str, value: float | tuple[float, ...], unit: str) -> Limit:
         return Limit(name, value, unit, _ENDS, metric=_CALMED, told=_CALM)
 
-    waits = "it is not read from"
+    waits = "the connection is not read until the budget is balanced"
     units = "units of a connection at once; per second"
     yield Limit("`work_burst`, `work_rate`", (wire.work_burst, wire.work_rate), units, waits)
     units = "units of all connections of a peer"
@@ -122,10 +122,12 @@ def _protocol(wire: Limits, http2: Http2Settings) -> Iterator[Limit]:
     stalls = (wire.stall_burst_s, wire.stall_rate)
     yield ends("`stall_burst_s`, `stall_rate`", stalls, "seconds of such pauses; per second")
     slices = (wire.slice_units, wire.slice_s)
-    yield Limit("`slice_units`, `slice_s`", slices, "units; seconds of a turn", "waits in line")
+    yield Limit(
+        "`slice_units`, `slice_s`", slices, "units; seconds of an iteration", "the rest waits in the run queue"
+    )
     frames = "SETTINGS, PING, PRIORITY, empty DATA, unearned WINDOW_UPDATE, unknown frames"
     yield ends("`control_burst`, `control_rate`", (wire.control_burst, wire.control_rate), frames)
-    streams = "streams abandoned before our answer, or that we must reset"
+    streams = "streams that the peer resets before our response, or makes us reset"
     yield ends("`reset_burst`, `reset_rate`", (wire.reset_burst, wire.reset_rate), streams)
     yield ends("`unsent_frames`", wire.unsent_frames, "control frames that the peer does not read")
     yield ends("`continuation_frames`", wire.continuation_frames, "frames of one header block")
@@ -137,7 +139,7 @@ def _protocol(wire: Limits, http2: Http2Settings) -> Iterator[Limit]:
     yield ends("decoded header list, to be read to its end", TOLERATED_LIST_BYTES, octets)
     most = http2.max_concurrent_streams
     yield Limit("streams", most, "of a connection at once", "stream is refused", told="REFUSED_STREAM")
-    yield Limit("early data", http2.early_bytes, "octets of a stream before its answer", reset, told=_CALM)
+    yield Limit("early data", http2.early_bytes, "octets of a stream before its response", reset, told=_CALM)
 
 
 def _windows_and_times(config: IstioConfig, settings: ConnectionSettings) -> Iterator[Limit]:
@@ -149,76 +151,88 @@ def _windows_and_times(config: IstioConfig, settings: ConnectionSettings) -> Ite
         ("bytes that wait, of a pod", of_pod, "memory limit"),
         ("bytes that wait, of a process", in_all, "memory limit"),
     ):
-        yield Limit(name, value, "bytes", "nothing grows", variable)
+        yield Limit(name, value, "bytes", "windows do not grow", variable)
     crowd = f"unsent bytes in the kernel, from {CROWD_SOCKETS} sockets on"
-    yield Limit(crowd, CROWDED_UNSENT_BYTES, "bytes of a socket", "its flow waits")
+    yield Limit(crowd, CROWDED_UNSENT_BYTES, "bytes of a socket", "the flow waits")
     timeout = f"{_ENDS}; tls handshake error: TLS handshake timed out"
     yield Limit("handshake", config.handshake_timeout_s, "seconds", timeout, "ZTUNNEL_HANDSHAKE_TIMEOUT")
     yield Limit("first request", settings.first_request_timeout_s, "seconds", _ENDS, told="NO_ERROR")
     yield Limit("PONG", settings.ping_timeout_s, "seconds", _ENDS, told="NO_ERROR")
     yield Limit("SOCKS request", socks5.MOST_BYTES, "octets", _ENDS, told="general failure")
     variable = "POOL_MAX_STREAMS_PER_CONNECTION"
-    yield Limit("tunnels of a pool connection", config.pool_max_streams, "at once", "another connection", variable)
+    yield Limit(
+        "tunnels of a pool connection",
+        config.pool_max_streams,
+        "at once",
+        "a further connection is opened",
+        variable,
+    )
 
 
 def _names_and_pages(config: IstioConfig, otlp: OtlpSettings) -> Iterator[Limit]:
     dropped = "ztunnel_dns_dropped"
     queries = (server.QUERY_BURST, server.QUERY_RATE)
-    yield Limit("queries of a pod", queries, "at once; per second", "not read; the kernel drops", metric=dropped)
+    yield Limit(
+        "queries of a pod",
+        queries,
+        "at once; per second",
+        "further queries are not read, and the kernel drops some",
+        metric=dropped,
+    )
     yield Limit("queries of a pod by UDP", server.QUERIES, "under way", "dropped", metric=dropped)
     yield Limit("queries of a pod by TCP", server.CONNECTIONS, "connections", "closed")
-    failure = "wait; server failure in the end"
+    failure = "further queries wait; if this takes too long, the answer is SERVFAIL"
     yield Limit("forwarded queries of a pod", forwarder.POD_QUERIES, "under way", failure)
     yield Limit("forwarded queries", DNS_QUERIES, "under way", failure)
-    closed = "one of the address with most is closed"
+    closed = "a connection of the address with most connections is closed"
     yield Limit("connections of each page server", pages.CONNECTIONS, "at once", closed)
     yield Limit("body of a page's request", pages.MAX_BODY, "octets", "refused", told="413")
     yield Limit(
         "label sets of a peer's baggage", peer_baggage_labels.SETS_PER_PEER, "of a principal",
-        "counted by its principal alone", metric="ztunnel_baggage_refused",
+        "the peer is counted by its principal alone", metric="ztunnel_baggage_refused",
     )  # fmt: skip
     yield Limit(
-        "metric series", config.metric_series, "label sets", "counted with unknown workloads",
+        "metric series", config.metric_series, "label sets", "further series are counted under unknown workloads",
         "ZTUNNEL_METRIC_SERIES", "ztunnel_metric_series_over_budget",
     )  # fmt: skip
     yield Limit(
-        "lines about connections denied before their handshake; by policies, without access lines",
+        "log lines about connections denied before their handshake, or by policies if access lines are off",
         (line_limit.BURST, line_limit.RATE), "of a pod at once; per second",
-        "counted in one line: have no line left_out=N",
+        "the rest is counted in one line: have no line left_out=N",
     )  # fmt: skip
-    denied = "the pair that was denied longest ago is left out"
+    denied = "the pair whose last denial is oldest is left out"
     yield Limit("denials that `/denials` lists", ledger.MOST_PAIRS, "pairs of workloads", denied)
-    decided = "the one that decided longest ago is left out"
+    decided = "the policy whose last decision is oldest is left out"
     yield Limit("policies that are counted", ledger.MOST_POLICIES, "policies of a kind", decided)
     lines = "ztunnel_log_lines_dropped"
     pending = log_writer.MAX_PENDING
     yield Limit("log lines that cannot be written", pending, "bytes", "dropped and counted", metric=lines)
     oldest, metric = "the oldest are dropped and counted", "ztunnel_otlp_dropped"
     yield Limit(
-        "access lines that an OpenTelemetry collector has not taken; its requests of metrics",
+        "access lines not yet accepted by an OpenTelemetry collector; requests with metrics",
         (otlp.lines.queue, exporter.REQUESTS), "lines; requests", oldest, "OTEL_BLRP_MAX_QUEUE_SIZE", metric,
     )  # fmt: skip
-    spans = "spans that an OpenTelemetry collector has not taken"
+    spans = "spans not yet accepted by an OpenTelemetry collector"
     yield Limit(spans, otlp.spans.queue, "spans", oldest, "OTEL_BSP_MAX_QUEUE_SIZE", metric)
 
 
 def _policies() -> Iterator[Limit]:
     """Yield the limits of Calico's policies, in the proxy and in policy servers."""
-    hold = "the stream ends; the last complete policies hold"
-    objects = "members of IP sets, or what takes as much memory"
-    more = f"{hold}; the server has sent more than N objects"
+    hold = "the stream ends; the last complete policies stay in use"
+    objects = "members of IP sets, or objects of the same total size"
+    more = f"{hold}; log: the server has sent more than N objects"
     yield Limit("policies of a PolicySync server", follower.OBJECTS, objects, more)
     size = follower.MESSAGE_BYTES
     yield Limit("message of a PolicySync server", size, "bytes", hold, told="RESOURCE_EXHAUSTED")
-    faults = f"{hold}; N messages cannot be read"
+    faults = f"{hold}; log: N messages cannot be read"
     yield Limit("unreadable messages of a PolicySync server", follower.FAULTS, "of a stream", faults)
     yield Limit(
         "wait for a pod's policies", live.GRACE_S, "seconds of a connection",
-        "denied; the policies know no pod with the address",
+        "the connection is denied: the policies know no pod with the address",
         "CALICO_UNKNOWN_PODS", "ztunnel_policy_decisions", "401",
     )  # fmt: skip
-    kept = "all are dropped and made again"
-    yield Limit("answers of policies that are kept", evaluator.CACHED_VERDICTS, "answers", kept)
+    kept = "the cache is emptied"
+    yield Limit("cached results of policies", evaluator.CACHED_VERDICTS, "results", kept)
 
 
 def table() -> str:
