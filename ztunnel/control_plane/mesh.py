@@ -47,12 +47,11 @@
 Names without a namespace are in ``default``. All faults are reported together, each with its place.
 """
 
-import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from xds.model.address import IpNetwork, canonical
+from xds.model.address import IpNetwork, canonical, parse_network
 from xds.model.identity import SpiffeId
 from ztunnel.policy.calico.read import read_object
 from ztunnel.policy.calico.resources import Resources
@@ -388,10 +387,11 @@ class _Reader(ConfigReader):
     def networks(self, entry: Mapping[str, Any], key: str, place: str) -> tuple[IpNetwork, ...]:
         found: list[IpNetwork] = []
         for value in self.items(entry, key, place):
-            try:
-                found.append(ipaddress.ip_network(value, strict=False))
-            except ValueError as error:
-                self.fault(f"{place}.{key}", str(error))
+            network = parse_network(value) if isinstance(value, str) else None
+            if network is None:
+                self.fault(f"{place}.{key}", f"must be networks, such as 10.0.0.0/8, not {value!r}")
+            else:
+                found.append(network)
         return tuple(found)
 
     def pod_names(

@@ -225,6 +225,9 @@ class ControlPlane:
         if text == self._text:
             return False
         self._text = text
+        if not text.strip():  # truncated, to be written again
+            log.error("%s is empty; the last good mesh stays active", self._path)
+            return False
         try:
             self._mesh = parse_mesh(text)
         except MeshFaults as error:

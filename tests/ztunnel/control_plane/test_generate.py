@@ -177,6 +177,7 @@ POLICIES: list[tuple[dict[str, Any], dict[str, bool]]] = [
     ({"p": {"service_account": "bookinfo-reviews", "rules": []}}, {"a/ns/n/sa/s": False}),
     ({"p": {"rules": [{"from": {"ip_blocks": ["10.9.0.0/16"]}}]}}, {"": True}),
     ({"p": {"rules": [{"from": {"ip_blocks": ["10.8.0.0/16"]}}]}}, {"": False}),
+    ({"p": {"action": "DENY", "rules": [{"from": {"ip_blocks": ["::ffff:10.9.0.0/112"]}}]}}, {"": False}),
 ]
 
 

@@ -89,7 +89,11 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"policies": {"p": {"rules": [{"when": 1}]}}}, "policies.p.rules[0].when: unknown"),
     (
         {"policies": {"p": {"rules": [{"from": {"ip_blocks": ["10.0.0.1/33"]}}]}}},
-        "policies.p.rules[0].from.ip_blocks: '10.0.0.1/33' does not appear",
+        "policies.p.rules[0].from.ip_blocks: must be networks, such as 10.0.0.0/8, not '10.0.0.1/33'",
+    ),
+    (
+        {"policies": {"p": {"rules": [{"from": {"not_ip_blocks": [10]}}]}}},
+        "policies.p.rules[0].from.not_ip_blocks: must be networks, such as 10.0.0.0/8, not 10",
     ),
     (
         {"policies": {"p": {"rules": [{"to": {"ports": ["http"]}}]}}},

@@ -104,6 +104,29 @@ def test_a_faulty_edit_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
     serve(tmp_path, body)
 
 
+def test_file_that_is_emptied_before_it_is_written_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
+        inbox = Inbox()
+        client.subscribe(CDS, None, inbox.receive)
+        await inbox.next()
+        good, text = plane.mesh, path.read_text()
+        path.write_text("")
+        async with asyncio.timeout(WAIT_S):
+            while "is empty; the last good mesh stays active" not in caplog.text and plane.mesh is good:
+                await asyncio.sleep(0.02)
+        assert plane.mesh is good
+        path.write_text(text)
+        async with asyncio.timeout(WAIT_S):
+            while plane.mesh is good:
+                await asyncio.sleep(0.02)
+        assert plane.mesh == good
+        assert inbox.updates.empty()
+
+    serve(tmp_path, body)
+
+
 def test_certificates_are_renewed_at_half_life_and_only_local_ones_are_given(tmp_path: Path) -> None:
     async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
         inbox, foreign = Inbox(), Inbox()
