@@ -269,11 +269,12 @@ class _Reader(ConfigReader):
             hbone=self.flag(entry, "hbone", place, default=False),
             workload=self.text(entry, "workload", place, short),
             version=self.text(entry, "version", place, "latest"),
-            labels={
-                str(key): str(label)
-                for key, label in self.mapping(entry.get("labels"), f"{place}.labels", None).items()
-            },
+            labels=self.labels(entry, place),
         )
+
+    def labels(self, entry: Mapping[str, Any], place: str) -> dict[str, str]:
+        labels = self.mapping(entry.get("labels"), f"{place}.labels", None)
+        return {str(key): self.text(labels, key, f"{place}.labels", "") for key in labels}
 
     def unique_names(self, section: object, place: str) -> None:
         seen = set()

@@ -60,6 +60,10 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
         {"pods": {"p": {"node": "worker", "addresses": ["10.0.0.1"], "labels": []}}},
         "pods.p.labels: must be a mapping",
     ),
+    (
+        {"pods": {"p": {"node": "worker", "addresses": ["10.0.0.1"], "labels": {"enabled": True}}}},
+        "pods.p.labels.enabled: must be text, not true",
+    ),
     ({"outbound": "SOME"}, "outbound: must be one of ALLOW_ANY, REGISTRY_ONLY"),
     ({"pods": {"p": {"node": "mars", "addresses": ["10.0.0.1"]}}}, "pods.p.node: no such node: 'mars'"),
     ({"pods": {"p": {"node": "worker", "addresses": []}}}, "pods.p.addresses: a pod needs at least one address"),

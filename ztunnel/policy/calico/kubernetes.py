@@ -151,10 +151,17 @@ class KubernetesReader(ConfigReader):
         table[key] = value
 
     def labels(self, metadata: Json, where: str) -> Mapping[str, str]:
-        found = self.without(
-            lambda: self.mapping(metadata.get("labels"), f"{where}: metadata.labels", None), "it has no labels"
-        )
-        return {str(key): str(value) for key, value in found.items()}
+        place = f"{where}: metadata.labels"
+        found = self.without(lambda: self.mapping(metadata.get("labels"), place, None), "it has no labels")
+        return self.without(lambda: self.label_texts(found, place), "it counts as that text")
+
+    def label_texts(self, value: object, where: str) -> Mapping[str, str]:
+        """Return labels. Like API servers, take null for the empty text. Other values must be texts."""
+        labels = self.mapping(value, where, None)
+        for key, text in labels.items():
+            if text is not None and not isinstance(text, str):
+                self.fault(f"{where}.{key}", f"must be text, not {text!r}")
+        return {str(key): "" if text is None else str(text) for key, text in labels.items()}
 
     def namespace_of(self, resource: Document) -> str:
         """Return the namespace of a resource, ``default`` if it names none."""
@@ -246,7 +253,7 @@ class KubernetesReader(ConfigReader):
     def service(self, resource: Document) -> None:
         where = f"{resource.where}: spec"
         spec = self.mapping(resource.body.get("spec"), where, None)
-        selector = self.mapping(spec.get("selector"), f"{where}.selector", None)
+        selector = self.label_texts(spec.get("selector"), f"{where}.selector")
         targets = []
         for port in self.items(spec, "ports", where):
             entry = self.mapping(port, f"{where}.ports", None)
@@ -259,7 +266,7 @@ class KubernetesReader(ConfigReader):
         found = Service(
             self.namespace_of(resource),
             resource.name,
-            {str(key): str(value) for key, value in selector.items()},
+            selector,
             tuple(targets),
         )
         self.put(self.found.services, (found.namespace, found.name), found, resource.where)
@@ -395,8 +402,8 @@ class KubernetesReader(ConfigReader):
 
     def _label_terms(self, value: object, where: str) -> list[str]:
         selector = self.mapping(value, where, ("matchLabels", "matchExpressions"))
-        labels = self.mapping(selector.get("matchLabels"), f"{where}.matchLabels", None)
-        terms = [_is(key, str(labels[key])) for key in sorted(labels)]
+        labels = self.label_texts(selector.get("matchLabels"), f"{where}.matchLabels")
+        terms = [_is(key, labels[key]) for key in sorted(labels)]
         for index, item in enumerate(self.items(selector, "matchExpressions", where)):
             place = f"{where}.matchExpressions[{index}]"
             entry = self.mapping(item, place, ("key", "operator", "values"))

@@ -449,14 +449,14 @@ class _Reader(ClusterPolicyReader):
         where = f"{resource.where}: spec"
         known = ("ingress", "egress", "labelsToApply")
         spec = self.without(lambda: self.mapping(resource.body.get("spec"), where, known), "it has no effect")
-        labels = self.without(
-            lambda: self.mapping(spec.get("labelsToApply"), f"{where}.labelsToApply", None), "it gives no labels"
-        )
+        place = f"{where}.labelsToApply"
+        found = self.without(lambda: self.mapping(spec.get("labelsToApply"), place, None), "it gives no labels")
+        labels = self.without(lambda: self.label_texts(found, place), "it counts as that text")
         profile = ApiProfile(
             resource.name,
             self.rules(spec, "ingress", where, ""),
             self.rules(spec, "egress", where, ""),
-            {str(key): str(value) for key, value in labels.items()},
+            labels,
         )
         self.put(self.found.profiles, resource.name, profile, resource.where)
 

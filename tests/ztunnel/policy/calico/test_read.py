@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.model import calico as c
-from ztunnel.policy.calico.read import read_resources
+from ztunnel.policy.calico.read import read_object, read_resources
 from ztunnel.policy.calico.resources import LAST, ApiPolicy, Resources
 from ztunnel.runtime.formats.config_reader import Faults
 
@@ -252,6 +252,24 @@ def test_kubernetes_selectors_in_calicos_language() -> None:
     )
 
 
+def test_label_without_value_is_the_empty_text() -> None:
+    """API servers read null so."""
+    assert kubernetes("{podSelector: {matchLabels: {app: }}}").selector.endswith("&& app == ''")
+    assert read("{apiVersion: v1, kind: Pod, metadata: {name: a, labels: {app: }}}").pods[
+        "default", "a"
+    ].labels == {"app": ""}
+
+
+def test_label_that_is_not_quoted_is_named() -> None:
+    reading = read_object(
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "n", "labels": {"a": True, "b": "c"}}}
+    )
+    assert reading.found.namespaces["n"].labels == {"a": "True", "b": "c"}
+    assert [str(flaw) for flaw in reading.flaws] == [
+        "Namespace n: metadata.labels.a: must be text, not True, so it counts as that text"
+    ]
+
+
 def test_kubernetes_blocks_and_their_exceptions() -> None:
     [found] = kubernetes(
         "{podSelector: {}, egress: [{to: [{ipBlock: {cidr: 10.0.0.0/8, except: [10.1.0.0/16]}}]}]}"
@@ -280,6 +298,8 @@ def test_octets_of_kubernetes_blocks_have_leading_zeros() -> None:
         "{podSelector: {}, ingress: [{ports: [{endPort: 80}]}]}",
         "{podSelector: {}, ingress: [{ports: [{port: 80, protocol: tcp}]}]}",
         "{podSelector: {matchLabels: {'a b': x}}}",
+        "{podSelector: {matchLabels: {enabled: true}}}",
+        "{podSelector: {matchLabels: {version: 1.10}}}",
         "{podSelector: {matchExpressions: [{key: a, operator: Is}]}}",
         "{podSelector: {}, policyTypes: [Both]}",
     ],
