@@ -21,6 +21,7 @@ import msgspec
 import yaml
 from lightkube import KubeConfig
 from lightkube.config.client_adapter import AsyncClient, ConnectionParams
+from lightkube.config.models import User
 from lightkube.core.exceptions import ConfigError
 
 from ztunnel.kube.errors import ApiRefused, ApiUnreachable, BadAnswer, BadKubeconfig
@@ -128,7 +129,14 @@ async def connect(
         named = f" ({error})" if isinstance(error, KeyError) else ""
         raise BadKubeconfig(place, f"a cluster, user or context is missing or misshapen{named}") from error
     async with http:
-        yield Client(http, str(config.cluster.server))
+        yield Client(http, str(config.cluster.server), _credentials(config.user))
+
+
+def _credentials(user: User | None) -> str:
+    """Return where a request finds its credentials."""
+    if user is not None and user.token_file is not None:
+        return user.token_file
+    return user.exec.command if user is not None and user.exec else "the kubeconfig"
 
 
 def _check_ca(encoded: str | None) -> None:
@@ -146,9 +154,10 @@ class Client:
     Every method raises ApiUnreachable, BadAnswer or ApiRefused.
     """
 
-    def __init__(self, http: httpx2.AsyncClient, server: str) -> None:
+    def __init__(self, http: httpx2.AsyncClient, server: str, credentials: str) -> None:
         self._http = http
         self.server = server
+        self._credentials = credentials
 
     async def list_page(self, selection: Selection, continued: str = "", limit: int = PAGE) -> ListPage:
         """Return the page that ``continued`` names, the first if it is empty. 410 means that the token is too
@@ -189,7 +198,7 @@ class Client:
             "GET", path, params=params, timeout=httpx2.Timeout(_REQUEST_TIMEOUT_S, read=_SILENT_S)
         )
         with self._translated(f"GET {path}"):
-            response = await self._http.send(request, stream=True)
+            response = await self._send(request, stream=True)
             try:
                 if response.status_code != 200:
                     raise _refused(f"GET {path}", response.status_code, await response.aread())
@@ -213,7 +222,7 @@ class Client:
         """Return ``/version`` of the API server, and the ``Date`` of its answer. Empty if it has none."""
         request = self._http.build_request("GET", "/version")
         with self._translated("GET /version"):
-            response = await self._http.send(request)
+            response = await self._send(request)
         if response.status_code != 200:
             raise _refused("GET /version", response.status_code, response.content)
         try:
@@ -298,10 +307,19 @@ class Client:
             headers={} if body is None else {"content-type": content_type},
         )
         with self._translated(f"{method} {path}"):
-            response = await self._http.send(request)
+            response = await self._send(request)
         if not 200 <= response.status_code < 300:
             raise _refused(f"{method} {path}", response.status_code, response.content)
         return response.content
+
+    async def _send(self, request: httpx2.Request, *, stream: bool = False) -> httpx2.Response:
+        """Send a request with its credentials: those of a file, or of a program (``exec``) that lightkube runs."""
+        try:
+            return await self._http.send(request, stream=stream)
+        except OSError as error:
+            raise ConfigError(f"no credentials from {self._credentials}: {error.strerror or error}") from error
+        except (ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"no credentials from {self._credentials}: it gives no token") from error
 
     @contextlib.contextmanager
     def _translated(self, request: str) -> Iterator[None]:
@@ -318,8 +336,9 @@ class Client:
         except httpx2.HTTPError as error:
             raise ApiUnreachable(self.server, f"{request}: {error or type(error).__name__}") from error
         except ConfigError as error:
-            # The token's file is read again when the API server refuses the token, and can be missing by then.
-            raise ApiUnreachable(self.server, f"{request}: {error}") from error
+            # The token's file is read again when the API server refuses the token, and can be missing by then. A
+            # program for credentials runs at the first request.
+            raise ApiUnreachable(self.server, f"{request}: {' '.join(str(error).split())}") from error
 
 
 async def _lines(pieces: AsyncIterator[bytes], server: str, path: str) -> AsyncIterator[bytes]:

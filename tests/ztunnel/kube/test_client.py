@@ -3,9 +3,11 @@
 import asyncio
 import json
 import ssl
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from tests.ztunnel.kube.fake_api import FakeApi
 from ztunnel.kube.client import connect
@@ -109,6 +111,42 @@ def test_the_token_of_a_service_account_is_read_again_when_it_rotates(
                     await client.list_page(Selection(POD))
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["no-such-program"], "GET /version: no credentials from no-such-program: No such file or directory"),
+        (["echo", "please log in"], "GET /version: no credentials from echo: it gives no token"),
+        (["echo", "{}"], "GET /version: no credentials from echo: it gives no token"),
+        (["echo", "[]"], "GET /version: no credentials from echo: it gives no token"),
+        (["printf", r"\377"], "GET /version: no credentials from printf: it gives no token"),
+        (["sh", "-c", "echo log >&2; echo in >&2; exit 1"], "GET /version: Exec sh returned 1: log in"),
+        (None, ": Is a directory"),
+    ],
+)
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_credentials_that_are_not_there_are_one_line_that_names_their_source(
+    tmp_path: Path, command: list[str] | None, said: str, run: Callable[[Coroutine[None, None, None]], None]
+) -> None:
+    async def check() -> None:
+        async with FakeApi().serve() as api:
+            path = api.kubeconfig(tmp_path)
+            described = json.loads(path.read_text())
+            program = {"apiVersion": "client.authentication.k8s.io/v1beta1"}
+            described["users"][0]["user"] = (
+                {"tokenFile": str(tmp_path)}
+                if command is None
+                else {"exec": {**program, "command": command[0], "args": command[1:]}}
+            )
+            path.write_text(json.dumps(described))
+            async with connect(path) as client:
+                with pytest.raises(ApiUnreachable) as raised:
+                    await client.version()
+                assert said in str(raised.value)
+                assert "\n" not in str(raised.value)
+
+    run(check())
 
 
 def test_an_unreachable_api_server_is_one_line(tmp_path: Path) -> None:
