@@ -313,7 +313,7 @@ class Client:
         return response.content
 
     async def _send(self, request: httpx2.Request, *, stream: bool = False) -> httpx2.Response:
-        """Send a request with its credentials: those of a file, or of a program (``exec``) that lightkube runs."""
+        """Send a request. Its credentials can come from a file, or from a program (``exec``)."""
         try:
             return await self._http.send(request, stream=stream)
         except OSError as error:
