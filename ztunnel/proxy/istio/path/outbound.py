@@ -20,7 +20,7 @@ from hbone.aio.connection import Connection, connect
 from hbone.aio.deadline import Deadline
 from hbone.aio.end import End
 from hbone.aio.fiber import current
-from hbone.aio.relay import LINGER_S, ByteCounts, Relay, relay
+from hbone.aio.relay import LINGER_S, ByteCounts, RelayEnd, relay
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError, TlsError, TlsReason, TunnelBroken
 from hbone.events import Header, Headers
@@ -490,7 +490,16 @@ class Outbound(PlannedOutbound):
             owned.callback(carrier.close)
             for sock in (near, far):
                 sock.setblocking(False)
-            carrying = relay(carrier, outer, ByteCounts())
+            carried: asyncio.Future[None] = node.poller.loop.create_future()
+
+            def carrying_ended(_: RelayEnd) -> None:
+                # After a reset of the outer tunnel, only this close informs the inner connection, which would
+                # otherwise wait for its keepalive. Later, because this can run in the middle of a read.
+                node.poller.loop.call_soon(carrier.close)
+                if not carried.done():  # its waiter was cancelled
+                    carried.set_result(None)
+
+            carrying = relay(carrier, outer, ByteCounts(), on_end=carrying_ended)
             owned.callback(carrying.abort, "the inner tunnel ended")
             certificate = await self._pod.certificate(call.labels.workload)
             context = certificate.client_context(route.inner_identities)
@@ -507,7 +516,7 @@ class Outbound(PlannedOutbound):
             entry.aborts_by(carrying.abort)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LINGER_S):
-                    await _flush_before_close(inner, near, carrying)
+                    await _flush_before_close(inner, near, carried)
 
         upstream = OutboundUpstream(tunnel)
         upstream.on_close(owned.close)
@@ -531,7 +540,7 @@ class Outbound(PlannedOutbound):
         )
 
 
-async def _flush_before_close(inner: Connection, near: socket.SocketType, carrying: Relay) -> None:
+async def _flush_before_close(inner: Connection, near: socket.SocketType, carried: asyncio.Future[None]) -> None:
     """Deliver the last bytes of an ended inner connection before closing the outer tunnel.
 
     Closing at once, like upstream, loses the bytes in the socket pair, and a gateway drops unforwarded bytes when
@@ -548,7 +557,7 @@ async def _flush_before_close(inner: Connection, near: socket.SocketType, carryi
                 inner.link.tls.close()  # without close_notify, the far side would detect a truncation
                 inner.link.send_tls()
             near.shutdown(socket.SHUT_WR)
-    await carrying
+    await carried
 
 
 def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:

@@ -1,6 +1,7 @@
 """Connections that pods open: how they end, SOCKS5, and double tunnels."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import socket
@@ -299,6 +300,41 @@ def test_aborted_double_tunnel_is_not_closed_gracefully(tmp_path: Path) -> None:
         await cluster.pods["client"].stop()
         await client.read_all()
         assert (await cluster.line())["error"] == DRAINED
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("established", [True, False])
+def test_double_tunnel_ends_at_once_when_its_outer_tunnel_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, established: bool
+) -> None:
+    """The inner connection must not wait for its handshake timeout, or for an answer to its next PING."""
+
+    async def body(cluster: Cluster) -> None:
+        double(cluster)
+        await cluster.start(POD)
+        gateway, _ = await through_gateway(cluster, far="far-server")
+        silent = asyncio.Event()
+
+        async def holds(request: Request) -> None:
+            request.accept()
+            await silent.wait()
+
+        if not established:
+            gateway.answer = holds
+        client = cluster.dial(f"{VIP}:80")
+        await client.send(b"hello")
+        if established:
+            assert await client.read(5) == b"hello"
+        else:
+            await cluster.until(lambda: gateway.requests and gateway.requests[0].answered)
+        gateway.connections[0].abort("the gateway has crashed")
+        with contextlib.suppress(ConnectionResetError):
+            assert await client.read_all() == b""
+        error = (await cluster.line())["error"]
+        assert "timeout" not in error
+        assert "timed out" not in error
+        silent.set()
 
     play(tmp_path, body)
 
