@@ -118,6 +118,7 @@ class Poller:
         self._handlers: dict[int, Handler] = {}
         self._most = 0
         self._filled: set[int] = set()
+        self._fresh: set[int] = set()  # registered since the last poll, which has no events of theirs
         self._requeued: deque[Handler] = deque()
         self._in_line: set[Handler] = set()
         self._bulk_until_s = 0.0  # end of this iteration's bulk time; 0: no socket had much to read yet
@@ -179,6 +180,7 @@ class Poller:
         """
         self._epoll.register(fd, _INTEREST)
         self._handlers[fd] = handler
+        self._fresh.add(fd)
         if len(self._handlers) > self._most:
             self._most = len(self._handlers)
 
@@ -328,6 +330,7 @@ class Poller:
             self.lingering.close()
             self._handlers.clear()
             self._filled.clear()
+            self._fresh.clear()
             self._requeued.clear()
             self._in_line.clear()
             self._dirty.clear()
@@ -384,12 +387,13 @@ class Poller:
                     break
         spin = self._spin
         ready = self._poll()
-        handlers = self._handlers
+        handlers, fresh = self._handlers, self._fresh
+        fresh.clear()
         for number, (fd, mask) in enumerate(ready, start=1):
             # An earlier event of this batch can have closed this socket. Its number can even be in use again, by a
-            # socket accepted since. That socket gets a superfluous event, whose read returns no bytes.
+            # socket accepted since, for which a hang-up of the closed one would be an end.
             handler_at = handlers.get(fd)
-            if handler_at is not None:
+            if handler_at is not None and not (fresh and fd in fresh):
                 try:
                     handler_at.on_event(mask)
                 except BaseException as error:  # noqa: BLE001  one socket's bug must not end the others

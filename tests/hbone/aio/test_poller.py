@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import select
 import socket
 import time
@@ -196,6 +198,50 @@ def test_edges_that_epoll_lost_are_asked_for_again(loop: str) -> None:
             near.close()
             far.close()
 
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_socket_gets_no_event_of_an_earlier_socket_with_its_descriptor(loop: str) -> None:
+    """A handler closes another socket of the batch, and registers a new one, which the kernel gave the same number.
+    The closed socket's hang-up is not the new one's.
+    """
+
+    class Recorder(Quiet):
+        def __init__(self) -> None:
+            self.masks: list[int] = []
+
+        def on_event(self, mask: int) -> None:
+            self.masks.append(mask)
+
+    class Replacing(Quiet):
+        def on_event(self, mask: int) -> None:
+            number = ended.fileno()
+            poller.unregister(number)
+            os.dup2(fresh.fileno(), number)
+            poller.register(number, recorder)
+
+    async def main() -> None:
+        nonlocal poller, ended, fresh
+        with polling() as poller, contextlib.ExitStack() as sockets:
+            (first, waking), (ended, peer), (fresh, client) = pairs = [socket.socketpair() for _ in range(3)]
+            for each in pairs:
+                for sock in each:
+                    sockets.enter_context(sock)
+            poller.register(first.fileno(), Replacing())
+            poller.register(ended.fileno(), Quiet())
+            client.send(b"x")
+            waking.send(b"x")
+            peer.close()
+            await until(lambda: recorder.masks)
+            assert recorder.masks == [select.EPOLLIN]
+            poller.unregister(first.fileno())
+            poller.unregister(ended.fileno())
+
+    recorder = Recorder()
+    poller: Poller
+    ended: socket.socket
+    fresh: socket.socket
     run(main, loop)
 
 

@@ -4,6 +4,7 @@ charges.
 
 import asyncio
 import errno
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager
@@ -389,3 +390,46 @@ def test_offending_source_waits_longer_each_time() -> None:
             assert pod.begun
 
     virtual_time.run(main)
+
+
+def test_queued_connection_is_not_closed_by_the_end_of_another_with_its_descriptor() -> None:
+    """A socket of the batch is closed, and the next accepted one gets its number, before its hang-up is handled."""
+
+    class Ended:
+        def on_event(self, mask: int) -> None: ...
+
+        def on_bug(self, error: Exception) -> None: ...
+
+    class Listening(Ended):
+        def on_event(self, mask: int) -> None:
+            number = old.detach()
+            pod.limiter._poller.unregister(number)
+            near, far = pair("127.0.0.1", "127.0.0.1")
+            near.sendall(HELLO)
+            os.dup2(far.fileno(), number)
+            far.close()
+            accepted = socket.socket(fileno=number)
+            accepted.setblocking(False)
+            pod.clients.append(near)
+            pod.limiter.enter(accepted, ("a", 1))
+
+    async def body() -> None:
+        nonlocal old, pod
+        with pods(LIMITS) as (half_open, (pod,), _):
+            poller = half_open.poller
+            old, peer = pair("127.0.0.1", "127.0.0.1")
+            listening, client = pair("127.0.0.1", "127.0.0.1")
+            poller.register(listening.fileno(), Listening())
+            poller.register(old.fileno(), Ended())
+            client.send(b"x")
+            peer.close()
+            await until(lambda: pod.begun or pod.rejected)
+            assert pod.rejected == []
+            pod.end()
+            poller.unregister(listening.fileno())
+            listening.close()
+            client.close()
+
+    old: socket.socket
+    pod: Pod
+    play(body)
