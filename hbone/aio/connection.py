@@ -57,6 +57,8 @@ logger = logging.getLogger(__name__)
 
 _IN_HANDSHAKE: Final = "during the TLS handshake"
 _NOTHING: Final = memoryview(b"")
+_DELIVERY_CHECK_S: Final = 0.02
+"""How often a drained connection checks whether the last bytes of its streams have arrived; a guess."""
 _SMALL_BYTES: Final = 4096  # the cost of a shorter read does not depend on its bytes
 _LONGEST_PAUSE_S: Final = 0.05
 """The longest single pause. Afterwards the debt is computed again, because a 200 refunds the cost
@@ -80,6 +82,7 @@ class Connection(ConnectionTunnels):
     __slots__ = (
         "_bulk",
         "_closed",
+        "_delivery",
         "_first",
         "_grace",
         "_keepalive",
@@ -125,6 +128,7 @@ class Connection(ConnectionTunnels):
         self._first: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._grace: asyncio.TimerHandle | None = None
+        self._delivery: asyncio.Handle | None = None
         self._share: PeerQuota | None = None
         if moved is None:
             poller.adopt(sock, self)
@@ -595,10 +599,12 @@ class Connection(ConnectionTunnels):
             self._pause.cancel()
         if self._grace is not None:
             self._grace.cancel()
+        if self._delivery is not None:
+            self._delivery.cancel()
         if self._share is not None:
             self.engine.leave_share()
             self.poller.peers.leave(self._share)
-        self._keepalive = self._first = self._pause = self._grace = self._share = None
+        self._keepalive = self._first = self._pause = self._grace = self._delivery = self._share = None
         self.link.close(lingers=self.role is Role.SERVER and isinstance(error, RemoteProtocolError))
         self.engine.output.taken()
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")
@@ -627,10 +633,25 @@ class Connection(ConnectionTunnels):
     def _changed(self) -> None:
         # The connection is drained. Close it later, because this can run inside a read whose events are not all
         # dispatched.
-        if self._closing and self.error is None and not self.open_streams and self.engine.goaway_sent:
-            self.poller.loop.call_soon(self.close)
+        is_drained = self._closing and not self.open_streams and self.engine.goaway_sent
+        if is_drained and self.error is None and self._delivery is None:
+            self._delivery = self.poller.loop.call_soon(self._close_delivered)
         if self._on_change is not None:
             self._on_change(self)
+
+    def _close_delivered(self) -> None:
+        """Close the drained connection when the last bytes of its streams have arrived.
+
+        Keepalive ends the wait for a peer that is gone.
+        """
+        self._delivery = None
+        self.flush()
+        if self.error is not None:
+            return
+        if self.link.in_flight:
+            self._delivery = self.poller.loop.call_later(_DELIVERY_CHECK_S, self._close_delivered)
+        else:
+            self.close()
 
     # Keepalive
 

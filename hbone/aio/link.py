@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
+import termios
 
 from hbone.aio.poller import BULK_BYTES, Poller
 from hbone.errors import ConnectionBroken, HboneError
@@ -73,6 +76,19 @@ class Link:
     def unsent_bytes(self) -> int:
         """Number of bytes that wait for the network."""
         return len(self._unsent)
+
+    @property
+    def in_flight(self) -> int:
+        """Number of bytes that wait for the network, or that the other side's kernel has not acknowledged.
+
+        While there are any, a close can destroy them: the kernel answers bytes that arrive for a closed socket,
+        such as a WINDOW_UPDATE, with a reset.
+        """
+        try:
+            queued = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ of tcp(7)
+        except (OSError, ValueError):
+            return 0  # the connection has ended, or its socket is closed
+        return len(self._unsent) + int(struct.unpack("i", queued)[0])
 
     def hang_up_seen(self) -> None:
         """Record an end reported by the poller: a short read no longer means an empty socket."""

@@ -93,7 +93,7 @@ class Pool(PoolConnections):
     async def close(self) -> None:
         """Drain, then close every connection without waiting (RST_STREAM, GOAWAY, close_notify)."""
         self.drain()
-        for connection in list(self._connections.values()):
+        for connection in [*self._connections.values(), *self._leaving]:
             connection.close()
         dials = [*self._dials.values(), *self._ending]
         if dials:

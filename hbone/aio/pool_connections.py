@@ -69,6 +69,7 @@ class PoolConnections:
         self._waiting: dict[WaiterId, OneShotFuture[Assigned]] = {}
         self._connections: dict[ConnectionId, Connection] = {}
         self._limits: dict[ConnectionId, int | None] = {}
+        self._leaving: set[Connection] = set()
         self._dials: dict[Hashable, Fiber] = {}
         self._ending: set[asyncio.Future[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -199,8 +200,7 @@ class PoolConnections:
                     connection = self._connections.pop(connection_id, None)
                     self._limits.pop(connection_id, None)
                     if connection is not None:
-                        connection.on_change(None)
-                        connection.close()
+                        self._leave(connection)
                 case CancelDial(key=key):
                     task = self._dials.pop(key)
                     self._ending.add(task)
@@ -209,6 +209,21 @@ class PoolConnections:
                 case _:
                     assert_never(action)
         self._schedule()
+
+    def _leave(self, connection: Connection) -> None:
+        """Close a connection without tunnels when the last bytes of its tunnels have arrived."""
+        connection.flush()
+        if connection.link.in_flight:
+            self._leaving.add(connection)
+            connection.on_change(self._left)
+            connection.drain()
+        else:
+            connection.on_change(None)
+            connection.close()
+
+    def _left(self, connection: Connection) -> None:
+        if connection.error is not None:
+            self._leaving.discard(connection)
 
     def _dial_over(self, key: Hashable, error: Exception) -> None:
         if self._dials.pop(key, None) is not None:

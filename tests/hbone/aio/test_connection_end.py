@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 
 from hbone import frames
 from hbone.aio.connection import Connection, connect
-from hbone.aio.connection_settings import ConnectionSettings
+from hbone.aio.connection_settings import ConnectionSettings, default_client
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.requests import Request
@@ -82,6 +84,50 @@ def test_drain_lets_streams_finish_then_closes(tls: bool) -> None:
                 await pair.client.wait_closed()
 
     run(main)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_drained_connection_closes_after_the_last_bytes_of_its_streams_have_arrived(loop: str) -> None:
+    """The client has ended its direction. The end of the response waits for a slow network."""
+
+    async def main() -> None:
+        near, inner = tcp_pair()
+        relayed = asyncio.Event()
+
+        async def serve(request: Request) -> None:
+            with PlainSocket(inner, poller) as end, request.accept() as tunnel:
+                await relay(tunnel, end, ByteCounts())
+            relayed.set()
+
+        large = replace(client_settings(), initial_window_bytes=1 << 20, stream_window_bytes=1 << 20)
+        settings = replace(default_client(), http2=large)
+        with polling() as poller, near:
+            async with connected(poller, client_settings=settings, on_request=serve) as pair:
+                with await pair.client.open(CONNECT) as tunnel:
+                    ours, mine = tcp_pair()
+                    with ours, PlainSocket(mine, poller) as client:
+                        running = relay(client, tunnel, ByteCounts())
+                        ours.shutdown(socket.SHUT_WR)
+                        assert await App(near).read_all() == b""
+                        pair.server.drain()
+                        await until(lambda: pair.server.engine.goaway_sent)
+                        pair.client.suspend()
+                        pair.server.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
+                        pair.client.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * 1024)
+                        sent = near.send(bytes(200_000))  # read together with the EOF
+                        near.shutdown(socket.SHUT_WR)
+                        await relayed.wait()
+                        await until(lambda: pair.server.link.blocked or pair.server.error)
+                        for _ in range(10):
+                            await asyncio.sleep(0)
+                        assert pair.server.error is None
+                        pair.client.wake_up()
+                        assert len(await App(ours).read_all()) == sent
+                        assert (await running).error is None
+                await pair.server.wait_closed()
+                assert isinstance(pair.server.error, TunnelClosed)
+
+    run(main, loop)
 
 
 @contextlib.asynccontextmanager

@@ -203,8 +203,8 @@ def test_edges_that_epoll_lost_are_asked_for_again(loop: str) -> None:
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_socket_gets_no_event_of_an_earlier_socket_with_its_descriptor(loop: str) -> None:
-    """A handler closes another socket of the batch, and registers a new one, which the kernel gave the same number.
-    The closed socket's hang-up is not the new one's.
+    """A handler closes another socket of the batch, and registers a new one, which has the same number. The closed
+    socket's hang-up is not the new one's.
     """
 
     class Recorder(Quiet):

@@ -19,7 +19,8 @@ from hbone.aio.poller import Poller
 from hbone.aio.pool import Pool
 from hbone.aio.requests import Request
 from hbone.aio.server import serve_connection
-from hbone.errors import ConnectionBroken, ConnectRefused, PoolClosed, TlsError, TunnelBroken
+from hbone.end_state import SourceState
+from hbone.errors import ConnectionBroken, ConnectRefused, PoolClosed, TlsError, TunnelBroken, TunnelClosed
 from hbone.pool import PoolSettings
 from hbone.settings import Http2Settings, Role
 from hbone.tls_context import TlsContext
@@ -365,5 +366,53 @@ def test_cancelling_an_open_at_any_turn_leaves_nothing(turns: int) -> None:
                 else:
                     result.close()
             assert pool.statistics.streams == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_connection_that_left_closes_after_the_last_bytes_of_its_tunnels_have_arrived(closes: bool) -> None:
+    """The server has ended the stream, and takes the rest of an upload slowly. Closing the pool does not wait."""
+
+    async def main() -> None:
+        async with mesh() as (pool, network):
+            network.settings = ConnectionSettings(
+                http2=Http2Settings(initial_window_bytes=1 << 20, early_bytes=1 << 20)
+            )
+            received: list[int] = []
+
+            async def half_closes(request: Request) -> None:
+                accepted = request.accept()
+                accepted.write_eof()
+                await until(lambda: accepted.source is not SourceState.OPEN or network.over.is_set())
+                if accepted.source is SourceState.ENDED:
+                    received.append(accepted._early_bytes)
+
+            network.handle = half_closes  # type: ignore[method-assign]
+            tunnel = await pool.open("key", CONNECT)
+            (client,), (server,) = pool.connections, network.servers
+            server.drain()
+            await until(lambda: tunnel.source is SourceState.ENDED and client.engine.going_away)
+            server.suspend()
+            for end in (client, server):
+                end.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
+                end.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * 1024)
+            sent = client.engine.send_data(tunnel.stream_id, bytes(200_000))
+            tunnel.write_eof()
+            tunnel.close()
+            assert not pool.connections
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert client.error is None
+            if closes:
+                await pool.close()
+                assert isinstance(client.error, TunnelClosed)
+                network.over.set()
+                server.wake_up()
+            else:
+                server.wake_up()
+                await until(lambda: received)
+                assert received == [sent]
+                await client.wait_closed()
 
     run(main)

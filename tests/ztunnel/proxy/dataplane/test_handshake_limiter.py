@@ -393,7 +393,7 @@ def test_offending_source_waits_longer_each_time() -> None:
 
 
 def test_queued_connection_is_not_closed_by_the_end_of_another_with_its_descriptor() -> None:
-    """A socket of the batch is closed, and the next accepted one gets its number, before its hang-up is handled."""
+    """A socket of a batch is closed, and an accepted one gets its number, before its hang-up is handled."""
 
     class Ended:
         def on_event(self, mask: int) -> None: ...

@@ -21,6 +21,9 @@ from ztunnel.proxy.istio.path.pod_connection import Carrier, PodConnection
 #: How long idle tunnel connections are kept open after GOAWAY: some round trips, and the second during which a
 #: server still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
 _GOODBYE_S = 2.0
+#: How long a drain waits for a peer that takes none of the last bytes of its streams, and how often it checks.
+_STALLED_S = 2.0  # a guess
+_CHECK_S = 0.02
 
 
 class Phase(Enum):
@@ -105,7 +108,29 @@ class PodConnections:
                     async with asyncio.timeout(_GOODBYE_S):
                         await all_emptied(self.arriving, self.inbound, self.outbound, self.carriers)
                 await all_emptied(self.inbound, self.outbound)
+                await self._delivered()
         return len(self)
+
+    async def _delivered(self) -> None:
+        """Wait until the last bytes of ended streams have arrived, or their peer takes no more.
+
+        A stream has ended when its last bytes are queued. A close of its connection could destroy them.
+        """
+        loop = asyncio.get_running_loop()
+        open_connections = [each.connection for each in (*self.carriers, *self.dialled) if each.connection]
+        waiting = {
+            connection: (size, loop.time())
+            for connection in open_connections
+            if (size := connection.link.in_flight)
+        }
+        while waiting:
+            await asyncio.sleep(_CHECK_S)
+            for connection, (before, since_s) in list(waiting.items()):
+                size, now_s = connection.link.in_flight, loop.time()
+                if 0 < size < before:
+                    waiting[connection] = size, now_s
+                elif not size or now_s - since_s >= _STALLED_S:
+                    del waiting[connection]
 
     def finish_all(self, reason: str) -> None:
         """Close all connections gracefully, because the grace period is over."""

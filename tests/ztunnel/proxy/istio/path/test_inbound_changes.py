@@ -1,12 +1,19 @@
 """Live connections to a pod when policies, certificates or the pod itself change."""
 
 import asyncio
+import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hbone.aio.connection import Connection
+from hbone import frames
+from hbone.aio.connection import Connection, connect
+from hbone.aio.connection_settings import default_client
 from hbone.errors import ConnectionBroken, ConnectRefused, TunnelBroken
+from hbone.settings import client_settings
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.inbound_case import (
     ALLOW,
     APP,
@@ -19,10 +26,12 @@ from tests.ztunnel.proxy.istio.inbound_case import (
     fields,
     policy,
 )
-from tests.ztunnel.proxy.istio.pods import LOOPS, ROOT, SERVER, Cluster, certificate, identity, play
+from tests.ztunnel.proxy.istio.pods import CLIENT, LOOPS, ROOT, SERVER, Cluster, End, certificate, identity, play
 from xds.model.authorization import Action
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REVOKED
+from ztunnel.proxy.istio.path import connections
+from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 # Change
 
@@ -150,6 +159,76 @@ def test_drain_sends_goaway_and_waits_for_tunnels(tmp_path: Path) -> None:
         assert await tunnel_client.end.ask(b"last") == b"last"
         await draining
         assert "error" not in await cluster.line()
+
+    play(tmp_path, closing(body))
+
+
+def test_drain_waits_for_the_last_bytes_of_ended_tunnels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client has ended its direction, and the end of the response waits for a slow network."""
+    monkeypatch.setattr(connections, "_GOODBYE_S", 0.01)  # afterwards only tunnels are waited for
+    monkeypatch.setattr(connections, "_STALLED_S", WAIT_S)
+
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        applications: list[socket.socket] = []
+        cluster.wire.handlers[APP] = lambda sock, _: applications.append(sock)
+        dial = cluster.wire.connect
+
+        async def with_room(*target: Any) -> socket.socket:
+            sock = await dial(*target)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 256 * 1024)
+            return sock
+
+        cluster.wire.connect = with_room  # type: ignore[method-assign]
+        context = certificate(identity("client")).client_context((identity("server"),))
+        large = replace(client_settings(), initial_window_bytes=1 << 20, stream_window_bytes=1 << 20)
+        near = cluster.sockets["server"].arrives(HBONE_PORT, None, CLIENT).sock
+        connection = await connect(near, context, replace(default_client(), http2=large), cluster.node.poller)
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        tunnel_client.end.eof()
+        application = End(applications[0])
+        cluster.wire.ends.append(application)
+        assert await application.read_all() == b""
+        draining = asyncio.ensure_future(cluster.pods["server"].drain(WAIT_S))  # noqa: TID251  awaited below
+        (carrier,) = cluster.pods["server"].connections.carriers
+        assert carrier.connection is not None
+        await cluster.until(lambda: connection.engine.going_away)
+        link = carrier.connection.link
+        connection.suspend()
+        link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 * 1024)
+        application.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 256 * 1024)
+        sent = application.sock.send(bytes(200_000))  # read together with the EOF
+        application.eof()
+        await cluster.line()
+        await cluster.until(lambda: link.blocked or draining.done())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not draining.done()
+        connection.wake_up()
+        assert len(await tunnel_client.end.read_all()) == sent
+        await draining
+
+    play(tmp_path, body, loop="uvloop")
+
+
+def test_drain_does_not_wait_for_the_last_bytes_of_a_peer_that_takes_none(tmp_path: Path) -> None:
+    async def body(cluster: Cluster, connection: Connection) -> None:
+        cluster.application(SERVER)
+        tunnel_client = TunnelClient(cluster, await connection.open(fields()))
+        assert await tunnel_client.end.ask() == b"ping"
+        (carrier,) = cluster.pods["server"].connections.carriers
+        assert carrier.connection is not None
+        connection.suspend()
+        connection.link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        for _ in range(1000):
+            carrier.connection.engine.output.append(frames.frame(frames.PING, 0, 0, bytes(8)) * 1000)
+            carrier.connection.flush()
+        assert carrier.connection.link.blocked
+        began_s = cluster.node.clock.monotonic()
+        await cluster.pods["server"].drain(60.0)
+        assert cluster.node.clock.monotonic() - began_s < 10
+        connection.wake_up()
 
     play(tmp_path, closing(body))
 
