@@ -545,7 +545,11 @@ class Connection(ConnectionTunnels):
         if self.error is None:
             self.link.held = False
             fd = self.link.sock.fileno()
-            self.poller.register(fd, self)
+            try:
+                self.poller.register(fd, self)
+            except OSError as error:  # meanwhile other sockets have used up the watches: epoll_ctl(2), ENOSPC
+                self._end(network_error(error, "when it was watched again"))
+                return
             if self.link.blocked:
                 self.poller.watch_writable(fd)
             self.poller.requeue(self)

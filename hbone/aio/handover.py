@@ -15,6 +15,7 @@ Descriptors come with a state in this order: the connection's descriptor, then f
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,6 +46,8 @@ __all__ = [
     "Unmovable",
     "resumed",
 ]
+
+log = logging.getLogger(__name__)
 
 _ENDING = "about to end"
 
@@ -270,7 +273,8 @@ class Resumed:
         ends: the two ends of each relay.
         counts: the byte counts of each relay.
         idle_timeouts_s: the idle timeout of each relay. ``None``: no timeout.
-        relays: the running relays, none before :meth:`start`.
+        relays: the running relays, none before :meth:`start`. ``None``: the socket of an end cannot be watched
+            (fs.epoll.max_user_watches), so the caller closes both ends.
     """
 
     def __init__(
@@ -284,7 +288,7 @@ class Resumed:
         self.ends = ends
         self.counts = counts
         self.idle_timeouts_s: list[float | None] = [None] * len(ends)
-        self.relays: list[Relay] = []
+        self.relays: list[Relay | None] = []
         self._state = state
 
     def start(self) -> None:
@@ -301,7 +305,11 @@ class Resumed:
             open_sinks = tuple(end for end, is_open in zip((a, b), state.open_sinks, strict=True) if is_open)
             first = None if state.first is None else (a, b)[state.first]
             moved = MovedRelay(first=first, open_sinks=open_sinks, quiet=state.quiet, seen=state.seen)
-            self.relays.append(continued(a, b, counts, moved, idle_timeout_s))
+            try:
+                self.relays.append(continued(a, b, counts, moved, idle_timeout_s))
+            except OSError as error:
+                log.error("a connection was taken and is lost error=%s", error.strerror)
+                self.relays.append(None)
 
     def discard(self) -> None:
         """Close our descriptors without sending, because the other process keeps the sockets."""

@@ -376,7 +376,11 @@ class PlainSocket(End):
         """Continue after :meth:`suspend`."""
         if not self.closed:
             self._readable = True
-            self._watch()
+            try:
+                self._watch()
+            except OSError as error:  # meanwhile other sockets have used up the watches: epoll_ctl(2), ENOSPC
+                self.close(bare(error))
+                return
             if self._pending:
                 self._watch_writable()
             self.poller.requeue(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import random
 import socket
@@ -19,7 +20,7 @@ from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, relay
 from hbone.aio.requests import Requests
 from hbone.aio.socket import PlainSocket
-from hbone.errors import TlsError
+from hbone.errors import HboneError, TlsError
 from tests.hbone.aio.harness import CONNECT, LOOPS, App, Pair, connected, polling, run, tcp_pair, until
 
 
@@ -280,6 +281,34 @@ def test_a_relay_that_ends_while_frozen_is_detected() -> None:
                 frozen.thaw()
             for a, b in made.apps[1:3]:
                 await echoes(a, b, b"others live")
+
+    run(main)
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_unit_that_cannot_be_watched_again_ends_and_the_others_continue(
+    monkeypatch: pytest.MonkeyPatch, index: int
+) -> None:
+    """While it was frozen, other sockets have used up the user's limit (fs.epoll.max_user_watches)."""
+
+    async def main() -> None:
+        async with site(1) as made:
+            unit, others = made.units[index], made.units[2:] if index < 2 else made.units[:2]
+            frozen = unit.freeze()
+
+            def full(fd: int, handler: object) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            with monkeypatch.context() as limit:
+                limit.setattr(made.pollers[0], "register", full)
+                frozen.thaw()
+            (running,) = unit.relays
+            assert isinstance((await running).error, (OSError, HboneError))
+            for end in unit.ends:
+                end.close()
+            assert others
+            await echoes(*made.apps[1 if index < 2 else 0], b"others live")
 
     run(main)
 

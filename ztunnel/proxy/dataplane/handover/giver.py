@@ -245,7 +245,11 @@ class Giver:
             await asyncio.sleep(_AGAIN_S)
 
     async def finish(self, result: Result) -> None:
-        """Tell the taker that no more offers follow for now."""
+        """Tell the taker that no more offers follow for now.
+
+        Raises:
+            TakerGone: the taker has ended.
+        """
         if not self.gone:
             await self._send(Finished(given=result.given, left=result.left))
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from hbone.aio.poller import Poller
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
-from ztunnel.proxy.dataplane.handover.giver import Giver, MovableUnits, Result, read_message
+from ztunnel.proxy.dataplane.handover.giver import Giver, MovableUnits, Result, TakerGone, read_message
 from ztunnel.proxy.dataplane.handover.messages import (
     OLDEST_SCHEMA,
     SCHEMA,
@@ -359,7 +359,7 @@ class Handover:
             return None
         result = await giver.give(seconds)
         self._note(giver, result)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(TakerGone):
             await giver.finish(result)
         return result
 

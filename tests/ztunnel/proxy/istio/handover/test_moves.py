@@ -1,11 +1,14 @@
 """What moves from one generation of a proxy to the next, and what the second one makes of it."""
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from hbone.aio.poller import Handler
+from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
 from tests.ztunnel.proxy.istio.handover.generations import OUTSIDE, REMOTE_HOST, SERVER, Generations, echoed, play
 from tests.ztunnel.proxy.istio.inbound_case import DENY, GATED
@@ -71,6 +74,44 @@ def test_every_kind_of_connection_moves_with_one_line_and_exact_counts(tmp_path:
         assert len(old.wire.dialled) == dialled
 
     play(tmp_path, body, loop=loop)
+
+
+def test_connection_whose_socket_cannot_be_watched_is_closed_and_the_others_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's limit of watches (fs.epoll.max_user_watches) is reached: epoll_ctl fails with ENOSPC."""
+
+    async def body(made: Generations) -> None:
+        old, new = made.old, made.new
+        opened = await everything(made)
+        await made.meet()
+        register = new.node.poller.register
+        refused: list[int] = []
+
+        def full(fd: int, handler: Handler) -> None:
+            if isinstance(handler, PlainSocket) and not refused:
+                refused.append(fd)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            register(fd, handler)
+
+        monkeypatch.setattr(new.node.poller, "register", full)
+        result = await made.before.give()
+        assert result is not None
+        assert result.left == 0
+        await new.until(new.lines)
+        assert refused
+        assert all("connection lost on its way" in line["error"] for line in new.lines())
+        lost = len(new.lines())
+        served = 0
+        for end in opened.values():
+            served += await end.ask(b"last") == b"last"
+        assert served == len(opened) - 1
+        await new.line(6)
+        assert sum("error" in line for line in new.lines()) == lost
+        await new.until(lambda: new.is_idle)
+        assert old.lines() == []
+
+    play(tmp_path, body)
 
 
 def test_new_tunnels_use_the_connections_that_have_moved(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.ztunnel.proxy.istio.handover.scripted import (
     still_served,
 )
 from tests.ztunnel.proxy.istio.pods import APP_PORT
-from ztunnel.proxy.dataplane.handover.giver import Result
+from ztunnel.proxy.dataplane.handover.giver import Giver, Result
 from ztunnel.proxy.dataplane.handover.messages import (
     SCHEMA,
     Busy,
@@ -59,6 +59,34 @@ def test_dying_successor_leaves_connections_with_the_predecessor(tmp_path: Path,
                 assert isinstance(offer, Offer)
         result = await task
         assert result is None or result.given == 0
+        await still_served(made, end)
+
+    play(tmp_path, body)
+
+
+def test_successor_that_dies_after_the_last_offer_does_not_end_the_drain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(made: Generations) -> None:
+        end = await plain(made)
+        give = Giver.give
+
+        async def then_dies(self: Giver, again_s: float) -> Result:
+            result = await give(self, again_s)
+            taker.close()  # the giver has not read the EOF yet
+            return result
+
+        async with scripted_taker(made) as taker:
+            await greeted(taker)
+            await made.old.until(lambda: made.before.successor_waits)
+            monkeypatch.setattr(Giver, "give", then_dies)
+            task = giving(made, 0.0)
+            offer = await taker.hear()
+            assert isinstance(offer, Offer)
+            await taker.say(Declined(offer.number, "later"))
+            result = await task
+            assert result is not None
+            assert result.given == 0
         await still_served(made, end)
 
     play(tmp_path, body)
