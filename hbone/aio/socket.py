@@ -25,7 +25,7 @@ LASTING_S: Final = 10.0
 """The age after which a connection gets options that few connections need, see
 :meth:`PlainSocket.when_lasting`.
 """
-_UNREAD_BYTES: Final = 1 << 30  # more than any receive buffer
+_MOST_DISCARDS: Final = 256  # of 256 KiB each: more than any receive buffer
 _MOST_CHUNKS = 64  # buffers of one sendmsg; more are joined first (the kernel's limit is 1024)
 
 
@@ -563,7 +563,10 @@ class PlainSocket(End):
             self.sock.shutdown(socket.SHUT_WR)
             # Later bytes are answered with a reset, which does not reach an application that has ended with its
             # FIN.
-            self.sock.recv(_UNREAD_BYTES, socket.MSG_TRUNC)
+            room = self.poller.ciphertext  # stays unchanged, because TCP discards without a copy (MSG_TRUNC)
+            for _ in range(_MOST_DISCARDS):
+                if self.sock.recv_into(room, 0, socket.MSG_TRUNC) < len(room):
+                    break
 
     def detach(self) -> socket.SocketType:
         """Give the socket to a new owner unchanged. Allowed only before a relay, and without pushed-back bytes."""

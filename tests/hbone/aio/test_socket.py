@@ -2,10 +2,12 @@
 
 import asyncio
 import socket
+import tracemalloc
 
 from hbone.aio.poller import Poller
 from hbone.aio.socket import LASTING_S, PlainSocket
 from tests.hbone import virtual_time
+from tests.hbone.aio.harness import polling, run, tcp_pair
 
 
 def test_the_lasting_callback_runs_once_and_only_for_long_connections() -> None:
@@ -30,3 +32,29 @@ def test_the_lasting_callback_runs_once_and_only_for_long_connections() -> None:
         poller.close()
 
     virtual_time.run(main)
+
+
+def test_discarding_unread_bytes_at_the_end_takes_no_memory() -> None:
+    """An allocation as large as any receive buffer can fail (RLIMIT_AS, vm.overcommit_memory)."""
+
+    async def main() -> None:
+        with polling() as poller:
+            near, far = tcp_pair()
+            with near:
+                for size in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+                    for sock in (near, far):
+                        sock.setsockopt(socket.SOL_SOCKET, size, 1 << 20)
+                end = PlainSocket(far, poller)
+                sent = near.send(bytes(1 << 19))
+                assert sent > len(poller.ciphertext)
+                tracemalloc.start()
+                try:
+                    end.end_in_order()
+                    _, peak = tracemalloc.get_traced_memory()
+                finally:
+                    tracemalloc.stop()
+                assert peak < 1 << 20
+                end.close()
+                assert near.recv(1) == b""  # an unread byte would have reset the connection
+
+    run(main)

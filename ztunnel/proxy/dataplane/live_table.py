@@ -222,8 +222,12 @@ class Lives(Generic[LifeT]):
 
     def _walk(self, event: Event, reason: str, concerned: Callable[[LifeT], bool] | None) -> Iterator[None]:
         for life in self:
-            if concerned is None or concerned(life):
-                self._meet(life, event, reason)
+            try:
+                if concerned is None or concerned(life):
+                    self._meet(life, event, reason)
+            except Exception:
+                # Memory can be short. The review must reach the others, which a policy can have denied.
+                log.exception("a connection cannot be ended")
             yield
 
     def _meet(self, life: LifeT, event: Event, reason: str) -> None:

@@ -136,6 +136,27 @@ def test_a_life_that_cannot_be_judged_is_closed(caplog: pytest.LogCaptureFixture
     assert "a bug" in caplog.text
 
 
+@pytest.mark.parametrize("event", [Event.POLICIES, Event.DRAIN, Event.DEADLINE, Event.STOP])
+def test_review_goes_on_after_a_life_whose_end_fails(event: Event, caplog: pytest.LogCaptureFixture) -> None:
+    """An error must not let a review skip other connections, which a policy can have denied."""
+
+    def fails(reason: str = "") -> None:
+        raise MemoryError
+
+    lives = group()
+    broken, other = Judged(lives, Verdict("denied")), Judged(lives, Verdict("denied"))
+    broken.opened(fails, leave=fails, finish=fails)
+    other.open()
+    lives.review(event, "over")
+    assert (other.ended, other.finished, other.left) == {
+        Event.POLICIES: (["denied"], [], 0),
+        Event.DRAIN: ([], [], 1),
+        Event.DEADLINE: ([], ["over"], 0),
+        Event.STOP: (["over"], [], 0),
+    }[event]
+    assert "cannot be ended" in caplog.text
+
+
 def test_a_life_that_is_ended_already_is_not_judged() -> None:
     lives = group()
     life = Judged(lives, Verdict("denied"))
