@@ -127,11 +127,13 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     proxy = commands.add_parser(
         "proxy",
         help="run the proxy",
-        description="Run the proxy of one node: with a bootstrap or a control plane's address in Envoy's dialect, "
-        "without either as the ztunnel of an Istio mesh, configured by the environment as Istio's chart does.",
+        description="Run the proxy of one node. With a bootstrap or a control plane's address it works in Envoy's "
+        "dialect; without either it is an Istio mesh's ztunnel, configured by the variables of Istio's chart.",
     )
-    proxy.add_argument("arguments", nargs="*", metavar="ARG", help="ignored, as Istio's chart gives one")
-    proxy.add_argument("--validate", action="store_true", help="check the configuration, list its faults, exit")
+    proxy.add_argument("arguments", nargs="*", metavar="ARG", help="ignored; Istio's chart passes an argument")
+    proxy.add_argument(
+        "--validate", action="store_true", help="check the configuration, list its faults, and exit"
+    )
     proxy.add_argument(
         "--replace",
         action="store_true",
@@ -144,7 +146,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         "that no connection is refused meanwhile [ZTUNNEL_HOLD_SOCKETS]",
     )
     proxy.add_argument(
-        "--envoy-compat", action="store_const", const="true", help="set every switch below to Envoy's behaviour"
+        "--envoy-compat",
+        action="store_const",
+        const="true",
+        help="set every flag that deviates from Envoy (from --route-timeouts on) to Envoy's behaviour",
     )
     for name, metavar, text in ADDON_FLAGS:
         proxy.add_argument(name, action="append", default=[], metavar=metavar, help=text)

@@ -95,8 +95,8 @@ def add_arguments(subparsers: Any) -> None:
     command = subparsers.add_parser(
         "addons",
         help="list the addons of running proxies: calls, time, denials, faults",
-        description="List the addons of a running proxy in their order, with the calls of each hook, or with -A of"
-        " all proxies.",
+        description="List the addons of a running proxy, or with -A of all proxies, in their order, with the "
+        "calls of each hook.",
     )
     add_source(command, across=True)
     command.set_defaults(run=_run)

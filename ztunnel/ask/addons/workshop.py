@@ -81,12 +81,16 @@ def test_its_own_pods_are_not() -> None:
 def add_arguments(subparsers: Any) -> None:
     """Add ``addon`` with its sub-commands."""
     command = subparsers.add_parser(
-        "addon", help="write and check an addon", description="Start and check addons of ztunnel proxy."
+        "addon", help="write and check an addon", description="Write and check addons for ztunnel proxy."
     )
     commands = command.add_subparsers(dest="action", required=True, metavar="ACTION")
     new = commands.add_parser("new", help="write NAME.py and test_NAME.py, whose test passes")
-    new.add_argument("name", metavar="NAME", help="lower case, with dashes or underscores between words")
-    new.add_argument("-C", "--directory", default=".", metavar="DIR", help="the folder (default: here)")
+    new.add_argument(
+        "name", metavar="NAME", help="the addon's name, lower case, with dashes or underscores between words"
+    )
+    new.add_argument(
+        "-C", "--directory", default=".", metavar="DIR", help="write to this folder (default: the current one)"
+    )
     new.set_defaults(run=_new)
     check = commands.add_parser(
         "check",
@@ -96,9 +100,13 @@ def add_arguments(subparsers: Any) -> None:
     )
     check.add_argument("file", metavar="FILE", help="FILE.py[:Class], module:Class or an entry point")
     check.add_argument(
-        "--addon-option", action="append", default=[], metavar="NAME.KEY=VALUE", help="like ztunnel proxy's"
+        "--addon-option",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="an option of the addon, like that of ztunnel proxy",
     )
-    check.add_argument("--no-mypy", action="store_true", help="check annotations only")
+    check.add_argument("--no-mypy", action="store_true", help="check annotations without mypy")
     check.set_defaults(run=_check)
 
 

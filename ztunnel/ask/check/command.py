@@ -29,7 +29,7 @@ def add_arguments(subparsers: Any) -> None:
         "check",
         help="check the cluster for problems, before and after installation",
         description="Check access, deployment, kernels, network, certificates, configuration and policies on all "
-        "nodes. Each finding has the cause and the remedy; docs/check.md explains the ids.",
+        "nodes. Each finding has a cause and a remedy; docs/check.md explains the ids.",
     )
     add_source(command, across=True, saved=True)
     command.add_argument("--pre", action="store_true", help="run only the checks that work before installation")

@@ -35,14 +35,19 @@ def add_arguments(subparsers: Any) -> None:
     flows = subparsers.add_parser(
         "flows",
         help="list the last connections that ended, were refused or failed, and follow new ones",
-        description="Show what the flight recorders of proxies have, or with -f what ends from now on. Filters of "
-        "one kind are alternatives, those of different kinds must all hold; --not turns the next one round. "
-        "`ztunnel flows -o jsonpb | hubble observe --input-file -` is for those who know Hubble.",
+        description="Show the connections in the flight recorders of proxies, or with -f connections that end "
+        "from now on. Filters of one kind are alternatives; filters of different kinds must all match; --not "
+        "negates the next filter. To use Hubble's filters, run `ztunnel flows -o jsonpb | hubble observe "
+        "--input-file -`.",
     )
     add_source(flows, across=True, saved=True, short_file=None, own_pod=True, forms=(JSONPB,))
-    flows.add_argument("--last", type=whole_number, metavar="N", help=f"flows of each proxy (default {_LAST})")
-    flows.add_argument("--since", metavar="WHEN", help="earliest end: 5m ago, or RFC 3339")
-    flows.add_argument("--until", metavar="WHEN", help="latest end")
+    flows.add_argument(
+        "--last", type=whole_number, metavar="N", help=f"show the last N flows of each proxy (default {_LAST})"
+    )
+    flows.add_argument(
+        "--since", metavar="WHEN", help="connections that ended at or after this time: 5m (ago), or RFC 3339"
+    )
+    flows.add_argument("--until", metavar="WHEN", help="connections that ended at or before this time")
     flows.add_argument(
         "-f", "--follow", "-w", "--watch", action="store_true", help="print connections as they end"
     )
@@ -51,25 +56,27 @@ def add_arguments(subparsers: Any) -> None:
         action="store_true",
         help="for refused connections, query the proxy for the clause that decides now",
     )
-    flows.add_argument("-n", "--namespace", default="", metavar="NAME", help="one side is in this namespace")
+    flows.add_argument(
+        "-n", "--namespace", default="", metavar="NAME", help="show flows with client or server in this namespace"
+    )
     filters = flows.add_argument_group(
         "filters: POD is NAMESPACE/PREFIX, an address or block, or a SPIFFE id with *"
     )
     for name, metavar, text in (
         ("from", "POD", "the client"),
         ("to", "POD", "the server"),
-        ("pod", "POD", "either of them"),
-        ("identity", "ID", "SPIFFE id of either of them"),
+        ("pod", "POD", "client or server"),
+        ("identity", "ID", "the SPIFFE id of client or server"),
         ("verdict", "VERDICT", ", ".join(VERDICTS).lower()),
-        ("port", "PORT", "of either of them"),
-        ("service", "NAMESPACE/PREFIX", "that was called"),
-        ("direction", "WAY", "inbound or outbound: which proxy reports"),
-        ("trace", "ID", "of a traceparent"),
+        ("port", "PORT", "the port of client or server"),
+        ("service", "NAMESPACE/PREFIX", "the service that was called"),
+        ("direction", "WAY", "inbound or outbound: reported by the server's or the client's proxy"),
+        ("trace", "ID", "the trace id of a traceparent"),
     ):
         filters.add_argument(f"--{name}", action=_Add, metavar=metavar, help=text, dest="filters")
-    filters.add_argument("--plain", action=_Add, nargs=0, help="without mTLS", dest="filters")
-    filters.add_argument("--encrypted", action=_Add, nargs=0, help="with mTLS", dest="filters")
-    filters.add_argument("--not", action=_Not, nargs=0, help="invert the next filter", dest="filters")
+    filters.add_argument("--plain", action=_Add, nargs=0, help="connections without mTLS", dest="filters")
+    filters.add_argument("--encrypted", action=_Add, nargs=0, help="connections with mTLS", dest="filters")
+    filters.add_argument("--not", action=_Not, nargs=0, help="negate the next filter", dest="filters")
     flows.set_defaults(run=run, filters=[])
 
 

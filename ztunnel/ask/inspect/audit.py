@@ -28,14 +28,14 @@ def add_arguments(subparsers: Any) -> None:
     audit = subparsers.add_parser(
         "audit",
         help="compare each pod of the node with its expected state",
-        description="Ask the node agent to compare each pod of its node now: labels, annotation, rules in its "
-        "namespace, listeners, the workload as the control plane describes it, certificate.",
+        description="Make the node agent compare each pod of its node now: labels, annotation, rules in its "
+        "network namespace, listeners, certificate, and the workload that the control plane describes.",
     )
     add_source(audit, of_agent=ADDRESS, across=True)
     audit.add_argument(
         "--repair",
         action="store_true",
-        help="have the agent repair enrolment, annotations, rules and listeners",
+        help="make the agent repair enrolment, annotations, rules and listeners",
     )
     audit.set_defaults(run=_run)
 

@@ -38,7 +38,9 @@ def add_arguments(subparsers: Any) -> None:
     """Add the commands to ``argparse``'s sub-commands; ``args.run`` runs one."""
     for name, kind in TABLES.items():
         table = subparsers.add_parser(
-            name, help=kind.help, description=f"{kind.help.capitalize()} of a running proxy, or with -A of all."
+            name,
+            help=kind.help,
+            description=f"{kind.help.capitalize()}, of one running proxy or with -A of all.",
         )
         add_source(table, across=True, saved=True)
         add_filters(table)
@@ -49,22 +51,25 @@ def add_arguments(subparsers: Any) -> None:
     config = subparsers.add_parser(
         "config",
         help="print the active configuration: all, a part, or some entries",
-        description="Print the config_dump of a running proxy as JSON, or a part: in an Istio mesh as services "
-        "or config, in Envoy's dialect as listeners or clusters.",
+        description="Print the config_dump of a running proxy as JSON, or one part of it, such as services or "
+        "config in an Istio mesh, or listeners or clusters in Envoy's dialect.",
     )
-    config.add_argument("part", nargs="?", metavar="PART", help="without it the whole dump is printed")
-    config.add_argument("entry", nargs="?", default="", metavar="NAME", help="only the entries with this name")
+    config.add_argument("part", nargs="?", metavar="PART", help="the part to print; without it, the whole dump")
+    config.add_argument(
+        "entry", nargs="?", default="", metavar="NAME", help="print only the entries with this name"
+    )
     add_source(config, saved=True)
     config.set_defaults(run=reaching(_config))
     log = subparsers.add_parser("log", help="show or set the level of a running proxy's log")
-    log.add_argument("level", nargs="?", help="such as debug; without it the levels are shown")
+    log.add_argument("level", nargs="?", help="the level to set, such as debug; without it, the levels are shown")
     add_source(log, across=True)
     log.set_defaults(run=_log)
     completion = subparsers.add_parser(
         "completion",
         help="print a script for a shell's completion",
-        description="Print a script for a shell: `source <(ztunnel completion bash)` in ~/.bashrc, the same in "
-        "~/.zshrc, `ztunnel completion fish > ~/.config/fish/completions/ztunnel.fish`.",
+        description="Print a script that makes TAB complete this command. Put `source <(ztunnel completion bash)` "
+        "into ~/.bashrc, or the same with zsh into ~/.zshrc; for fish run "
+        "`ztunnel completion fish > ~/.config/fish/completions/ztunnel.fish`.",
     )
     completion.add_argument("shell", choices=SCRIPTS)
     completion.set_defaults(run=_completion)
@@ -75,12 +80,12 @@ def add_arguments(subparsers: Any) -> None:
 
 def add_filters(parser: argparse.ArgumentParser) -> None:
     """Add the flags that choose what a table shows."""
-    parser.add_argument("-n", "--namespace", default="", metavar="NAME", help="only items of this namespace")
+    parser.add_argument("-n", "--namespace", default="", metavar="NAME", help="show only items of this namespace")
     parser.add_argument(
         *("-l", "--selector"),
         default="",
         metavar="LABELS",
-        help="by kubectl: only pods with these labels, their proxies and connections",
+        help="show only pods with these labels (read through kubectl), their proxies and connections",
     )
 
 

@@ -33,9 +33,9 @@ def add_arguments(subparsers: Any) -> None:
         "explain",
         help="explain what a proxy would do with a connection",
         usage="%(prog)s [OPTION...] (SOURCE DESTINATION | --connection CONNECTION | --log-line LINE | --flow ID)",
-        description="Ask a running proxy what would become of a connection: route, endpoints, tunnel, policies. "
-        "For a live or logged one, the answer is what the present configuration decides, and which way it took. "
-        "Exit status 1 where one would be refused, 2 where there is no answer.",
+        description="Show what a running proxy would do with a connection: route, endpoints, tunnel, policies. "
+        "For a live or logged connection, it shows the decision of the current configuration, and the route that "
+        "the connection took. The exit status is 1 if a connection would be refused, and 2 without an answer.",
     )
     add_flags(
         explain,
@@ -48,8 +48,8 @@ def add_arguments(subparsers: Any) -> None:
          "a live connection, as shown by `ztunnel connections`; in Envoy's dialect also its id"),
         ("--log-line", "LINE", "a line of the access log; - reads lines from standard input"),
         ("--flow", "ID", "a flow's id, as shown by `ztunnel flows -o wide`, or its line of JSON"),
-        ("--identity", "ID", "SPIFFE id that the client presents, if not the source's own"),
-        ("--listener", "NAME", "the listener that accepts it (Envoy's dialect)"),
+        ("--identity", "ID", "SPIFFE id that the client presents, if it is not the source's own"),
+        ("--listener", "NAME", "the listener that accepts the connection (Envoy's dialect)"),
         ("--far", "HOST:PORT",
          "admin server of another node's proxy, which adds its verdict about tunnels that end there "
          "(Envoy's dialect; in an Istio mesh each proxy knows all policies); repeatable",

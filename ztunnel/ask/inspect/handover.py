@@ -15,12 +15,12 @@ from ztunnel.runtime.console.output import Answer, emit
 
 def add_arguments(subparsers: Any) -> None:
     """Add the command to ``argparse``'s sub-commands; ``args.run`` runs it."""
-    text = "show whether open connections move to the next proxy, or have them move now"
+    text = "show whether open connections can move to the next proxy, or move them now"
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "handover",
         help=text,
-        description="Show whether a proxy's open connections can move to its successor, and what has moved. "
-        "With now, a proxy whose successor waits hands its connections over and ends.",
+        description="Show whether a proxy's open connections can move to its successor, and how many have moved. "
+        "With `now`, a proxy whose successor is waiting hands its connections over and ends.",
     )
     parser.add_argument("action", nargs="?", choices=("status", "now"), default="status", help="default: status")
     add_source(parser, across=True)

@@ -88,7 +88,7 @@ def add_arguments(subparsers: Any) -> None:
     nodes = subparsers.add_parser(
         "nodes",
         help="list the proxies of all nodes: version, pods, last update, certificates, oldest connection",
-        description="Show a line for the proxy of each node, or of the one that --node, --pod or --address means.",
+        description="Show a line for the proxy of each node, or for the proxy of --node, --pod or --address.",
     )
     add_source(nodes, across=True, saved=True)
     add_watch(nodes)

@@ -124,30 +124,32 @@ def add_source(
         own_pod: ``--pod`` means something else to this command.
         forms: further forms of ``-o``.
     """
-    title = "the agent that is asked" if of_agent else "the proxy that is asked"
+    title = "which agent to query" if of_agent else "which proxy to query"
     group = parser.add_argument_group(title)
     where = group.add_mutually_exclusive_group()
     default = of_agent or ADDRESS
-    what = "its pages (its --metrics), by a loopback address of its node" if of_agent else "its admin server"
-    where.add_argument(
-        "--address", default=default, metavar="HOST:PORT", help=f"address of {what} (default {default})"
+    what = (
+        "the agent's --metrics server at this loopback address" if of_agent else "the admin server at this address"
     )
-    beside = "of a pod's node" if of_agent else "that of a pod, on its node or beside it"
+    where.add_argument("--address", default=default, metavar="HOST:PORT", help=f"query {what} (default {default})")
+    beside = "agent of a pod's node" if of_agent else "proxy of a pod, on its node or beside it"
     if own_pod:
         parser.set_defaults(pod=None)
     else:
-        where.add_argument("--pod", metavar="NAME.NAMESPACE", help=f"by kubectl: {beside}; also NAMESPACE/NAME")
+        where.add_argument(
+            "--pod", metavar="NAME.NAMESPACE", help=f"query the {beside}, through kubectl; also NAMESPACE/NAME"
+        )
     daemon = "agent" if of_agent else "ztunnel"
-    where.add_argument("--node", metavar="NAME", help=f"by kubectl: the {daemon} of a node")
+    where.add_argument("--node", metavar="NAME", help=f"query the {daemon} of this node, through kubectl")
     if across:
         where.add_argument(
-            "-A", "--all-nodes", action="store_true", help=f"by kubectl: the {daemon} of every node"
+            "-A", "--all-nodes", action="store_true", help=f"query the {daemon} of every node, through kubectl"
         )
     if saved:
         group.add_argument(
             *("--file", *([] if short_file is None else [short_file])),
             metavar="FILE",
-            help="a saved config_dump or an archive of ztunnel bug-report instead; - is standard input",
+            help="read a saved config_dump or an archive of ztunnel bug-report instead; - is standard input",
         )
     add_cluster(parser)
     add_output(parser, forms)
@@ -155,15 +157,15 @@ def add_source(
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
     """Add kubectl's flags about the cluster."""
-    group = parser.add_argument_group("the cluster, like kubectl")
-    group.add_argument("--context", default="", metavar="NAME", help="the context for kubectl")
-    group.add_argument("--kubeconfig", default="", metavar="FILE", help="kubectl's configuration")
+    group = parser.add_argument_group("which cluster to query, with kubectl's flags")
+    group.add_argument("--context", default="", metavar="NAME", help="use this context of the kubeconfig")
+    group.add_argument("--kubeconfig", default="", metavar="FILE", help="use this kubectl configuration")
     group.add_argument("--as", default="", dest="as_user", metavar="USER", help="impersonate this user")
     group.add_argument(
         *("--request-timeout",),
         type=_timeout_s,
         metavar="DURATION",
-        help="the longest wait for one answer, such as 5s (default 30s)",
+        help="wait at most this long for one answer, such as 5s (default 30s)",
     )
 
 

@@ -379,16 +379,16 @@ class Table:
 
 
 TABLES: Final = {
-    "status": Table(status, kinds.FACT, "show the state and what is missing"),
+    "status": Table(status, kinds.FACT, "show the state and the faults"),
     "connections": Table(connections, kinds.CONNECTION, "list the live connections"),
     "workloads": Table(workloads, kinds.WORKLOAD, "list the workloads"),
     "services": Table(services, kinds.SERVICE, "list the services and their endpoints"),
     "policies": Table(policies, kinds.POLICY, "list the authorization policies"),
-    "certificates": Table(certificates, kinds.CERTIFICATE, "list the certificates and how long they are valid"),
+    "certificates": Table(certificates, kinds.CERTIFICATE, "list the certificates and their validity"),
     "denials": Table(
         lambda dump, namespace: denials(dump.get("denials"), namespace),
         kinds.DENIAL,
-        "list what policies denied or ended, by pair of workloads",
+        "list connections that policies denied or ended, by pair of workloads",
     ),
 }
 

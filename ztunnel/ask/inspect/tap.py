@@ -47,8 +47,8 @@ def add_arguments(subparsers: Any) -> None:
         "tap",
         help="write the decrypted streams of a pod as a capture for Wireshark",
         description="Write the decrypted streams of one pod as pcapng, both directions, for Wireshark and tshark. "
-        "For root, on the node of the pod, where the proxy's configuration permits it "
-        f"({VARIABLE}). Only connections that begin while it runs are seen. Interrupt it to end it early.",
+        "This needs root on the node of the pod, and a proxy whose configuration permits it "
+        f"({VARIABLE}). It captures only connections that begin while it runs. Interrupt it to end it early.",
         epilog="ztunnel tap default/web --port 8080 -w - | tshark -r -",
     )
     add_flags(
@@ -57,8 +57,8 @@ def add_arguments(subparsers: Any) -> None:
         ("--port", "N", "only connections to this port"),
         ("--peer", "ADDR|NAME",
          "only connections with this address, workload, service or SPIFFE id (Envoy's dialect: address or id)"),
-        ("--for", "TIME", f"duration (default 60s, most {MOST_S:g}s)", {"dest": "duration", "default": "60s"}),
-        ("--limit", "SIZE", "largest capture (default 64MiB, most 1GiB)", {"default": "64MiB"}),
+        ("--for", "TIME", f"duration (default 60s, at most {MOST_S:g}s)", {"dest": "duration", "default": "60s"}),
+        ("--limit", "SIZE", "size at which the capture ends (default 64MiB, at most 1GiB)", {"default": "64MiB"}),
         ("-w --write", "FILE", "the capture file; - is standard output", {"required": True}),
         ("--socket", "PATH", f"the proxy's socket (default ${VARIABLE}, else {DEFAULT_SOCKET})",
          {"default": os.environ.get(VARIABLE) or DEFAULT_SOCKET}),

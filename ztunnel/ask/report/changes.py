@@ -57,7 +57,7 @@ def add_arguments(subparsers: Any) -> None:
         description="Compare workloads, services, policies, pods, certificates' authorities and versions in an "
         "archive with those of the running proxies, or with --file of another archive.",
     )
-    changes.add_argument("archive", metavar="ARCHIVE", help="the earlier state")
+    changes.add_argument("archive", metavar="ARCHIVE", help="the archive with the earlier state")
     add_source(changes, across=True, saved=True)
     changes.set_defaults(run=_run)
 

@@ -47,15 +47,26 @@ def add_arguments(subparsers: Any) -> None:
         "archive", nargs="?", metavar="FILE", help="the archive (default ztunnel-report-TIME.tar.gz)"
     )
     where = command.add_argument_group("the proxies that are asked (default: all)").add_mutually_exclusive_group()
-    where.add_argument("--node", metavar="NAME", help="only the proxy of this node")
-    where.add_argument("--pod", metavar="NAME.NAMESPACE", help="only this pod's proxy")
-    where.add_argument("--address", default=ADDRESS, metavar="HOST:PORT", help="only this admin server")
-    command.add_argument("--stats-address", default="", metavar="HOST:PORT", help="metrics page, with --address")
-    command.add_argument("--quick", action="store_true", help="read metrics once, and a tenth of the logs")
-    command.add_argument(
-        "--since", default="", metavar="DURATION", help="log lines not older than this, such as 1h"
+    where.add_argument("--node", metavar="NAME", help="collect from the proxy of this node only")
+    where.add_argument("--pod", metavar="NAME.NAMESPACE", help="collect from this pod's proxy only")
+    where.add_argument(
+        "--address", default=ADDRESS, metavar="HOST:PORT", help="collect from this admin server only"
     )
-    command.add_argument("--limit", default=_LIMIT, metavar="DURATION", help=f"time limit (default {_LIMIT})")
+    command.add_argument(
+        "--stats-address", default="", metavar="HOST:PORT", help="with --address: the server of the metrics page"
+    )
+    command.add_argument(
+        "--quick", action="store_true", help="read metrics only once, and only a tenth of the logs"
+    )
+    command.add_argument(
+        "--since",
+        default="",
+        metavar="DURATION",
+        help="collect only log lines that are not older than this, such as 1h",
+    )
+    command.add_argument(
+        "--limit", default=_LIMIT, metavar="DURATION", help=f"stop after this time (default {_LIMIT})"
+    )
     command.add_argument("--redact", action="store_true", help="replace names and addresses")
     command.add_argument("--no-cluster", action="store_true", help="do not query the API server")
     add_cluster(command)

@@ -41,9 +41,9 @@ def add_arguments(subparsers: Any) -> None:
     command = subparsers.add_parser(
         "simulate",
         help="show the effect of changed authorization policies",
-        description="Judge connections that were seen, by the authorization policies of a running proxy of an "
-        "Istio mesh and by the same with changes. Says by pair of workloads what would be newly refused or newly "
-        "allowed. Exit status 1 where something would be newly refused.",
+        description="Evaluate observed connections twice: by the authorization policies of a running proxy of "
+        "an Istio mesh, and by these policies with changes. Show for each pair of workloads which connections "
+        "would be newly refused or newly allowed. The exit status is 1 if a connection would be newly refused.",
     )
     changes = command.add_argument_group("changes")
     changes.add_argument(
@@ -68,7 +68,8 @@ def add_arguments(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="NAMESPACE/NAME",
-        help="the selector in FILE is the active policy's, whose labels the mesh does not contain; repeatable",
+        help="this policy selects the same workloads as its active version (the mesh has no such labels); "
+        "repeatable",
     )
     changes.add_argument(
         "--addon",
@@ -76,7 +77,11 @@ def add_arguments(subparsers: Any) -> None:
         help="show an addon's verdicts about the log's connections instead (FILE.py[:Class])",
     )
     changes.add_argument(
-        "--addon-option", action="append", default=[], metavar="NAME.KEY=VALUE", help="like ztunnel proxy's"
+        "--addon-option",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="an option of the addon, like that of ztunnel proxy",
     )
     changes.add_argument(
         "--suggest", action="store_true", help="instead print the narrowest policies for the allowed connections"
@@ -88,7 +93,7 @@ def add_arguments(subparsers: Any) -> None:
     seen.add_argument(
         "--live",
         metavar="DURATION",
-        help="read the proxy's inbound connections for this time; misses some shorter than 0.5 s",
+        help="observe the proxy's inbound connections for this time; some shorter than 0.5 s are missed",
     )
     mesh = command.add_argument_group("mesh")
     mesh.add_argument(

@@ -44,17 +44,23 @@ def add_arguments(subparsers: Any) -> None:
     """Add the commands to ``argparse``'s sub-commands; ``args.run`` runs one."""
     for name, text in (
         ("stat", "show connections, failures, denials, bytes and times by workload"),
-        ("top", "redraw stat again and again"),
-        ("edges", "show which pairs of workloads talk, and whether by mTLS; a gate for CI"),
+        ("top", "show stat, redrawn continuously"),
+        ("edges", "show pairs of workloads with connections, and whether they use mTLS"),
     ):
         command = subparsers.add_parser(
             name,
             help=text,
-            description=f"{text[0].upper()}{text[1:]}, over a window, from two readings of all metrics and "
-            "the flight recorders, without Prometheus.",
+            description=f"{text[0].upper()}{text[1:]}. The figures are from two readings of all metrics, and "
+            "from the flight recorders; Prometheus is not needed.",
         )
         add_source(command, across=True, saved=True, forms=(DOT,) if name == "edges" else ())
-        command.add_argument("-n", "--namespace", default="", metavar="NAME", help="one side is in this namespace")
+        command.add_argument(
+            "-n",
+            "--namespace",
+            default="",
+            metavar="NAME",
+            help="show pairs with client or server in this namespace",
+        )
         command.add_argument(
             *("-t", "--window"),
             default=_WINDOW,
@@ -62,13 +68,16 @@ def add_arguments(subparsers: Any) -> None:
             help=f"time between the two readings (default {_WINDOW})",
         )
         command.add_argument(
-            "--total", action="store_true", help="totals since the proxies started, from one reading"
+            "--total", action="store_true", help="show totals since the proxies started, from one reading"
         )
         if name == "edges":
             command.add_argument("--fail-on", choices=("plain",), help="exit with 1 if a pair is not encrypted")
         else:
             command.add_argument(
-                "--by", choices=("destination", "source"), default="destination", help="the side that is listed"
+                "--by",
+                choices=("destination", "source"),
+                default="destination",
+                help="list clients (source) or servers (destination)",
             )
         if name == "stat":
             add_watch(command)

@@ -16,13 +16,13 @@ _DEFAULT_SOCKET = Path("/var/run/ztunnel/ztunnel.sock")
 
 def add_arguments(subparsers: Any) -> None:
     """Add ``agent`` to ``argparse``'s sub-commands."""
-    text = "put pods of this node into the mesh: those that a Kubernetes API server labels, or those of a file"
+    text = "put pods of this node into the mesh: labelled pods of a Kubernetes cluster, or the pods of a file"
     parser: argparse.ArgumentParser = subparsers.add_parser("agent", help=text, description=text)
     source = parser.add_mutually_exclusive_group()
     add_flags(
         source,
-        ("--state", "FILE", "YAML: the pods to enrol; edits are applied", {"type": Path}),
-        ("--kube", "", "follow the API server: labels of pods and namespaces"),
+        ("--state", "FILE", "enrol the pods of this YAML file; edits are applied", {"type": Path}),
+        ("--kube", "", "enrol pods by the labels of pods and namespaces in the API server"),
     )  # fmt: skip
     add_flags(
         parser,
@@ -41,8 +41,8 @@ def add_arguments(subparsers: Any) -> None:
     cluster = parser.add_argument_group("with --kube")
     add_flags(
         cluster,
-        ("--kubeconfig", "FILE", "default: the service account", {"type": Path}),
-        ("--node", "NAME", "default: the host name", {"default": socket.gethostname()}),
+        ("--kubeconfig", "FILE", "kubeconfig to use (default: the pod's service account)", {"type": Path}),
+        ("--node", "NAME", "name of this node (default: the host name)", {"default": socket.gethostname()}),
         ("--proc", "DIR", "the node's processes (default /proc)", {"type": Path, "default": Path("/proc")}),
         ("--exclude", "NS,...", "namespaces that are never in the mesh (default kube-system)",
          {"default": "kube-system"}),
@@ -54,15 +54,15 @@ def add_arguments(subparsers: Any) -> None:
          "keep our CNI plugin installed in these folders of the host, such as /opt/cni/bin:/etc/cni/net.d; "
          "it needs python3 on the host, and --cni-socket"),
         ("--cni-owned", "",
-         "the plugin is in a network configuration of its own, which survives a reboot of the node"),
+         "put the plugin into a network configuration of its own, which survives a reboot of the node"),
         ("--daemonset", "NS/NAME",
          "the agent's DaemonSet; if it is deleted or leaves this node, SIGTERM releases all pods"),
         ("--metrics", "[IP:]PORT", "address of /healthz, /readyz and /metrics"),
         ("--established", None,
          "connections that are open when a pod is enrolled: keep them outside of the mesh until they end "
-         "(default), or redirect their next packet too, which ends them",
+         "(default), or redirect their next packet, too, which ends them",
          {"choices": ("keep", "capture"), "default": "keep"}),
-        ("--no-dns-capture", "", "do not capture DNS, except of pods that request it"),
+        ("--no-dns-capture", "", "do not capture DNS, except for pods that request it"),
     )  # fmt: skip
     parser.set_defaults(run=run)
 

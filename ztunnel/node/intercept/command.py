@@ -43,24 +43,36 @@ def add_arguments(subparsers: Any) -> None:
         ("remove", "remove all our resources and restore sysctls"),
     ):
         command = actions.add_parser(action, help=text, description=text)
-        command.add_argument("-f", "--file", type=Path, metavar="YAML", help="description of the node")
-        command.add_argument("--host-netns", metavar="NS", help="name, path or pid; default: this process's")
-        command.add_argument("--ztunnel-netns", metavar="NS", help="name, path or pid")
+        command.add_argument("-f", "--file", type=Path, metavar="YAML", help="file that describes the node")
+        command.add_argument(
+            "--host-netns",
+            metavar="NS",
+            help="the node's network namespace: name, path or pid (default: this process's)",
+        )
+        command.add_argument(
+            "--ztunnel-netns", metavar="NS", help="the proxy's network namespace: name, path or pid"
+        )
         # Removal needs only the namespaces. It accepts the other flags, so that the command line of apply can be
         # reused.
         _add_node_arguments(command)
         if action == "apply":
-            command.add_argument("--watch", action="store_true", help="stay running; undo changes by others")
+            command.add_argument(
+                "--watch", action="store_true", help="keep running, and undo changes by other programs"
+            )
     parser.set_defaults(run=run)
 
 
 def _add_node_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--host-ip", action="append", default=[], metavar="IP", help="repeatable")
-    command.add_argument("--ztunnel-veth", metavar="IF", help="the node's end of the ztunnel's veth pair")
-    command.add_argument("--ztunnel-uplink", metavar="IF", help="the ztunnel's end; default eth0")
-    command.add_argument("--ztunnel-ip", action="append", default=[], metavar="IP", help="repeatable")
     command.add_argument(
-        "--pod", action="append", default=[], metavar="UID=IP[,IP]@IF", help="a member, repeatable"
+        "--host-ip", action="append", default=[], metavar="IP", help="an address of the node, repeatable"
+    )
+    command.add_argument("--ztunnel-veth", metavar="IF", help="the node's end of the proxy's veth pair")
+    command.add_argument("--ztunnel-uplink", metavar="IF", help="the proxy's end of the veth pair (default eth0)")
+    command.add_argument(
+        "--ztunnel-ip", action="append", default=[], metavar="IP", help="an address of the proxy, repeatable"
+    )
+    command.add_argument(
+        "--pod", action="append", default=[], metavar="UID=IP[,IP]@IF", help="a pod of the mesh, repeatable"
     )
 
 

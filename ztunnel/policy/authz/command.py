@@ -31,7 +31,8 @@ def add_arguments(subparsers: Any) -> None:
     authz: argparse.ArgumentParser = subparsers.add_parser(
         "authz",
         help="answer Envoy's ext_authz checks by Calico's policies",
-        description="A policy server beside Envoy: answers ext_authz checks by what PolicySync sends.",
+        description="Run or query a policy server for Envoy. It answers ext_authz checks by the policies of "
+        "PolicySync.",
     )
     commands = authz.add_subparsers(dest="authz", required=True, metavar="COMMAND")
     serve = commands.add_parser("serve", help="run the server", description="Serve until SIGTERM or SIGINT.")
@@ -58,7 +59,11 @@ def add_arguments(subparsers: Any) -> None:
 
 def _add_dial(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--dial", "-d", default=DEFAULT_LISTEN, metavar="ADDRESS", help=f"the server (default {DEFAULT_LISTEN})"
+        "--dial",
+        "-d",
+        default=DEFAULT_LISTEN,
+        metavar="ADDRESS",
+        help=f"address of the server (default {DEFAULT_LISTEN})",
     )
 
 
@@ -71,7 +76,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         ("--dial -d", "ADDRESS", f"PolicySync server (default {DEFAULT_DIAL})", {"default": DEFAULT_DIAL}),
         ("--socket-mode", "OCTAL", "mode of Unix sockets (default 777)", {"type": socket_mode, "default": 0o777}),
         ("--per-host", "", "serve all pods of a node, by destination address"),
-        ("--explain", "", "tell clients which rule denied them"),
+        ("--explain", "", "name the denying rule in responses to clients"),
         ("--trust-domain", "NAME", "an accepted trust domain, repeatable", {"action": "append", "default": []}),
         ("--max-stale", "SECONDS", "refuse after this time without a stream (default: never)", {"type": seconds}),
         ("--terminate", "[IP:]PORT", "address of an HTTP page /terminate that ends the server"),

@@ -37,36 +37,38 @@ def add_arguments(subparsers: Any) -> None:
     """Add ``netpol`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "netpol",
-        help="Kubernetes' and Calico's network policies in this node's kernel",
-        description="Puts the policies of a node's pods into one nftables table, explains them, removes it.",
+        help="enforce Kubernetes' and Calico's network policies in this node's kernel",
+        description="Keep the policies of a node's pods in one nftables table, explain them, or remove the table.",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="run|explain|trace|status|cleanup")
-    follow = _action(actions, "run", "follow objects and keep the table; stopping leaves it in force")
+    follow = _action(
+        actions, "run", "follow objects and keep the table current; the table stays when the command stops"
+    )
     add_flags(
         follow,
-        ("--objects", "DIR", "YAML files instead of the API server", {"type": Path}),
-        ("--kubeconfig", "FILE", "default: the service account", {"type": Path}),
-        ("--node", "NAME", "default: the host name", {"default": socket.gethostname()}),
+        ("--objects", "DIR", "read the YAML files of this folder instead of the API server", {"type": Path}),
+        ("--kubeconfig", "FILE", "kubeconfig to use (default: the pod's service account)", {"type": Path}),
+        ("--node", "NAME", "name of this node (default: the host name)", {"default": socket.gethostname()}),
         ("--netns", "NS", "the node's namespace: name, path or pid"),
         ("--print", "", "print the table in nft's language, and change nothing"),
         ("--once", "", "end when the kernel has the table"),
         ("--metrics", "[IP:]PORT", "address of the Prometheus page /metrics"),
         ("--tunnels", None,
-         "tunnels (port 15008) of captured pods: judge them as any port (default), or let them through, "
-         "because the node's proxy judges the connections inside by the same policies",
+         "tunnels (port 15008) of captured pods: judge: apply policies to them like to any port (default); "
+         "allow: let them pass, because the node's proxy enforces the same policies inside tunnels",
          {"choices": ("judge", "allow"), "default": "judge"}),
         ("--policy-sync", "PATH",
-         "serve the policies to this node's proxies on this socket (their POLICY_SYNC), so that they judge "
-         "connections in tunnels by them"),
+         "serve the policies to this node's proxies on this socket (their POLICY_SYNC), so that they enforce "
+         "them inside tunnels"),
         ("--pod-cidr", "CIDR",
          "this node's range of pod addresses, repeatable: an unknown address in it is closed; "
          '"node": the ranges in the Node object', {"action": "append", "default": []}),
         ("--calico", "",
          "follow Calico's policies of the cluster, too (projectcalico.org/v3), with the service accounts and "
-         "services that they name; with --objects they are read in any case"),
+         "services that they name; with --objects all of these are read without this flag"),
         ("--node-peers", "",
          "follow the cluster's Node objects, for rules about nodes in cluster-wide policies; without it such a "
-         "rule allows nothing, or denies everything; with --objects they are read in any case"),
+         "rule allows nothing, or denies everything; with --objects Nodes are read without this flag"),
     )  # fmt: skip
     ask = _action(actions, "explain", "explain whether a connection is allowed; status 1 if it is denied")
     _add_objects(ask)
@@ -87,7 +89,7 @@ def add_arguments(subparsers: Any) -> None:
     )  # fmt: skip
     for name, text in (
         ("status", "print the table in the kernel with its counters"),
-        ("cleanup", "remove the table; nothing else of the node changes"),
+        ("cleanup", "remove the table, and change nothing else of the node"),
     ):
         command = _action(actions, name, text)
         command.add_argument("--netns", metavar="NS", help="name, path or pid of the node's namespace")
@@ -105,7 +107,7 @@ def _add_objects(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="YAML files: pods, namespaces, policies",
+        help="folder of YAML files with pods, namespaces and policies",
     )
 
 

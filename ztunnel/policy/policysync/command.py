@@ -33,7 +33,8 @@ def add_arguments(subparsers: Any) -> None:
     policy: argparse.ArgumentParser = subparsers.add_parser(
         "policy",
         help="check, explain and serve Calico's and Kubernetes' policies",
-        description="Policies in YAML files, with the pods, namespaces and service accounts that they select.",
+        description="Check, explain or serve policies in YAML files, with the pods, namespaces and accounts "
+        "that they select.",
     )
     commands = policy.add_subparsers(dest="policy", required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="read files and list every fault")
@@ -44,37 +45,39 @@ def add_arguments(subparsers: Any) -> None:
         explain,
         ("files", "FILE", "YAML, or a folder of .yaml files", {"nargs": "*", "type": Path}),
         ("--server", "WHERE",
-         "query a running server instead: the admin address of a proxy or policy server, or the socket of a "
-         "PolicySync server, unix:/path, which sends this command the same as its clients (on a pod's socket "
-         "this interrupts its only client, which reconnects)"),
+         "query a running server instead: the admin address of a proxy or policy server, or unix:/path, the "
+         "socket of a PolicySync server, which treats this command like a client (a pod's socket serves only "
+         "one client, so its client is disconnected and reconnects)"),
         ("--from", "WHO", "namespace/pod, IP or SPIFFE id", {"dest": "source", "required": True}),
         ("--to", "WHO", "namespace/pod or IP", {"required": True}),
-        ("--port", "PORT", "of the destination (default 80); of icmp and icmpv6 TYPE or TYPE/CODE (default any)",
+        ("--port", "PORT", "port of the destination (default 80); for icmp and icmpv6 TYPE or TYPE/CODE "
+        "(default any)",
          {"default": ""}),
         ("--source-port", "PORT", "the client's port (default 49152, an ephemeral port)", {"default": ""}),
-        ("--protocol", "NAME", "(default tcp)", {"default": "tcp"}),
-        ("--method", None, "method of an HTTP request; without method and path it is a connection"),
+        ("--protocol", "NAME", "protocol of the connection (default tcp)", {"default": "tcp"}),
+        ("--method", None, "method of an HTTP request; without method and path a connection is evaluated"),
         ("--path", None, "path of an HTTP request"),
         ("--staged", "", "evaluate staged policies as if they were enforced"),
         ("--trust-domain", "NAME", "trust domain of pods' identities", {"default": "cluster.local"}),
     )  # fmt: skip
     explain.set_defaults(run=explain_command)
     serve = commands.add_parser(
-        "serve", help="serve files or a cluster's policies to policy servers by PolicySync; changes apply at once"
+        "serve", help="serve policies of files or a cluster by PolicySync; changes apply at once"
     )
     add_flags(
         serve,
         ("files", "FILE", "YAML, or a folder of .yaml files", {"nargs": "*", "type": Path}),
         ("--kube", "", "follow the API server instead of files"),
-        ("--kubeconfig", "FILE", "with --kube; without, the pod's service account, $KUBECONFIG or ~/.kube/config",
+        ("--kubeconfig", "FILE", "kubeconfig for --kube (default: the pod's service account, $KUBECONFIG or "
+        "~/.kube/config)",
          {"type": Path}),
         ("--node-peers", "", "with --kube: follow Nodes, for rules about nodes"),
-        ("--socket", "PATH", "socket for a node's proxy, with all its pods"),
+        ("--socket", "PATH", "serve a socket for a node's proxy, with all pods of the node"),
         ("--socket-mode", "OCTAL", "mode of --socket (default 777); 600 admits proxies of this user and of root",
          {"type": socket_mode, "default": 0o777}),
-        ("--prefix", "DIR", "a socket for each pod, DIR/mount/UID/socket", {"type": Path}),
-        ("--node", "NAME", "only pods of this node"),
-        ("--form", None, "use names for clients before Calico 3.32",
+        ("--prefix", "DIR", "serve a socket for each pod, DIR/mount/UID/socket", {"type": Path}),
+        ("--node", "NAME", "serve only pods of this node"),
+        ("--form", None, "form of the messages; names is for clients before Calico 3.32",
          {"choices": ("messages", "names"), "default": "messages"}),
         ("--metrics", "[IP:]PORT", "address of the Prometheus page /metrics"),
     )  # fmt: skip

@@ -219,7 +219,7 @@ def add_output(parser: argparse.ArgumentParser, forms: tuple[str, ...] = ()) -> 
         action=SortBy,
         metavar=".PATH",
         default=argparse.SUPPRESS,
-        help="a field of -o json, as in kubectl",
+        help="sort by this field of -o json, like kubectl",
     )
 
 

@@ -24,32 +24,35 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "metrics": ("ZTUNNEL_METRICS_ADDRESS", "Prometheus address (default 0.0.0.0:15020)"),
     "drain_s": (
         "ZTUNNEL_DRAIN_TIME",
-        "how long connections of a removed listener or chain may live (default 45s)",
+        "how long connections of a removed listener or chain can continue (default 45s)",
     ),
     "shutdown_s": (
         "CONNECTION_TERMINATION_DEADLINE",
-        "how long connections may live after SIGTERM (default 5s)",
+        "how long connections can continue after SIGTERM (default 5s)",
     ),
-    "log_flush_s": ("ZTUNNEL_LOG_FLUSH_INTERVAL", "how long an access log line may wait (default 10s)"),
+    "log_flush_s": (
+        "ZTUNNEL_LOG_FLUSH_INTERVAL",
+        "how long an access log line can wait to be written (default 10s)",
+    ),
     "log_level": (
         "ZTUNNEL_LOG_LEVEL",
         "trace, debug, info, warning, error, critical or off (default info)",
     ),
     "spin_us": (
         "ZTUNNEL_SPIN_US",
-        "poll this many microseconds after activity, where that pays (default 200; 0: off)",
+        "poll this many microseconds after activity, if that is measured to pay (default 200; 0: off)",
     ),
     "restart_epoch": (
         "ZTUNNEL_RESTART_EPOCH",
-        "not 0: start beside the proxy that runs here, to take its place (default 0)",
+        "if not 0, start beside the running proxy and replace it (default 0)",
     ),
     "handover_dir": (
         "ZTUNNEL_HANDOVER_DIR",
-        "folder where this proxy meets its successor, to which open connections move (docs/upgrades.md)",
+        "folder shared with the successor, so that open connections move to it (docs/upgrades.md)",
     ),
     "tap_socket": (
         "ZTUNNEL_TAP_SOCKET",
-        "path of the local socket at which root may ask for captures (ztunnel tap); without it none may",
+        "path of the local socket at which root can request captures (ztunnel tap); without it captures are off",
     ),
     "ui": (
         "ZTUNNEL_UI",
@@ -58,12 +61,12 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "flows": ("ZTUNNEL_FLOWS", "connections that the flight recorder keeps (default 4096; 0: off)"),
     "policy": (
         "CALICO_POLICY_DIR",
-        "folder of Calico's and Kubernetes' policies in YAML, obeyed beside the others",
+        "folder of Calico's and Kubernetes' policies in YAML, enforced in addition to the others",
     ),
-    "policy_sync": ("POLICY_SYNC", "PolicySync server of the node, instead"),
+    "policy_sync": ("POLICY_SYNC", "PolicySync server of the node, instead of --policy"),
     "unknown_pods": (
         "CALICO_UNKNOWN_PODS",
-        "allow: pods that these policies do not know are left to the others (default deny)",
+        "allow: only the other policies apply to pods that these do not know (default deny)",
     ),
 }
 #: The flags of Calico's policies.
@@ -79,7 +82,7 @@ ADDON_FLAGS: Final = (
         "--addon",
         "ADDON",
         "FILE.py[:Class][@sha256:DIGEST], module:Class, or an entry point of ztunnel.addons; can be repeated,"
-        " asked in this order [ZTUNNEL_ADDONS]",
+        " called in this order [ZTUNNEL_ADDONS]",
     ),
     ("--addon-option", "NAME.KEY=VALUE", "an option of an addon; can be repeated [ZTUNNEL_ADDON_OPTION]"),
     ("--addon-options", "FILE", "options of addons in YAML: name: {key: value} [ZTUNNEL_ADDON_OPTIONS]"),
@@ -99,21 +102,21 @@ SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "node_local_shortcut": (
         "ZTUNNEL_NODE_LOCAL_SHORTCUT",
-        "false: tunnels between pods of this node go over the wire too",
+        "false: tunnels between pods of this node use the network, too",
     ),
     "early_data": (
         "ZTUNNEL_EARLY_DATA",
-        "false: no byte of a connection leaves before its tunnel has been accepted",
+        "false: bytes of a connection are sent only after its tunnel has been accepted",
     ),
-    "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", "false: a tunnel may name any pod (as Envoy)"),
+    "check_authority": ("ZTUNNEL_CHECK_AUTHORITY", "false: a tunnel can name any pod (like in Envoy)"),
     "judge_ports": (
         "ZTUNNEL_JUDGE_PORTS",
-        "false: ports in policies are compared with the tunnel's port, 15008 (as Envoy)",
+        "false: ports in policies are compared with the tunnel's port, 15008 (like in Envoy)",
     ),
-    "strict_tls": ("ZTUNNEL_STRICT_TLS", "false: obey configurations that do not verify servers"),
+    "strict_tls": ("ZTUNNEL_STRICT_TLS", "false: accept configurations that do not verify servers"),
     "tunnel_source": (
         "ZTUNNEL_TUNNEL_SOURCE",
-        "client-pod, or envoy: tunnels of services leave from the proxy's address",
+        "client-pod, or envoy: tunnels to services have the proxy's source address",
     ),
 }
 

@@ -19,9 +19,9 @@ def add_arguments(subparsers: Any) -> None:
     """Add ``init`` to ``argparse``'s sub-commands; ``args.run`` becomes :func:`run`."""
     from ztunnel.sidecar.init.flags import add_flags
 
-    text = "lead this pod's traffic to the proxy beside the application; the init container of a sidecar"
+    text = "redirect this pod's traffic to the proxy in the pod (the init container of a sidecar)"
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "init", help=text, description=f"{text}. Flags are those of istio-iptables; idempotent."
+        "init", help=text, description=f"{text}. The flags are those of istio-iptables. It can be repeated."
     )
     add_flags(parser)
     parser.set_defaults(run=run)

@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 def add_arguments(subparsers: Any) -> None:
     """Add ``inject``, ``gate`` and ``drain`` to ``argparse``'s sub-commands."""
-    text = "print a file with its pods changed to be part of the mesh"
+    text = "print a file with gates or sidecars added to its pods"
     parser: argparse.ArgumentParser = subparsers.add_parser("inject", help=text, description=text)
     add_flags(
         parser,
         ("-f --file", "FILE", "YAML or JSON of pods, workloads, lists and anything else; - is standard input"),
-        ("--config", "FILE", "the injector's configuration; default: ambient", {"type": Path}),
+        ("--config", "FILE", "the injector's configuration (default: ambient)", {"type": Path}),
         ("-n --namespace", "NAME", "namespace of objects without one (default default)", {"default": "default"}),
-        ("--template", "NAME", "template of pods that name none, instead of the configuration's"),
+        ("--template", "NAME", "template for pods that do not name one, instead of the configuration's"),
         ("--image", "NAME", "image of the added containers, instead of the configuration's"),
     )  # fmt: skip
     parser.set_defaults(run=run)
@@ -37,17 +37,17 @@ def add_arguments(subparsers: Any) -> None:
     serve: argparse.ArgumentParser = actions.add_parser("serve", help=text, description=text)
     add_flags(
         serve,
-        ("--address", "IP", "default: every address of both families", {"default": ""}),
-        ("--port", "PORT", "HTTPS (default 8443; 0: any)", {"type": port_or_any, "default": 8443}),
-        ("--certificate", "FILE", "PEM; reloaded when it changes", {"type": Path}),
-        ("--key", "FILE", "PEM", {"type": Path}),
+        ("--address", "IP", "address to serve on (default: all, of both families)", {"default": ""}),
+        ("--port", "PORT", "HTTPS port (default 8443; 0: any)", {"type": port_or_any, "default": 8443}),
+        ("--certificate", "FILE", "certificate in PEM; reloaded when it changes", {"type": Path}),
+        ("--key", "FILE", "private key in PEM", {"type": Path}),
         ("--own-ca", "SECRET", "use the CA in this Secret instead of files; it is created if it is missing"),
         ("--service", "NAME.NAMESPACE", "the injector's Service, for the certificate of --own-ca"),
-        ("--config", "FILE", "YAML; reloaded when it changes; default: ambient", {"type": Path}),
+        ("--config", "FILE", "configuration file; reloaded when it changes (default: ambient)", {"type": Path}),
         ("--webhook-config", "NAME",
          "a MutatingWebhookConfiguration whose caBundle is kept equal to --ca, repeatable", {"action": "append"}),
         ("--ca", "FILE", "PEM certificates, for --webhook-config", {"type": Path}),
-        ("--kubeconfig", "FILE", "default: the service account", {"type": Path}),
+        ("--kubeconfig", "FILE", "kubeconfig to use (default: the pod's service account)", {"type": Path}),
     )  # fmt: skip
     serve.set_defaults(run=run_serve)
     text = "print the configurations by which the API server calls the injector"
@@ -55,10 +55,10 @@ def add_arguments(subparsers: Any) -> None:
     add_flags(
         webhooks,
         ("--service", "NAME.NAMESPACE", "the injector's Service", {"default": "ztunnel-injector.istio-system"}),
-        ("--ambient", "", "for the template ambient instead of sidecars"),
+        ("--ambient", "", "print the configuration for the template ambient instead of sidecars"),
         ("--revision", "NAME", "the revision that pods request (default default)", {"default": "default"}),
         ("--tag", "NAME", "another name for the revision, repeatable", {"action": "append", "default": []}),
-        ("--template", "NAME", "template of pods that name none (default sidecar)", {"default": "sidecar"}),
+        ("--template", "NAME", "template for pods that do not name one (default sidecar)", {"default": "sidecar"}),
         ("--every-namespace", "", "inject into unlabelled namespaces, too, except for system namespaces"),
     )  # fmt: skip
     webhooks.set_defaults(run=run_webhooks)
@@ -72,7 +72,7 @@ def _add_pod_commands(subparsers: Any) -> None:
         gate,
         ("--timeout", "SECONDS", "fail after this time; kubelet then restarts it (default 60)",
          {"type": seconds, "default": 60.0}),
-        ("--fail-open", "", "after the timeout let the application start anyway"),
+        ("--fail-open", "", "let the application start anyway after the timeout"),
     )  # fmt: skip
     gate.set_defaults(run=run_gate)
     text = "drain this pod's proxy (the preStop hook of a sidecar)"
