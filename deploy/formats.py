@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = ROOT / "docs" / "formats.md"
 _HEAD = """# Formats
 
-Of the YAML files that operators write. Generated from their readers by `python -m deploy.formats`.
-Every reader reports all faults together, each with its place, and refuses keys that it does not know.
-`examples/` has a file of each that the tests load.
+This page describes the YAML files that operators write. `python -m deploy.formats` generates it from the modules
+that read these files.
+Every module reports all faults of a file together, each with its place, and refuses unknown keys.
+`examples/` has a file of each format, which the tests load.
 """
 #: The methods of readers that take the accepted keys as an argument.
 _READING = frozenset({"document", "mapping", "part"})

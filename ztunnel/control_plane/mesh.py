@@ -1,4 +1,4 @@
-"""The mesh file: nodes, pods, services, waypoints and policies, read into values.
+"""The mesh file has nodes, pods, services, waypoints and policies.
 
 ::
 
@@ -23,22 +23,22 @@
         ports: {http: 9080, metrics: {port: 80, target: 8080}}
         pods: [reviews-v1, reviews-v2]
     waypoints:
-      bookinfo-reviews: {pods: [reviews-waypoint]}     # of a service account
+      bookinfo-reviews: {pods: [reviews-waypoint]}     # the waypoint of this service account
     policies:
       reviews-viewer:
         action: ALLOW                     # ALLOW, DENY, AUDIT
-        service_account: bookinfo-reviews # or pods: [...]; neither: every pod of the namespace
+        service_account: bookinfo-reviews # or pods: [...]; without both: every pod of the namespace
         dry_run: false
         rules:
         - from:
             principals: [cluster.local/ns/default/sa/bookinfo-productpage]
             namespaces: [default]
             ip_blocks: [10.244.0.0/16]
-            not_principals: []            # none of these: what the others allow but for them
+            not_principals: []            # exceptions from the lists above
             not_namespaces: []
             not_ip_blocks: []
           to: {ports: [9080], not_ports: []}
-    calico:                               # resources as in files of policies; with --policy-sync
+    calico:                               # Calico's resources, served with --policy-sync
     - apiVersion: projectcalico.org/v3
       kind: GlobalNetworkPolicy
       metadata: {name: reviews}

@@ -1,22 +1,22 @@
-"""The injector's configuration: a YAML document, from a config map that is mounted. Pure.
+"""The configuration of the injector, a YAML document from a mounted ConfigMap.
 
 ::
 
-    policy: enabled # or disabled: the default for pods that no row of the decision covers
+    policy: enabled # enabled or disabled: for pods that no other row of the decision covers
     neverInjectSelector: []          # label selectors
     alwaysInjectSelector: []
     defaultTemplates: [ambient]      # for pods without the annotation inject.istio.io/templates
     aliases: {mesh: [ambient]}       # further names of lists of templates
-    image: ztunnel-py                # of the containers that are added
+    image: ztunnel-py                # for the containers that are added
     imagePullPolicy: IfNotPresent
     imagePullSecrets: []             # names
     revision: default                # written into injected pods
     gate:
-      timeoutSeconds: 60             # how long an application waits for its listeners
-      failOpen: false                # true: then it starts without them
-    sidecar:                         # of the templates sidecar and sidecar-classic
+      timeoutSeconds: 60             # how long an application waits for the proxy's listeners
+      failOpen: false                # true: after this time it starts without them
+    sidecar:                         # for the templates sidecar and sidecar-classic
       xdsAddress: https://istiod.istio-system.svc:15012
-      caAddress: ""                  # as xdsAddress
+      caAddress: ""                  # empty: the same as xdsAddress
       trustDomain: cluster.local
       clusterDomain: cluster.local
       clusterId: Kubernetes
@@ -27,15 +27,15 @@
       tokenAudience: istio-ca
       tokenSeconds: 43200
       rootConfigMap: istio-ca-root-cert
-      drainSeconds: 20               # how long an ordinary container stays for the application's last connections
+      drainSeconds: 20               # how long an ordinary sidecar keeps open connections
       resources: {requests: {cpu: 100m, memory: 128Mi}, limits: {memory: 1Gi}, claims: []}
-      includeOutboundIPRanges: "*"   # these six as the annotations of the same names
+      includeOutboundIPRanges: "*"   # these six are like the annotations of the same names
       excludeOutboundIPRanges: ""
       includeInboundPorts: "*"
       excludeInboundPorts: ""
       includeOutboundPorts: ""
       excludeOutboundPorts: ""
-      env: {}                        # more environment of the proxy
+      env: {}                        # further environment variables of the proxy
 
 All faults are reported together, each with its place.
 """
