@@ -525,6 +525,12 @@ def test_checks_are_chosen_by_id_and_category() -> None:
         chosen(["NET99"], [], before=False)
 
 
+def test_checks_before_installation_need_no_proxy_or_agent() -> None:
+    facts = replace(healthy(), nodes={}, no_nodes="before installation")
+    results = run(chosen([], [], before=True), facts)
+    assert [each.id for each in results if each.severity == "skipped"] == []
+
+
 def test_a_sentence_sums_up_and_warnings_fail_only_if_asked() -> None:
     results = run(CATALOGUE, on_node(lambda f: replace(f, clock_s=-9.0))(healthy()))
     answer = answer_of(results)

@@ -144,11 +144,11 @@ CHECKS: Final = (
         remedy="Load the kernel module of the refused rule (nf_tables, nft_redir), or use another kernel.",
     ),
     Check(
-        id="KRN2", before=True, asks="capabilities of proxy and agent", judge=capabilities,
+        id="KRN2", asks="capabilities of proxy and agent", judge=capabilities,
         remedy="Add the capability to the container; set seLinuxOptions or the profile.",
     ),
     Check(
-        id="KRN3", before=True, asks="version of control groups", judge=control_groups,
+        id="KRN3", asks="version of control groups", judge=control_groups,
         remedy="Boot the node with systemd.unified_cgroup_hierarchy=1; check kubelet's cgroup driver.",
     ),
     Check(
