@@ -5,10 +5,10 @@ hook               when
 =================  ===================================================================================
 ``connecting``     a route and an endpoint were chosen, before dialling. Called once per connection: further
                    attempts keep the verdicts
-``accepting``      the mesh's policies, and Calico's, have allowed it, before the application is dialled
-``opened``         the relay runs
-``closed``         its access line is written, after ``opened``
-``refused``        its access line is written, without ``opened``
+``accepting``      policies (the mesh's and Calico's) allow the connection; its application is not dialled yet
+``opened``         the relay has started
+``closed``         the access line is written, and ``opened`` was called
+``refused``        the access line is written, and ``opened`` was not called
 =================  ===================================================================================
 """
 
@@ -69,7 +69,7 @@ class PodAddons:
         Args:
             entry: the connection's entry.
             dialled: the address that the application dialled.
-            server_name: the server name of its ClientHello, if an addon needs it.
+            server_name: the server name in the application's ClientHello, if an addon needs this name.
 
         Returns:
             True if no addon returned a verdict, so that the connection continues. After False, call
@@ -97,7 +97,7 @@ class PodAddons:
             no addon had a preference or waited.
 
         Raises:
-            Failed: an addon denies it.
+            Failed: an addon denies the connection.
         """
         record = entry.record
         if record.asked is None:
@@ -130,7 +130,7 @@ class PodAddons:
         """Ask about an inbound connection that policy allows, or continue after :meth:`accepting_now`.
 
         Raises:
-            Failed: an addon denies it.
+            Failed: an addon denies the connection.
         """
         record = entry.record
         if not _is_undecided(record) and self.accepting_now(entry):
@@ -153,7 +153,7 @@ class PodAddons:
             asked.facts = self._outbound(old.connection, record, protocol, dialled, old.server_name)
 
     def taken_over(self, record: Record) -> Asked:
-        """Return a placeholder for addon verdicts, for a connection taken over from another process."""
+        """Return an :class:`Asked` without verdicts, for a connection that this process asked no hook about."""
         if record.direction.value == "inbound":
             return Asked(self.host, self._inbound(record))
         protocol = "HBONE" if record.hbone_authority else "TCP"
@@ -171,8 +171,10 @@ class PodAddons:
     # Facts
 
     def _side(self, workload: Workload | None, labels: PeerLabels) -> tuple[object, Side, str]:
-        """Describe one side of a connection to addons, by its workload or else by its metric labels. Also return
-        the identity that it should have. The first value of the result is used only by the cache.
+        """Describe one side of a connection to addons, by its workload or else by its metric labels.
+
+        Returns:
+            A value used only by the cache, the description, and the identity that this side should have.
         """
         if workload is None:
             return None, _of_labels(labels) if labels.known else _NO_SIDE, ""
@@ -194,7 +196,7 @@ class PodAddons:
         names = self.names.of((near.namespace, near.name), dialled.host) if self.names.known else ()
         if record.secured and record.destination_workload is None:  # the far side of a double tunnel
             theirs = _text(record.destination_identity)
-        # The same as Facts(...), which takes twice as long.
+        # Equal to Facts(...), but twice as fast.
         return tuple.__new__(
             Facts,
             (
@@ -291,14 +293,14 @@ def would_connect(
     """Return the facts of a hypothetical connection, as the hook ``connecting`` would get them.
 
     Args:
-        source: the workload that would open it, at the address ``host``.
-        host: the client's address.
+        source: the workload that would open the connection.
+        host: the address of ``source``.
         dialled: the address that its application would dial.
-        service: the service at that address, if there is one.
+        service: the service at ``dialled``, if there is one.
         there: the destination workload, if it is known.
         way: one candidate endpoint (an entry of ``ways``) in an answer of
             :func:`ztunnel.proxy.istio.path.explain.explain`.
-        names: the names that the pod resolved to the address.
+        names: the names that the pod has resolved to ``dialled``.
     """
     return Facts(
         dialect="istio",

@@ -38,8 +38,8 @@ class Refusal(Exception):
     """A CONNECT request is answered with an error status instead of being carried.
 
     Attributes:
-        status: the answer's status.
-        failure: the reason.
+        status: the status of the answer.
+        failure: the reason for the record.
     """
 
     def __init__(self, status: int, failure: Failed | EarlyDeny) -> None:
@@ -48,8 +48,8 @@ class Refusal(Exception):
         self.failure = failure
 
     def entered(self, record: Record) -> Failed | None:
-        """Count the refusal as an early denial, or, if the record is already open, return the failure to close it
-        with.
+        """Count the refusal as an early denial. If the record is already open, instead return the failure with
+        which the caller closes the record.
         """
         if isinstance(self.failure, Failed):
             return self.failure
@@ -166,8 +166,8 @@ def _of_one_family(peer: Peer, workload: Workload | None, destination: SocketAdd
     family only.
 
     A client can dial a dual-stack service over IPv4 and reach its waypoint over IPv6, or the reverse. With mixed
-    families the header would have no addresses (as in the Rust ztunnel), which Envoy refuses. The peer's own
-    address in the other family is equally correct.
+    families the Rust ztunnel sends a header without addresses, which Envoy refuses. Sending the peer's own address
+    in the destination's family is equally correct.
     """
     source = peer.source
     if (":" in source.host) == (":" in destination.host):

@@ -91,9 +91,9 @@ class Authorizer:
         """Decide once for all connections with these facts. The result is valid until the mesh changes.
 
         Returns:
-            The name of the policy that allows them, empty if no policy applies. Call :meth:`note_allowed` for each
-            connection. ``None``: call :meth:`authorize` for each connection, because it is refused, must wait, or
-            must be reported or logged.
+            The name of the policy that allows these connections, or an empty string if no policy applies. Then
+            call :meth:`note_allowed` for each connection. ``None``: call :meth:`authorize` for each connection,
+            because it is refused, must wait, or must be reported or logged.
         """
         policies = self._node.mesh.policies_for(workload)
         if policies.missing or policies.dry_run_deny or policies.dry_run_allow or log.isEnabledFor(self._level):
@@ -141,8 +141,8 @@ class Authorizer:
     def _refusal(
         self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
     ) -> Judgement:
-        """Check a connection. A refusal is counted as ``refused``. For new connections, the policy that allows is
-        counted, too.
+        """Check a connection. Count a refusal as ``refused``, and for a new connection also the policy that allows
+        it.
         """
         if not policies.missing and not policies.enforced.tiers:
             return _ALLOWED  # for most connections no policy applies, and nothing is recorded

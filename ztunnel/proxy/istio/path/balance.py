@@ -1,10 +1,10 @@
-"""Chooses the endpoint of a service for a connection: ranks the candidates, and draws one by weight at random.
+"""Chooses the endpoint of a service for a connection: a weighted random choice among the best-ranked candidates.
 
-Checking every endpoint for each connection would be slow. Instead :class:`Candidates` holds the usable
-endpoints per service, port and kind of client. They are grouped by rank, and each rank has its weights in a binary
-indexed tree, so that a draw takes time logarithmic in their number. Candidates are created on first use, so a
-service that is never dialled has no cost. The mesh's change notifications update them, in time proportional to the
-number of changed endpoints.
+Checking every endpoint for each connection would be slow. Instead, :class:`Candidates` holds the usable
+endpoints per service, port and kind of client, grouped by rank. The weights of each rank are in a binary indexed
+tree, so a random choice takes time logarithmic in the number of endpoints. Candidates are created on first use, so
+a service that is never dialled has no cost. The mesh's change notifications update the candidates, in time
+proportional to the number of changed endpoints.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -132,9 +132,10 @@ def scope_of(workload: Workload, scope: Scope) -> str:
 def rank_of(question: Question, workload: Workload) -> int | None:
     """Return how well an endpoint matches a client (higher is better), or None if it must not be used.
 
-    The rank is the number of equal leading scopes. A network at the front of the list is an exception: if it
-    differs, counting continues. With network, region, zone the ranks are: all equal 5, network and region 4,
-    network 3, region and zone in another network 2, region 1, none 0.
+    The rank is the number of leading scopes that are equal. A network in the first place is an exception: an equal
+    network counts as much as all scopes together, and after a different network counting continues. With network,
+    region, zone the ranks are: all equal 5, network and region 4, network 3, region and zone in another network 2,
+    region 1, none 0.
     """
     preferences = question.preferences
     rank = extra = 0
@@ -166,8 +167,8 @@ def _misfit(question: Question, service: Service, endpoint: Endpoint, workload: 
 
 
 class Weighted:
-    """A weighted random choice among names, as a binary indexed tree: adding, removing and drawing take
-    logarithmic time.
+    """A weighted random choice among names, kept in a binary indexed tree. Adding, removing and choosing a name
+    take logarithmic time.
     """
 
     def __init__(self) -> None:
@@ -193,7 +194,7 @@ class Weighted:
         self._names.append(name)
         self._weights.append(0)
         number = len(self._names)
-        # A new node of the tree starts with the sum of the earlier ones that it covers.
+        # A new node of the tree starts with the sum of the earlier nodes that it covers.
         covered, start = 0, number - (number & -number)
         below = number - 1
         while below > start:
@@ -277,7 +278,7 @@ class Candidates:
         """Draw an endpoint by weight from the best rank. Return None if there are no candidates.
 
         Endpoints in ``avoid`` are drawn only if no rank has any other endpoint. With ``prefer``, the best rank
-        with preferred endpoints is used. If no rank has any, ``prefer`` is ignored.
+        with preferred endpoints is used, or ``prefer`` is ignored if no rank has preferred endpoints.
         """
         if self._changed is None or self._changed:
             self._follow(mesh)
@@ -306,7 +307,7 @@ class Candidates:
         return [uid for uid, _ in self._ranks[max(self._ranks)]] if self._ranks else []
 
     def _with_labels(self, mesh: Mesh, prefer: tuple[Labels, ...]) -> Weighted | None:
-        """Return the preferred endpoints of the best rank that has any; see :func:`narrowed`."""
+        """Return the preferred endpoints of the best rank that has preferred ones; see :func:`narrowed`."""
         if prefer not in self._preferred:
             if len(self._preferred) >= _PREFERENCES:
                 self._preferred.clear()
@@ -394,7 +395,7 @@ class Candidates:
 def narrowed(
     prefer: Sequence[Labels], candidates: Mapping[WorkloadUid, Mapping[str, str]]
 ) -> frozenset[WorkloadUid]:
-    """Return the preferred candidates. Empty if no preference fits any.
+    """Return the preferred candidates, or an empty set if no preference fits any candidate.
 
     Each preference narrows the remaining candidates. A preference that fits no remaining candidate has no effect.
 
@@ -440,8 +441,8 @@ class _Balancer:
             for candidates in self._by_service.get(key, ()):
                 candidates.touch(uids)
         for key in changes.services:
-            # Questions contain the service's ports and preferences, so questions about its old version are never
-            # asked again.
+            # A question contains the service's port and preferences. Those of the old version are not looked up
+            # again, so their candidates are dropped.
             for candidates in self._by_service.pop(key, ()):
                 self._kept.pop(candidates.question, None)
 

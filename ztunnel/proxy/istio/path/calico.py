@@ -8,8 +8,8 @@ direction         the other end                                    identities
 ================  ===============================================  =========================================
 inbound           the client's address, the application's port     the peer's certificate; this pod's own
 outbound          the chosen endpoint, with the application's      this pod's own; the identities accepted from
-                  port; if a waypoint or gateway is in between,    the tunnel's far end, none without a tunnel
-                  its address
+                  port, or the address of a waypoint or gateway    the tunnel's far end, none without a tunnel
+                  in between
 ================  ===============================================  =========================================
 """
 
@@ -59,8 +59,8 @@ class CalicoAuthorizer(Authorizer):
         flow = _inbound_flow(workload, facts)
         self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
         await super().authorize(workload, facts, record, grace_s)
-        # While the connection waited for a policy of the mesh, Calico's policies can have changed, and a review
-        # skips connections that are not yet accepted.
+        # Check again: while the connection waited for a policy of the mesh, Calico's policies can have changed,
+        # and their review skips connections that are not yet accepted.
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
         self._require(decision, workload, facts, record)
 
@@ -166,8 +166,8 @@ def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
     peer = facts.peer
     principal = ""
     if peer is not None:
-        # Never empty for a tunnel without an identity: an empty principal means plain text, which a rule can allow
-        # by address alone.
+        # A tunnel never gets an empty principal, even without an identity: an empty principal means plain text,
+        # which a rule can allow by address alone.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return connection(facts.source, facts.destination, principal, str(workload.identity))
 

@@ -1,8 +1,8 @@
 """The open connections of one pod by direction, and the tunnel connections that carry them.
 
-Each is an entry (:mod:`ztunnel.proxy.istio.path.pod_connection`) of the process's connection table
-(:mod:`ztunnel.proxy.dataplane.live_table`), added before policies are checked. Drain and stop wait for
-these groups, and the config dump lists them.
+Each connection has an entry (:mod:`ztunnel.proxy.istio.path.pod_connection`) in the process's connection table
+(:mod:`ztunnel.proxy.dataplane.live_table`), added before policies are checked. Drain and stop wait until the
+pod's groups of entries are empty, and the config dump lists them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ztunnel.proxy.istio.path.pod_connection import Carrier, PodConnection
 #: How long idle tunnel connections are kept open after GOAWAY: some round trips, and the second during which a
 #: server still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
 _GOODBYE_S = 2.0
-#: How long a drain waits for a peer that takes none of the last bytes of its streams, and how often it checks.
+#: How long a drain waits for a peer that reads none of its streams' last bytes, and how often the drain checks.
 _STALLED_S = 2.0  # a guess
 _CHECK_S = 0.02
 
@@ -44,7 +44,7 @@ class Phase(Enum):
 
 
 class PodConnections:
-    """The groups of one pod.
+    """The groups of one pod's connection-table entries.
 
     Attributes:
         arriving: accepted connections without a known destination: SOCKS clients, and captured connections for a
@@ -112,9 +112,9 @@ class PodConnections:
         return len(self)
 
     async def _delivered(self) -> None:
-        """Wait until the last bytes of ended streams have arrived, or their peer takes no more.
+        """Wait until the last bytes of ended streams have arrived, or their peer stops reading.
 
-        A stream has ended when its last bytes are queued. A close of its connection could destroy them.
+        A stream counts as ended once its last bytes are queued. Closing the connection then could discard them.
         """
         loop = asyncio.get_running_loop()
         open_connections = [each.connection for each in (*self.carriers, *self.dialled) if each.connection]
@@ -139,7 +139,7 @@ class PodConnections:
             group.review(Event.DEADLINE, reason)
 
     def end_all(self, reason: str) -> None:
-        """End all connections now. New ones are refused, because the pod's phase changes."""
+        """End all connections now. The pod's phase changes, so that new connections are refused."""
         self.phase = Phase.ENDED
         for group in self.ended_here:
             group.review(Event.STOP, reason)
@@ -158,7 +158,11 @@ class PodConnections:
             group.dissolve()
 
     def end_carried(self, connection: Connection, reason: str) -> int:
-        """End all tunnels that a tunnel connection carries, giving each the reason why the connection ended.
+        """End all tunnels that a tunnel connection carries.
+
+        Args:
+            connection: the tunnel connection.
+            reason: why this connection has ended, also recorded for each tunnel.
 
         Returns:
             The number of ended tunnels.
@@ -169,8 +173,8 @@ class PodConnections:
         return len(carried)
 
     def dump(self, now_s: float) -> dict[str, list[Shown]]:
-        """Return the pod's ``connections`` for the config dump. Equal inbound ones are merged, as in the Rust
-        ztunnel.
+        """Return the pod's ``connections`` for the config dump. Equal inbound connections are merged, as in the
+        Rust ztunnel.
 
         Identities, ages, byte counts and services are additions to the Rust ztunnel's format. Merged connections
         show the highest age and the sum of their bytes; ``sent`` counts bytes from the client to the application.

@@ -42,7 +42,7 @@ class EarlyDenials:
 
 def account_rejected(denials: EarlyDenials, pending: PendingHandshake, reason: str) -> None:
     """Count and log a connection that ended before its handshake began, or whose handshake took too long."""
-    if not pending.in_handshake:  # otherwise its fiber counts it
+    if not pending.in_handshake:  # during the handshake, its fiber closes the owner
         pending.owner.close()
     if reason:
         try:

@@ -124,8 +124,8 @@ def question(
         captured: whether a proxy is known to have captured the connection. Otherwise it is assumed captured if the
             source accepts tunnels according to the control plane, or if there is an identity, which only a ztunnel
             can prove.
-        endpoint: ``IP:PORT`` of the application that a connection to the service reached, from access lines. It
-            determines the service's port, which those lines lack.
+        endpoint: ``IP:PORT`` of the application that a connection to the service reached, taken from an access
+            line. It determines the service's port, which access lines do not contain.
 
     Raises:
         BadQuestion: a name or address is unknown or malformed.
@@ -172,8 +172,8 @@ def certificate(state: str, ends: datetime | None, now_s: float) -> Answer:
     """Return the section of the answer about the source's certificate.
 
     Args:
-        state: why there is no certificate. If both are empty, this node does not need the certificate.
-        ends: the certificate's expiry time.
+        state: why there is no certificate. Empty if there is one, or if no pod of this node has the identity.
+        ends: the certificate's expiry time, or ``None`` without a certificate.
         now_s: seconds of the wall clock.
     """
     if ends is None:
@@ -259,10 +259,10 @@ def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> S
     except ValueError:
         raise BadQuestion(f"endpoint {endpoint!r}: not IP:PORT") from None
     if any(vip.host == reached.host for vip in service.vips):
-        return SocketAddress(host, reached.port)  # a waypoint's tunnel names what was dialled
+        return SocketAddress(host, reached.port)  # a tunnel to a waypoint names the dialled address
     workload = around.mesh.workload_at(around.network, reached.host)
     place = around.mesh.all_endpoints(service.key).get(workload.uid) if workload is not None else None
-    # The endpoint is no longer in the service, so use the service's port table, which has 0 for named target
+    # If the endpoint is no longer in the service, use the service's port table, which has 0 for named target
     # ports.
     for port, target in (*(place.ports.items() if place is not None else ()), *service.ports.items()):
         if target == reached.port:
@@ -378,7 +378,7 @@ def _routes(
         asked: the connection.
         source: its workload.
         around: the proxy's mesh.
-        draws: receives the load-balancing questions that this connection asks.
+        draws: receives the questions to the load balancer (:class:`Question`) about this connection.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
     yielded: set[tuple[str, ...]] = set()
@@ -402,7 +402,7 @@ def _routes(
         avoid = failed if first.workload is None or first.workload.uid not in failed else set()
         for route in _drawn(routed, avoid):
             key = _key(route)
-            if key not in yielded:  # weighted waypoints also occur for their own clients, which bypass them
+            if key not in yielded:  # equal if the client is itself a waypoint, which it bypasses
                 yielded.add(key)
                 yield route
 
@@ -410,10 +410,10 @@ def _routes(
 def _drawn(
     routed: Callable[[Collection[WorkloadUid]], Route | RouteRefused], avoid: Collection[WorkloadUid]
 ) -> Iterator[Route | RouteRefused]:
-    """Yield every route that choosing an endpoint can result in.
+    """Yield the route for every endpoint that can be chosen.
 
-    Each chosen endpoint is then avoided, as after a failed attempt, so that the next choice is the next best one.
-    This ends when the choice is an endpoint that was already chosen or must be avoided.
+    Each chosen endpoint is then avoided, as after a failed attempt, so that the next best endpoint is chosen. This
+    ends when the chosen endpoint was already chosen, or had to be avoided.
     """
     drawn = set(avoid)
     for _ in range(_MOST_SHOWN):
@@ -500,8 +500,8 @@ def _because(route: Route, at: Service | Workload | None) -> str:
 
 
 def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> tuple[bool, Answer]:
-    """Explain one candidate: whether its proxy would accept the connection, and how it is reached. Without a route
-    the answer has no ``target``.
+    """Explain one candidate endpoint: whether its proxy would accept the connection, and how the connection gets
+    there. Without a route the answer has no ``target``.
     """
     if isinstance(route, RouteRefused):
         nowhere: Answer = {"refused": str(route)}
@@ -601,7 +601,7 @@ def _plain_inbound(
 
 
 def _source_towards(asked: Question, host: str) -> SocketAddress:
-    """Return the client's address as seen by the next hop. Its family can differ from the dialled address's."""
+    """Return the client's address as seen by the next hop. Its family can differ from the dialled address."""
     own = source_host(asked.source, asked.host, host) if asked.source is not None else None
     return SocketAddress(own or asked.host, 0)
 
@@ -615,7 +615,7 @@ def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) ->
         return False, answer | {"refused": refused}
     judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
     listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]
-    # Matching policies decide, so they are listed first, then others up to the limit.
+    # Matching policies decide, so they are listed first. The other policies follow, up to the limit.
     listed.sort(key=lambda each: not each["holds"])
     if listed:
         answer["policies"] = listed[:_MOST_SHOWN]

@@ -1,4 +1,4 @@
-"""Remembers endpoints that failed recently on this node. They are avoided if a service has others. Pure."""
+"""Remembers endpoints that failed recently on this node. They are avoided if their service has others. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -39,8 +39,8 @@ class FailedEndpoints:
     """The endpoints that failed within :data:`AVOID_S`, at most 10,000."""
 
     def __init__(self) -> None:
-        # All entries are kept equally long, so they expire in the order of failure. An OrderedDict, because
-        # finding the first key of a dict repeatedly iterates over all keys removed before it.
+        # All entries are kept equally long, so they expire in the order of failure. A plain dict would be slow:
+        # finding its first key iterates over all keys that were removed before it.
         self._until_s: OrderedDict[WorkloadUid, float] = OrderedDict()
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
 """START HERE for connections to a pod: tunnels on 15008, captured plain connections on 15006.
 
-The methods for both read top to bottom: the peer, its request, the policy check, the application, the bytes. Each
-connection has an entry in the connection table (:mod:`ztunnel.proxy.dataplane.live_table`) from the time it is
-accepted. :mod:`ztunnel.proxy.istio.path.admission` decides about requests, and :meth:`Inbound.verdict` checks live
-connections again.
+The methods for both follow a connection top to bottom: the peer, its request, the policy check, the application,
+the bytes. Each connection has an entry in the connection table (:mod:`ztunnel.proxy.dataplane.live_table`) from
+the time it is accepted. :mod:`ztunnel.proxy.istio.path.admission` decides about requests, and
+:meth:`Inbound.verdict` checks live connections again.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _seen(
 
 
 class Inbound(PlannedInbound):
-    """Inbound connections of one pod. It is also the pod's ``NodeLocalTarget`` for node-local tunnels."""
+    """Inbound connections of one pod. Also implements ``NodeLocalTarget``, to accept node-local tunnels."""
 
     def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
         authorizer = authorizer or Authorizer(pod.node)
@@ -205,7 +205,7 @@ class Inbound(PlannedInbound):
 
         def aborted(reason: str) -> None:
             if connections.end_carried(connection, reason) == 0 and reason == REVOKED:
-                # No access line of a tunnel reports this, so log it here for operators.
+                # The tunnel connection carries no tunnel whose access line reports this, so log it here.
                 self._denials.write(peer.source, peer.local, EarlyDeny(reason, Reason.REVOKED))
             connection.abort(reason)
 
@@ -306,13 +306,14 @@ class Inbound(PlannedInbound):
             failure = refusal.entered(record)
             request.refuse(refusal.status)
         except HboneError as error:
-            # The stream ended before the request was accepted. If there is a reason, this proxy ended it on
+            # The stream ended before the request was accepted. A reason is set if this proxy ended the stream on
             # purpose.
             failure = of_reason(entry.reason) if entry.reason else broken(error)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason) if entry.reason else gave_up()
-            # A policy that arrived during the dial denies the request: answer 401, to keep the client from trying
-            # another endpoint. In all other cases the unanswered stream is reset, and the client may try another.
+            # If a policy that arrived during the dial denies the request, answer 401, so that the client does not
+            # try another endpoint. In all other cases the unanswered stream is reset, and the client can retry
+            # elsewhere.
             if entry.reason == POLICY_CHANGE and not request.answered:
                 request.refuse(401)
             raise
@@ -330,7 +331,8 @@ class Inbound(PlannedInbound):
     async def open_node_local(self, request: NodeLocalRequest) -> InboundHalf | None:
         """Accept a tunnel from a pod of this node directly, without TLS and HTTP/2 in between.
 
-        The two certificates must accept each other. All other checks are as over the network.
+        A TLS handshake between the two pods' certificates would have to succeed. All other checks are as over the
+        network.
 
         Returns:
             The open half, or ``None`` if the tunnel must go over the network, where the handshake reports why.
@@ -393,7 +395,7 @@ class Inbound(PlannedInbound):
             raise ConnectRefused(refusal.status) from refusal
         except asyncio.CancelledError as error:
             failure = of_reason(entry.reason)
-            # After a policy's 401 the client must not try another endpoint. After any other error it may.
+            # After a policy's 401 the client must not try another endpoint. After other errors it can.
             if entry.reason == POLICY_CHANGE:
                 raise ConnectRefused(401) from error
             raise TunnelBroken(entry.reason or DRAINED, unprocessed=True) from error
@@ -505,7 +507,7 @@ class Inbound(PlannedInbound):
         return verdict
 
     def close(self) -> None:
-        """End accepted connections whose handshake has not begun. Idempotent. All other connections end through
+        """Close accepted connections whose handshake has not begun. Idempotent. All other connections are ended by
         the pod's connection groups.
         """
         self._limiter.close()

@@ -1,7 +1,7 @@
 """The target of a request that arrived through a tunnel: the application's address, and the service.
 
-A CONNECT can name this pod's address or a service's hostname. Only this pod is ever dialled: a request for any
-address other than the one to which the tunnel was opened is refused, unless this pod is that address's waypoint.
+A CONNECT can name this pod's address or a service's hostname. The proxy dials only this pod. It refuses a request
+for an address other than the tunnel's own destination, unless this pod is the waypoint of the requested address.
 """
 
 from collections.abc import Collection, Mapping
@@ -126,7 +126,7 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
         or workload.application_tunnel is not None
         or _is_waypoint_of(service, workload, host, mesh, network)
     ):
-        # Otherwise any client could choose the service that its connections are counted for.
+        # Without this check, any client could choose the service for which its connections are counted.
         raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)
@@ -142,8 +142,8 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
 
 
 def _may_name(wanted: str, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
-    """Return whether a tunnel to ``host`` can request another address. An application that terminates tunnels
-    itself decides on its own.
+    """Return whether a tunnel to ``host`` can request another address, ``wanted``. If the application terminates
+    tunnels itself, always true: the application decides.
     """
     if wanted == host or workload.application_tunnel is not None:
         return True
@@ -173,7 +173,7 @@ def _is_waypoint(gateway: GatewayAddress, workload: Workload, host: str, mesh: M
 
 
 def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant: str | None) -> Service | None:
-    """Return the service that a connection is attributed to: the requested one, or else a service with the
+    """Return the service that a connection is attributed to: the requested service, or else a service with the
     dialled port.
 
     Args:

@@ -17,7 +17,7 @@ _WAIT_S: Final = 5.0
 
 
 def _nothing() -> None:
-    """No-op: the function that stops watching, until a workload is watched."""
+    """Do nothing. Stands in for the function that stops watching, while no workload is watched."""
 
 
 class LocalWorkload:
@@ -44,8 +44,8 @@ class LocalWorkload:
 
     @property
     def last(self) -> Workload | None:
-        """The workload as last described, even if the control plane no longer describes it. ``None`` if it never
-        did.
+        """The workload as last described, even if the control plane has removed it since. ``None`` if it was never
+        described.
 
         Open connections are checked against this value, because a pod that is temporarily missing from the mesh
         must not lose its policies.

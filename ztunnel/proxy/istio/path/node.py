@@ -190,11 +190,11 @@ class Node:
     # Pods
 
     def register(self, name: PodName, pod: NodeLocalTarget) -> None:
-        """Let other pods of this node open node-local tunnels to this one."""
+        """Let other pods of this node open node-local tunnels to ``pod``."""
         self.pods[pod_key(name)] = pod
 
     def unregister(self, name: PodName, pod: NodeLocalTarget) -> None:
-        """Remove a pod from :attr:`pods`. Idempotent, and without effect if a successor has its name."""
+        """Remove a pod from :attr:`pods`. Idempotent. A newer pod with the same name stays."""
         if self.pods.get(pod_key(name)) is pod:
             del self.pods[pod_key(name)]
 
@@ -204,8 +204,8 @@ class Node:
         """Request a key from the control plane unless it was answered before. Return whether it was requested.
 
         Raises:
-            TimeoutError: no answer arrived. The next call requests the key again. Do not treat the address as
-                outside the mesh.
+            TimeoutError: no answer arrived. The next call requests the key again. The caller must not treat the
+                address as outside the mesh.
         """
         if self.ask is None or key in self.asked:
             return False
@@ -245,7 +245,8 @@ def addons_of(node: Node) -> AddonProcess | None:
 def check_addons(config: IstioConfig) -> None:
     """Check that the configured addons can be loaded, in a main process whose workers carry the connections.
 
-    They are loaded once and stopped again, so that a faulty addon fails the start instead of every worker.
+    Loads the addons once and stops them again, so that a faulty addon prevents the start instead of failing in
+    every worker.
 
     Raises:
         AddonError: an addon cannot be loaded.
@@ -266,7 +267,9 @@ def log_pressure(config: IstioConfig, writer: LogWriter, clock: Clock) -> LogPre
 
 
 def policies_in_force(config: IstioConfig, clock: Clock, metrics: Metrics) -> LivePolicies | None:
-    """Return Calico's policies that this process enforces, or None. Each process watches their source itself."""
+    """Return Calico's policies, if this process enforces them, or None. Each process watches the policies' source
+    itself.
+    """
     if config.policies is None:
         return None
     return live_policies(config.policies, clock, metrics.ledger.calico, partial(metrics.waited, "policy"))

@@ -36,9 +36,9 @@ class NodeLocalRequest(NamedTuple):
         outer: the outbound half's connection-table entry. Both halves count the same bytes, and each keeps the
             other's certificate.
         labels: the labels of the client's pod.
-        certificate: the pod's certificate.
+        certificate: the client pod's certificate.
         identities: the identities that the client accepts from the server, as over the network.
-        target: the address of the far pod that would be dialled.
+        target: the address in the far pod that a tunnel over the network would dial.
         tunnel: the values that a CONNECT would carry.
     """
 
@@ -68,8 +68,8 @@ class InboundHalf:
         """Close the half and complete its record after the end of the relay. Called once, by the outbound half.
 
         Returns:
-            The outbound half's failure. None if the inbound half was ended on purpose, because over the network
-            the client's side would see CANCEL, an ordinary end.
+            The outbound half's failure. None if the inbound half was ended on purpose: over the network, the
+            client's proxy would then receive CANCEL, which is no failure.
         """
         ended_here = self.entry.reason
         self.entry.close()

@@ -1,9 +1,10 @@
 """Opens tunnel connections to new endpoints of the services that a pod uses, before the pod needs them.
 
 The first connection to an endpoint waits for TCP and TLS handshakes, and takes ten times as long to open as later
-ones. After a rollout or a scale-up, every client has to connect to new endpoints. With ``ZTUNNEL_OPEN_AHEAD=N`` a
-pod dials these soon after the mesh has changed, one at a time, while fewer than N of its tunnel connections are
-idle. The pool treats them like other connections: it closes idle ones after the timeout.
+connections. After a rollout or a scale-up, every client has to connect to new endpoints. With
+``ZTUNNEL_OPEN_AHEAD=N`` a pod's proxy dials the new endpoints soon after the mesh has changed, one at a time,
+while fewer than N of the pod's tunnel connections are idle. The pool closes unused ones after its usual idle
+timeout.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 
 log = logging.getLogger(__name__)
 
-#: The longest delay between a mesh change and the first dial; the delay is random, at least half of this. All
-#: clients of a service receive the change at the same time, and must not connect to the new endpoint all at once.
+#: The longest delay between a mesh change and the first dial. The delay is random, and at least half as long. All
+#: clients of a service receive the change at the same time, and must not dial the new endpoint simultaneously.
 _SPREAD_S: Final = 1.0
 
 
@@ -71,7 +72,7 @@ class OpenAhead:
                 except PoolClosed:
                     return
                 except (HboneError, TproxyError, OSError) as error:
-                    # Not logged: the access line of the first connection to this endpoint will report the error.
+                    # Debug level: the access line of the first connection to this endpoint will report the error.
                     log.debug("not opened ahead target=%s error=%s", plan.target, error)
         finally:
             self._runs = False

@@ -1,10 +1,10 @@
 """START HERE for connections from pods: the path of a captured connection, from accept to end.
 
-:meth:`Outbound.serve` reads top to bottom: the dialling pod, the route, the tunnel or the plain connection, the
-bytes. If an endpoint fails before answering, another endpoint is tried, up to a few attempts and a time limit
-(:mod:`ztunnel.proxy.dataplane.attempts`). Meanwhile the application's first bytes stay in the kernel, even if a
-copy is sent along with the CONNECT, so no bytes are lost. Once an endpoint could have received them, no other
-endpoint is tried, so no bytes are delivered twice.
+:meth:`Outbound.serve` follows a connection top to bottom: the dialling pod, the route, the tunnel or the plain
+connection, the bytes. If an endpoint fails before answering, another endpoint is tried, within a limit of attempts
+and time (:mod:`ztunnel.proxy.dataplane.attempts`). Meanwhile the application's first bytes stay in the kernel,
+even if a copy is sent along with the CONNECT, so no bytes are lost. Once an endpoint could have received these
+bytes, no other endpoint is tried, so no bytes are delivered twice.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class OutboundUpstream(Upstream[Life]):
 
     Attributes:
         inbound_half: the inbound half, if the tunnel is node-local.
-        flush_inner: delivers bytes that have left ``end`` but are still inside this process. ``None`` if there are
-            never any.
+        flush_inner: delivers bytes that have left ``end`` but are still in this process, inside a double tunnel.
+            ``None`` for other tunnels and connections.
     """
 
     __slots__ = ("flush_inner", "inbound_half")
@@ -270,7 +270,7 @@ class Outbound(PlannedOutbound):
         record = entry.record
         labels = await self._pod.local.get()
         entry.state = State.DIALING
-        if begun is None or not begun.opened:  # otherwise the record is already complete
+        if begun is None or not begun.opened:  # an opened record already has these values
             record.source_workload, record.source_labels = labels.workload, labels.plain
         capture = self._pod.tap
         call = PodCall(entry, labels, client if capture is None else None, client)
@@ -287,8 +287,8 @@ class Outbound(PlannedOutbound):
 
                 near = observed(capture, entry, client, upstream.end, destination)
             running = relay(near, upstream.end, record.counts)
-            # A node-local tunnel has two table entries and one relay. Either half can be ended on purpose (by a
-            # policy or its pod's drain). The other half then ends as if CANCEL had arrived over the network.
+            # A node-local tunnel has two table entries and one relay. Either half can be ended on purpose, by a
+            # policy or by the drain of its pod. The other half then ends as if CANCEL had arrived.
             entry.carried_by(running)
             if inbound_half is not None:
                 inbound_half.entry.carried_by(running, state=State.JOINED)
@@ -299,7 +299,7 @@ class Outbound(PlannedOutbound):
                 await upstream.flush_inner()
         finally:
             # The relay has forwarded each side's half-close as END_STREAM or FIN, and returned once both sides had
-            # ended. If a side is still open, there was an error, which closing it reports to the peer.
+            # ended. If a side is still open, there was an error, and closing that side reports it to the peer.
             upstream.close()
             if inbound_half is not None:
                 failure = inbound_half.finish(failure)
@@ -344,14 +344,14 @@ class Outbound(PlannedOutbound):
                     if isinstance(route, Tunnel):
                         route = route.at(target.host)
             except EarlyDeny as denial:
-                if failure is not None:  # no endpoint is left: the error of the last attempt is more useful
+                if failure is not None:  # no endpoint is left, and the last attempt's error is more useful
                     raise failure from denial
                 if record.asked is not None:  # addons were asked, so the connection counts as opened
                     raise Failed(str(denial), denial.reason) from denial
                 raise
             if failure is not None:
-                # Avoided endpoints are chosen if there is no other. If the choice returns the same address again,
-                # report its earlier failure.
+                # Without other endpoints, an avoided one is chosen again. If its address has already been tried,
+                # report the earlier failure.
                 if target in tried:
                     raise failure
                 node.metrics.connect_retries += 1
@@ -471,10 +471,11 @@ class Outbound(PlannedOutbound):
         return tunnel
 
     async def _double(self, call: PodCall, route: DoubleTunnel, target: SocketAddress) -> OutboundUpstream:
-        """Open a tunnel inside a tunnel: TLS and HTTP/2 again, end to end with the far side, never shared.
+        """Open a tunnel inside a tunnel. The inner HTTP/2 connection has its own TLS with the far side, and
+        carries only this tunnel.
 
-        The inner connection runs over a socket pair whose other half is relayed into the outer tunnel: one more
-        copy through the kernel, which is acceptable for traffic between networks.
+        The inner connection uses one socket of a pair, and a relay connects the other socket to the outer tunnel.
+        This costs one more copy through the kernel, which is acceptable for traffic between networks.
         """
         node, entry = self._node, call.entry
         # The outer CONNECT carries none of the client's first bytes: they belong in the inner tunnel, after its
@@ -485,7 +486,7 @@ class Outbound(PlannedOutbound):
             outer = await self._tunnel(call, route, target, early_from=None)
             owned.callback(outer.close)
             near, far = socket.socketpair()
-            owned.callback(near.close)  # once it exists, the inner connection closes this socket first
+            owned.callback(near.close)  # the inner connection, once it exists, closes this socket first
             carrier = PlainSocket(far, node.poller)
             owned.callback(carrier.close)
             for sock in (near, far):
@@ -493,8 +494,8 @@ class Outbound(PlannedOutbound):
             carried: asyncio.Future[None] = node.poller.loop.create_future()
 
             def carrying_ended(_: RelayEnd) -> None:
-                # After a reset of the outer tunnel, only this close informs the inner connection, which would
-                # otherwise wait for its keepalive. Later, because this can run in the middle of a read.
+                # After a reset of the outer tunnel, only this close ends the inner connection, which would
+                # otherwise wait for its keepalive. It is scheduled, because this can run in the middle of a read.
                 node.poller.loop.call_soon(carrier.close)
                 if not carried.done():  # its waiter was cancelled
                     carried.set_result(None)
@@ -543,12 +544,12 @@ class Outbound(PlannedOutbound):
 async def _flush_before_close(inner: Connection, near: socket.SocketType, carried: asyncio.Future[None]) -> None:
     """Deliver the last bytes of an ended inner connection before closing the outer tunnel.
 
-    Closing at once, like upstream, loses the bytes in the socket pair, and a gateway drops unforwarded bytes when
-    it sees a reset. Bytes from the far side are still read until it ends. No further bytes are sent.
+    Closing at once, like the Rust ztunnel, would lose the bytes in the socket pair, and a gateway drops
+    unforwarded bytes on a reset. Bytes from the far side are still read until it ends. No further bytes are sent.
     """
     inner.engine.goaway()
     inner.flush()
-    # Polls, because a connection has no callback for the sending of its last byte. It is not shared.
+    # Polls, because a connection has no callback for the sending of its last byte. Only this tunnel uses it.
     while inner.error is None and (inner.link.unsent_bytes or inner.engine.output.borrows):  # noqa: ASYNC110
         await asyncio.sleep(_CHECK_S)
     if inner.error is None:

@@ -1,17 +1,18 @@
-"""Carries a captured connection as an event-driven object instead of a coroutine, as long as it only waits for its
-peer.
+"""Carries a captured connection as an event-driven object instead of a coroutine, as long as it only waits for the
+tunnel's far end.
 
 ===========  =======================================  ==================================================
 step         called when                              what it does
 ===========  =======================================  ==================================================
-begin        it was accepted, a tunnel connection     record, entry, addons, CONNECT. If an addon decides
-             of its plan has room                     something or waits, a coroutine continues
-answer       the 200 has arrived                      counts it, starts the relay
+begin        the connection was accepted, and its     creates record and entry, asks addons, sends the
+             plan's tunnel connection has room        CONNECT. If an addon decides something or waits, a
+                                                      coroutine continues
+answer       the 200 has arrived                      counts the connection, starts the relay
 refusal      another answer arrived, or none in time, a coroutine continues with the remaining
              or the tunnel broke                      attempts (:class:`PlannedOutbound`)
-end          the relay has ended                      closes, writes the access line
+end          the relay has ended                      closes both ends, writes the access line
 abort        a policy, a revocation list, a drain or  like end, with the reason
-             a stop has ended it before its answer
+             a stop ended it before its answer
 ===========  =======================================  ==================================================
 
 The poller runs each step after a loop iteration's reads, like a fiber, so no scratch buffer is in use.
@@ -51,7 +52,8 @@ _DIALING: Final = State.DIALING
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PlannedOutbound:
-    """Accepts the captured connections of one pod. Those that only wait for a peer start without a coroutine.
+    """Accepts the captured connections of one pod. A connection with a plan and a free tunnel starts without a
+    coroutine.
 
     The base class of :class:`~ztunnel.proxy.istio.path.outbound.Outbound`, which carries all other connections.
 

@@ -4,12 +4,14 @@ for the application.
 ======  =================================================  ================================================
 step    called when                                        what it does
 ======  =================================================  ================================================
-begin   the request has arrived, and has a plan            record, entry, addons, dials the application
-dialled the application has accepted, possibly at once     200, relay
-failed  it has not, or an addon denies the request         503 or 403, access line
-end     the relay has ended                                closes, writes the access line
-abort   a policy, a revocation list, a drain or a stop     like end, with the reason; 401 for a policy
-        has ended it before its answer, or its client has
+begin   the request has arrived, and has a plan            creates record and entry, asks addons, dials the
+                                                           application
+dialled the application has accepted, possibly at once     answers 200, starts the relay
+failed  the application cannot be reached, or an addon     answers 503 or 403, writes the access line
+        denies the request
+end     the relay has ended                                closes both ends, writes the access line
+abort   a policy, a revocation list, a drain, a stop or    like end, with the reason; 401 for a policy
+        the client ended the request before its answer
 ======  =================================================  ================================================
 
 If the application does not accept at once, or an addon must decide, a coroutine waits and reports the result as an
@@ -64,7 +66,7 @@ _IDENTIFIED: Final = State.IDENTIFIED
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PlannedInbound:
-    """Starts requests to one pod without a coroutine, if they only wait for their application.
+    """Starts requests to one pod without a coroutine, if their decision is planned.
 
     The base class of :class:`~ztunnel.proxy.istio.path.inbound.Inbound`, which carries all other requests.
 
@@ -254,7 +256,7 @@ class PlannedRequest(PodConnection):
         try:
             accepted = self._request.accept(((b"baggage", baggage),) if self._owner.node.config.baggage else ())
         except HboneError as error:
-            # The stream ended before the request was accepted. If there is a reason, this proxy ended it on
+            # The stream ended before the request was accepted. A reason is set if this proxy ended the stream on
             # purpose.
             self._end(of_reason(self.reason) if self.reason else broken(error))
             return
@@ -262,8 +264,8 @@ class PlannedRequest(PodConnection):
         self.carried_by(running)
 
     def _give_up(self) -> None:
-        # A policy that arrived during the dial denies the request: answer 401, to keep the client from trying
-        # another endpoint. In all other cases the unanswered stream is reset, and the client may try another.
+        # If a policy that arrived during the dial denies the request, answer 401, so that the client does not try
+        # another endpoint. In all other cases the unanswered stream is reset, and the client can retry elsewhere.
         if self.reason == POLICY_CHANGE and not self._request.answered:
             self._request.refuse(401)
         self._end(of_reason(self.reason) if self.reason else gave_up())

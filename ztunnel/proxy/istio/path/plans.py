@@ -6,11 +6,11 @@ a plan. The plans of a destination form a small tree: each node is a load-balanc
 that can be chosen, each leaf a plan. Each connection walks the tree with its own random choices.
 
 A plan depends only on the mesh and the pod's own workload, and every change of the mesh drops all trees. Decisions
-are then made again, and an old plan is reused if its decision has not changed. Each connection looks up facts that
-change independently of the mesh: certificates, endpoints to avoid, pods of this node.
+are then made again, and an old plan is reused if its decision has not changed. Facts that change independently of
+the mesh (certificates, endpoints to avoid, pods of this node) are looked up for each connection.
 
-Decisions that wait or differ per connection have no plan: names to resolve, plain connections, double tunnels, and
-services with several waypoints.
+A decision that waits or differs per connection has no plan: one with a name to resolve, a plain connection, a
+double tunnel, or a service with several waypoints.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Plan:
 
 
 class _Drawn:
-    """An inner node of a tree: a load-balancing question, with a branch for each endpoint chosen so far."""
+    """An inner node of a tree: a load-balancing choice, with a branch for each endpoint chosen so far."""
 
     __slots__ = ("branches", "candidates")
 
@@ -152,7 +152,7 @@ class Plans:
         self._made: dict[tuple[SocketAddress, SocketAddress, str], Plan] = {}
 
     def plan(self, host: str, destination: SocketAddress) -> Plan | None:
-        """Choose endpoints for a connection and return its plan, or ``None`` if it has none.
+        """Choose endpoints for a connection and return its plan, or ``None`` if it must be decided separately.
 
         Args:
             host: the client's address.
@@ -194,7 +194,7 @@ class Plans:
             version = self._node.mesh.version
             for uid in self._endpoints(host, destination):
                 labels = self._pod.local.known()
-                # The caller waits between two plans, and a new version of the mesh has another list.
+                # The caller waits between two plans. After a change of the mesh, this list of endpoints is stale.
                 if labels is None or self._node.mesh.version != version:
                     break
                 self._follow(labels)
@@ -203,7 +203,7 @@ class Plans:
                     yield tree
 
     def _endpoints(self, host: str, destination: SocketAddress) -> list[WorkloadUid | None]:
-        """Return each endpoint that a decision's first choice can return, or one ``None`` if there is none."""
+        """Return each endpoint that can be a decision's first choice, or ``[None]`` if there is no choice."""
         labels = self._pod.local.known()
         if labels is None:
             return []
@@ -221,7 +221,7 @@ class Plans:
             host: the client's address.
             destination: the dialled address.
             labels: the pod's labels.
-            drawn: the endpoints already chosen on the way through the tree. Further ones are chosen here.
+            drawn: the endpoints already chosen on the way through the tree. Further endpoints are chosen here.
         """
         node = self._node
         asked: list[tuple[Question, WorkloadUid | None]] = []
@@ -300,8 +300,8 @@ def enter_route(record: Record, route: Route, target: SocketAddress, labels: Wor
     """Write a routing decision to a record, replacing the values of a previous attempt.
 
     The endpoint of a double tunnel is unknown until its far side answers, so only the gateway is written. The
-    workload that the control plane names behind the gateway represents the whole network, and has no authenticated
-    identity.
+    control plane names a workload behind the gateway, but it represents the whole remote network, and its identity
+    is not authenticated.
 
     Args:
         record: the connection's record.

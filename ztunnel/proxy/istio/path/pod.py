@@ -1,5 +1,5 @@
-"""Assembles the proxy of one pod from its parts (both directions, tunnels, connection groups, sockets), and ends
-it.
+"""Assembles the proxy of one pod from its parts (both directions, tunnels, connection groups, sockets), and stops
+this proxy.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class PodProxy:
             self._outbound = CalicoOutbound(context, self._tunnels, resolve, node.policies)
 
     async def start(self, bound: Sequence[Bound] | None = None) -> None:
-        """Start serving the pod's connections, and node-local tunnels to the pod. On an error, stop again.
+        """Start serving the pod's connections, and node-local tunnels to the pod. Stops again if this fails.
 
         Args:
             bound: sockets bound by another process. This object becomes the owner. ``None``: bind here.
@@ -154,9 +154,8 @@ class PodProxy:
         """Stop accepting, send GOAWAY, wait for connections to end until the deadline, then :meth:`stop`.
 
         No connection is lost: a successor accepts new connections before the listeners close, and connections
-            already
-        queued are accepted first. Only then is GOAWAY sent, so that peers find the successor when they dial again.
-        Running handshakes complete, and their peers also get GOAWAY instead of a reset.
+        already queued are accepted here. Only then is GOAWAY sent, so that peers find the successor when they dial
+        again. Running handshakes complete, and their peers also get GOAWAY instead of a reset.
         """
         deadline_s = self._node.poller.loop.time() + timeout_s
         self._connections.begin_drain()
@@ -170,8 +169,8 @@ class PodProxy:
     async def stop(self) -> None:
         """End all connections at once. Idempotent.
 
-        First, other pods are prevented from opening node-local tunnels here, because no later step would end
-        those.
+        The first step prevents other pods from opening node-local tunnels to this pod, because no later step would
+        end a tunnel opened meanwhile.
         """
         self._node.unregister(self.name, self._inbound)
         self._sockets.close()

@@ -25,8 +25,8 @@ class PodConnection(Life):
     """One connection of a pod: a captured connection, or a request inside a tunnel connection.
 
     Args:
-        judged_by: returns the policies' verdict, called once :attr:`state` is past *identified*. A subclass that
-            overrides :meth:`judge` does not need it.
+        judged_by: returns the policies' verdict. Called only once :attr:`state` is past *identified*. ``None`` if
+            a subclass overrides :meth:`judge`.
 
     Attributes:
         record: the connection's record for logs and metrics.
@@ -37,8 +37,8 @@ class PodConnection(Life):
         flow: the input of Calico's policies (outbound).
         connection: the tunnel connection that carries this connection.
         inner: a double tunnel's inner connection.
-        peer: the other end's certificate in a node-local tunnel, which has no TLS connection to check later.
-        relay: the relay that carries its bytes, once it is open.
+        peer: the far pod's certificate in a node-local tunnel, which has no TLS connection to check later.
+        relay: the relay that carries the connection's bytes, once it is open.
     """
 
     __slots__ = (
@@ -76,7 +76,7 @@ class PodConnection(Life):
         self.relay: Relay | None = None
 
     def carried_by(self, relay: Relay, *, state: State = State.OPEN) -> None:
-        """Enter ``state``: from now on a relay carries the bytes, and ending the connection aborts the relay."""
+        """Enter ``state``. From now on ``relay`` carries the bytes, and ending the connection aborts the relay."""
         self.relay = relay
         self.opened(relay.abort, state=state, finish=relay.finish)
         if self.record.addons is not None:
@@ -89,13 +89,12 @@ class PodConnection(Life):
             asked.opened(self, self.record.counts)
 
     def judge(self) -> Verdict:
-        assert self._judged_by is not None  # otherwise a subclass overrides this method
+        assert self._judged_by is not None  # a subclass without this function overrides this method
         return self._judged_by(self)
 
     def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
-        """Return whether the certificate of a peer that has no table entry of its own is revoked.
-
-        Such peers are the far ends of a double tunnel's inner connection, and of a node-local tunnel.
+        """Return whether the certificate of the inner connection's far end, or of a node-local tunnel's far pod,
+        is revoked. Other peers are checked through the entry of their tunnel connection.
         """
         if lists is None:
             return False

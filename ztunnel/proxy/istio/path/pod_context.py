@@ -29,7 +29,7 @@ class PodContext:
         sockets: opens sockets in the pod.
         connections: the pod's connections.
         tasks: the tasks and fibers that carry the connections.
-        windows: the budget for enlarging the flow-control windows of all its tunnel connections.
+        windows: the budget for enlarging the flow-control windows of all the pod's tunnel connections.
     """
 
     node: Node

@@ -91,7 +91,7 @@ class PodDials:
         return self.finished(end, address)
 
     def when_lasting(self, end: PlainSocket) -> None:
-        """Enable keepalive after :data:`LASTING_S`. Most connections end earlier, which saves 4 system calls."""
+        """Enable keepalive after :data:`LASTING_S`. A connection that ends earlier saves 4 system calls."""
         if self._keepalive is None:
             return
         if self._keepalive.idle_s > LASTING_S:

@@ -182,7 +182,7 @@ class PodSockets(PodDials):
     async def hand_over(self) -> None:
         """Leave new connections to a successor, accept already queued connections, then close.
 
-        In this order, because closing a listener resets its queued connections.
+        The order matters, because closing a listener resets its queued connections.
         """
         await hand_over(self._listening)
         self.close()
@@ -215,8 +215,8 @@ class PodSockets(PodDials):
     async def dial(self, address: SocketAddress, *, source: str | None = None) -> PlainSocket:
         """Connect to the destination of one user connection, like :meth:`connect`. The caller closes the result.
 
-        Keepalive is enabled only after the connection has lasted some seconds: most end before, and setting it
-        takes four of about twenty system calls per connection.
+        Keepalive is enabled only after the connection has lasted some seconds. Most connections end earlier, and
+        save four of about twenty system calls.
         """
         sock = await self.connect(address, source=source, keepalive=False)
         end = PlainSocket(sock, self._node.poller, fresh=True)
@@ -249,7 +249,7 @@ class PodSockets(PodDials):
             TproxyError: the address refused, is unreachable, or did not answer within the time limit.
         """
         if source == address.host:
-            source = None  # a pod that talks to itself cannot be impersonated
+            source = None  # a pod that dials itself cannot be given the source address of another client
         return await sockets.connect(
             (address.host, address.port),
             source=source,

@@ -29,7 +29,7 @@ TunnelKey = PoolKey[WorkloadCertificate, tuple[str, ...]]
 
 
 def tunnel_key(target: SocketAddress, identities: tuple[str, ...], certificate: WorkloadCertificate) -> TunnelKey:
-    """Return the pool key of a tunnel: tunnels with equal keys may share a connection."""
+    """Return the pool key of a tunnel. Tunnels with equal keys can share a connection."""
     return PoolKey(target, certificate, certificate.generation, identities)
 
 

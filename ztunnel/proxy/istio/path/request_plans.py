@@ -1,10 +1,9 @@
 """Plans for requests: one decision serves all requests of a tunnel connection to the same authority, per version
 of the mesh.
 
-All requests of a tunnel connection have the same source address and peer identity. So the target, the policies'
-verdict, the labels and the metric series are the same for each request with the same authority, service and
-network. A plan holds these values. After each change of the mesh the decision is made again. If the result is the
-same, the plan stays.
+All requests of a tunnel connection have the same source address and peer identity. So two requests with equal
+authority, service and network have the same target, policy verdict, labels and metric series. A plan holds these
+values. After each change of the mesh the decision is made again, and the plan is kept if the result is equal.
 
 There is no plan for refusals, missing or dry-run policies, clients unknown to the mesh, and applications that need
 a PROXY header or a tunnel.
@@ -34,7 +33,7 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 _NO_CERTIFICATE: Final = PeerCertificate()
-#: The largest number of plans per tunnel connection. It must be bounded, because the peer chooses the authorities.
+#: The largest number of plans per tunnel connection. A bound is needed because the peer chooses the authorities.
 _MOST: Final = 64
 
 
@@ -68,7 +67,7 @@ class RequestPlan:
         decision: the target, the service, the two workloads, and the policy that allows the requests.
         facts: the facts that policies evaluate.
         described: the attributes that the requests' records have in common.
-        meant: the service that the client dialled, for the config dump.
+        meant: the host name of the service that the client dialled, for the config dump.
         source: the address to dial the application from. ``None``: the kernel chooses.
     """
 
@@ -122,7 +121,7 @@ class RequestPlans:
         self._illegal_ports = illegal_ports
 
     def plan(self, peer: Peer, head: RequestHead) -> RequestPlan | None:
-        """Return the plan of a request, or ``None`` if it has none."""
+        """Return the plan of a request, or ``None`` if it must be decided separately."""
         if head.method != b"CONNECT" or head.protocol is not None:
             return None
         labels = self._pod.local.known()
@@ -215,7 +214,7 @@ def enter_client(record: Record, workload: Workload, identity: SpiffeId | None, 
     Args:
         record: the request's record.
         workload: the client, as the control plane describes it.
-        identity: its authenticated identity.
+        identity: the client's authenticated identity.
         node: the shared state of the node's pods.
     """
     there = node.labels_of(workload)
@@ -235,7 +234,7 @@ def enter_pod(record: Record, labels: WorkloadLabels) -> None:
 
 
 def enter_trace(record: Record, request: Request, node: Node) -> None:
-    """Write the trace of a tunnel's request to its record and, for the first one, to the handshake's exemplar."""
+    """Write a request's trace to its record, and for a connection's first request to the handshake's exemplar."""
     record.trace = first(request.head.headers, b"traceparent") or b""
     connection = request.connection
     if connection.handshake_s:

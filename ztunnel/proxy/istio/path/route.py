@@ -5,8 +5,8 @@ fails before the endpoint answers, the caller calls again with the failed endpoi
 
 :func:`route_for` is the table of decisions, row by row. The functions below it find the object at an address,
 choose a service's endpoint (``balance.py``) with its port and address, and find waypoints and gateways. Two
-look-ups differ on purpose: the check for a waypoint prefers a workload at the address to a service, and the choice
-of an endpoint prefers a service.
+look-ups differ on purpose if an address belongs to a workload and a service: the check for a waypoint uses the
+workload, and the choice of an endpoint uses the service.
 """
 
 from collections.abc import Callable, Collection
@@ -149,7 +149,7 @@ class Client:
 
 
 def source_host(workload: Workload, seen: str, towards: str) -> str | None:
-    """Return a workload's source address for dialling ``towards``, or ``None`` if it has none of that family.
+    """Return a workload's source address for dialling ``towards``, or ``None`` if no address has its family.
 
     Args:
         workload: the pod's workload.
@@ -262,9 +262,8 @@ class _Upstream:
     """The workload to connect to.
 
     Attributes:
-        service: the service that it was chosen for, if any.
-        like: a preferred address. It is used if the workload has it; otherwise an address of its family is
-            preferred.
+        service: the service for which the workload was chosen, if any.
+        like: the preferred address. If the workload does not have it, an address of the same family is preferred.
     """
 
     workload: Workload
@@ -274,9 +273,7 @@ class _Upstream:
 
     @property
     def service_identities(self) -> tuple[str, ...]:
-        """The identities that the service allows for its endpoints; names that are not valid identities are
-        skipped.
-        """
+        """The identities that the service allows for its endpoints, without names that are no valid identities."""
         return tuple(_identities(self.service.subject_alt_names)) if self.service is not None else ()
 
     @property
@@ -353,10 +350,10 @@ class _Search:
     # The workload to connect to
 
     def upstream(self) -> "tuple[_Upstream | None, Service | None]":
-        """Return the workload for the dialled address in the client's network, and the service there, if any."""
+        """Return the workload to connect to for the dialled address, and the service at this address, if any."""
         network, destination = self.client.workload.network, self.destination
         if network != self.client.network:
-            self.at(network, destination.host)  # may not have been asked for yet
+            self.at(network, destination.host)  # raises Missing if the address must be requested first
         service = self._service_at(network, destination.host)
         return self._at_address(network, destination, destination.host, waypoint=False), service
 

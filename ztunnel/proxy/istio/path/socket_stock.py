@@ -1,5 +1,5 @@
-"""Creates a pod's sockets ahead of need, several at a time: entering its network namespace and returning costs two
-system calls.
+"""Creates a pod's sockets ahead of need, several at a time, because each visit to the pod's network namespace
+costs two system calls.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from hbone.aio.poller import Poller
 
 _FEWEST: Final = 2
 _MOST: Final = 16
-#: Sockets unused for this time, or up to twice as long, are closed.
+#: The sockets in stock are closed after none was taken for this long, or up to twice as long.
 _IDLE_S: Final = 10.0
-#: If a stock is used up in less time, its next size doubles.
+#: If a batch is used up within this time, the next batch is twice as large.
 _SHORT_S: Final = 0.1
 
 #: Makes sockets. The arguments are their number and the IP version.

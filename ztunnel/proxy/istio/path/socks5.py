@@ -23,7 +23,7 @@ class Resolve(Protocol):
     """Resolves a name like a query from the pod."""
 
     async def __call__(self, name: str, *, ipv6: bool) -> str | None:
-        """Return the first address, or None if there is none or this proxy serves no DNS."""
+        """Return the first address, or None if the name has no address or this proxy serves no DNS."""
 
 
 class _Refused(Exception):
@@ -43,7 +43,7 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
     Success is answered before the destination is dialled, like in the Rust ztunnel.
 
     Returns:
-        None if the client was refused (and told so), or if it sent no request in time.
+        None if the client was sent a refusal, or if it sent no request in time.
 
     Raises:
         OSError: the client has disconnected.

@@ -35,8 +35,8 @@ def observed(
     Args:
         capture: the tap.
         entry: the connection's entry, with the far side already known.
-        application: the endpoint of the pod's own application.
-        tunnel: the other endpoint. It is shown only if it is a tunnel.
+        application: the connection's end towards the pod's own application.
+        tunnel: the connection's other end. Shown in comments only if it is a tunnel.
         dialled: the address that the client dialled (outbound), or the application's (inbound).
         headers: the CONNECT's headers (inbound).
     """
@@ -47,8 +47,8 @@ def observed(
 def _client(source: SocketAddress, headers: Headers) -> SocketAddress:
     """Return the client's address, with the port of its own connection if its proxy has sent it.
 
-    The tunnel connection comes from the client's address, but from a port of its proxy. Only the port is taken
-    from the header field; the kernel reports the address.
+    A tunnel connection has the client's address, but a port of the client's proxy. The client's port is in a
+    header field. The address in this field is ignored, because the kernel reports the address.
     """
     for part in (first(headers, b"forwarded") or b"").decode("latin-1").split(";"):
         name, _, value = part.strip().partition("=")
