@@ -1,7 +1,7 @@
 """The record of one user connection, from accept to its access log line.
 
-A record is opened once and completed once, or denied early. A connection within the node has two records, one per
-reporter, which count the same bytes.
+A record is opened once and completed once, or denied early. A connection between two pods of the node has two
+records, one per reporter, which count the same bytes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ from ztunnel.runtime.clock import Clock
 
 _UNKNOWN: Final = PeerLabels()
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
-#: The reasons for failures that end a request before its response. Open connections fail for other reasons.
+#: The reasons for failures that end a request before its response. Later failures have other reasons.
 _BEFORE_ANSWER = frozenset(
     {
         *(Reason.POLICY, Reason.POLICY_MISSING, Reason.HTTP2, Reason.CLIENT_GONE),
@@ -57,7 +57,7 @@ class Reporter(Protocol):
 
     @property
     def clock(self) -> Clock:
-        """The clock of times and durations."""
+        """The clock that times and durations are read from."""
 
     @property
     def metrics(self) -> Metrics:
@@ -94,9 +94,7 @@ class Observer(Protocol):
     """The addons of this process: :class:`ztunnel.proxy.istio.path.addons.PodAddons`."""
 
     def taken_over(self, record: "Record") -> Asked:
-        """Return a placeholder for the addons' verdicts on a connection taken over from another process, which are
-        unknown here.
-        """
+        """Return an object without verdicts, for a connection that no addon of this process was asked about."""
 
     def ended(self, record: "Record", reason: str, duration_s: float) -> None:
         """Inform the addons that a connection has ended, with the error text of its access line."""
@@ -108,7 +106,7 @@ class Described:
     Attributes:
         shown: the fields in access lines after the source's address.
         references: see :func:`ztunnel.proxy.istio.accounting.flows.references`.
-        series: the series that counts the connections. ``None`` until the first one is counted.
+        series: the series that counts the connections. ``None`` until the first connection is counted.
         forgotten: :attr:`Metrics.forgotten` when ``series`` was found.
 
     The other attributes have the meaning given in :class:`Record`.
@@ -159,11 +157,12 @@ class Record:
         hbone_authority: the tunnel's authority, if there is a tunnel.
         source_workload, destination_workload: the workloads as described by the control plane.
         source_labels, destination_labels: the two sides' labels in metrics and logs.
-        source_identity, destination_identity: the peer's authenticated identity, and our own on our side.
-        dry_run: the decision that dry-run policies would make, if it differs.
-        http_left: a policy's rule about HTTP requests, and the waypoint that evaluates it.
-        described: the source of the attributes set by :meth:`describe`. Set it to ``None`` after changing one.
-        opened_s: when the connection was counted as opened, in monotonic seconds. 0 before.
+        source_identity, destination_identity: the remote side's authenticated identity, and this pod's own.
+        dry_run: the decision that dry-run policies would make, if it differs from the actual decision.
+        http_left: a policy's rule about HTTP requests, and the waypoint that evaluates this rule.
+        described: the source of the attributes set by :meth:`describe`. Code that changes such an attribute sets
+            this to ``None``.
+        opened_s: when the connection was counted as opened, in monotonic seconds. 0 before that time.
         trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
         addons: this process's addons, if any.
         asked: the addons' verdicts. ``None`` if no addon was asked.
@@ -249,8 +248,8 @@ class Record:
         """Count the connection as opened, and log the opening at debug level. Called once.
 
         Args:
-            settled: whether the far side is final. If not, the connection is counted by :meth:`settled` or at its
-                end, because a counter must not decrease.
+            settled: whether the far side is final. If it can still change, the connection is counted later, by
+                :meth:`settled` or at its end, because a counter must not decrease.
         """
         node = self._node
         self._opened = True
@@ -273,7 +272,7 @@ class Record:
         return [workload.uid for workload in both if workload is not None]
 
     def _has_foreign_labels(self) -> bool:
-        """Whether a side's labels come from the peer's baggage, because the mesh has no workload for it."""
+        """Whether a side has labels from the peer's baggage, because the mesh has no workload for this side."""
         return (self.source_workload is None and self.source_labels.known) or (
             self.destination_workload is None and self.destination_labels.known
         )
@@ -295,7 +294,7 @@ class Record:
             described.series, described.forgotten = self._series, metrics.forgotten
 
     def taken_over(self) -> Asked | None:
-        """Register a connection that another process has opened with the addons. ``None`` without addons."""
+        """Register the connection, opened by another process, with the addons. ``None`` without addons."""
         addons = self.addons
         if addons is not None:
             self.asked = addons.taken_over(self)
@@ -316,7 +315,7 @@ class Record:
         length, answered, unanswered = series.times
         length.observe(now_s - self.started_s, trace, wall_s)
         connect = answered if connected else unanswered
-        if connect is not None and self.opened_s:  # otherwise another process has connected it
+        if connect is not None and self.opened_s:  # 0 if another process has opened the connection
             connect.observe(self.opened_s - self.started_s, trace, wall_s)
         if failure is not None:
             self._count_failure(failure, connected=connected)
@@ -381,11 +380,11 @@ class Record:
         outbound = self.direction is Direction.OUTBOUND
         return outbound and self.destination_workload is None and self.service is None and not self.secured
 
-    # Moving to another process, which writes the line: see ztunnel.proxy.istio.handover
+    # Moving to another process, which writes the access line: see ztunnel.proxy.istio.handover
 
     def went(self) -> None:
-        """Count the bytes carried here, because the connection moves to another process. :meth:`complete` then has
-        no effect.
+        """Count the bytes carried so far, because the connection moves to another process. A later
+        :meth:`complete` has no effect.
         """
         if self._opened:
             self.settled()
@@ -427,8 +426,8 @@ class Record:
 
         Args:
             ring: the process's flight recorder.
-            ended_s: wall time.
-            now_s: monotonic seconds.
+            ended_s: the time of the end on the wall clock.
+            now_s: the same time in monotonic seconds.
             failure: the failure, or None for a normal end.
         """
         if not ring.capacity:
@@ -453,7 +452,7 @@ class Record:
         )
 
     def _pair(self, reason: str) -> Pair:
-        """Return the key that counts this connection if policy denies it."""
+        """Return the key under which this connection is counted as denied by policy."""
         wanted = self.hbone_authority or str(self.destination)
         destination = self.destination_workload
         return Pair(

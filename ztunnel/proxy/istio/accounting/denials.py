@@ -11,7 +11,7 @@ class Pair(NamedTuple):
         source: ``NAME.NAMESPACE`` of the workload, or its address if the workload is unknown.
         identity: the proven SPIFFE id of the source. Empty for plain text.
         destination: ``NAME.NAMESPACE:PORT``, with the address if the workload is unknown.
-        reason: the reason, as stated in the access line. It names the denying policy, if there is one.
+        reason: the reason for the denial, as in the access line. It names the denying policy, if there is one.
     """
 
     direction: str

@@ -23,9 +23,9 @@ class Exports:
 
     Args:
         settings: the destinations.
-        config: describes this proxy.
+        config: the configuration that describes this proxy.
         logs: the stream whose access lines are exported.
-        metrics: this process's metrics, which also count dropped items.
+        metrics: this process's metrics, which also count items that the export has dropped.
         page: returns the metrics of all processes.
         clock: the clock of data points.
     """
@@ -53,7 +53,7 @@ class Exports:
             self._tasks.keep(self._metrics.run, "metrics export")
 
     async def close(self) -> None:
-        """Send queued data within a time limit, and end. Idempotent."""
+        """Send queued data within a time limit, and stop exporting. Idempotent."""
         self._logs.export = None
         await self._tasks.close()
         if self._access is not None:
@@ -74,7 +74,7 @@ class Exports:
 
 
 def resource_attributes(config: IstioConfig) -> Mapping[str, str]:
-    """Return this proxy's resource attributes, with OpenTelemetry's names. Unknown ones are omitted."""
+    """Return this proxy's resource attributes, with OpenTelemetry's names. Unknown attributes are omitted."""
     found = {
         "service.name": "ztunnel",
         "service.version": __version__,

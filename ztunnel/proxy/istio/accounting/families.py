@@ -75,7 +75,7 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
 
 
 def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:
-    """Iterate over the closed connections' samples. Their flags replace the ``-`` of open connections."""
+    """Iterate over the samples of closed connections, with their response flags in place of ``-``."""
     for series in every:
         for flags, count in list(series.closed.items()):
             yield (*series.labels[:_FLAGS], flags, *series.labels[_FLAGS + 1 :]), count

@@ -15,7 +15,7 @@ from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.proxy.flows.settings import Peer
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 
-#: The number of references per entry: those of :func:`references`, and two that describe the connection's end.
+#: The number of references per entry: 8 from :func:`references`, and 2 that describe the connection's end.
 WIDTH: Final = 10
 
 
@@ -92,7 +92,7 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
     service, authority, ended, addon = entry.refs[6:]
     tunnel = ""
     if authority:
-        # Both reporters show the application's address, not the tunnel's port.
+        # Both reporters show the application's address and port, not port 15008 of the tunnel.
         tunnel = f"{entry.destination[0]}:{entry.destination[1]}" if entry.outbound else ""
         entry = entry._replace(destination=_address(authority) or entry.destination)
     return response(
@@ -124,7 +124,7 @@ def peers_in(mesh: Mesh, config: NamedProxy, port: int) -> Iterator[Peer]:
 
 
 def ring_of(capacity: int) -> FlowRing:
-    """Return the ring of a process."""
+    """Return the flight recorder of a process, which holds the latest ``capacity`` connections."""
     return FlowRing(capacity, WIDTH)
 
 

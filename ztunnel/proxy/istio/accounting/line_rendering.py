@@ -65,7 +65,7 @@ def _second(second: int) -> str:
 def completion(
     time_s: float, source: object, shown: Recurring, sent: int, received: int, duration_ms: int, *, plain: bool
 ) -> bytes:
-    """Return the access line of a normally ended connection. ``LogStream.write_access`` does the same, slower.
+    """Return the access line of a normally ended connection, faster than ``LogStream.write_access`` formats it.
 
     Args:
         time_s: the wall clock.
@@ -73,7 +73,7 @@ def completion(
         shown: the connection's other fields, never empty.
         sent, received: bytes.
         duration_ms: the connection's duration.
-        plain: the format; otherwise JSON.
+        plain: whether the line is plain text. If not, it is JSON.
     """
     time = timestamp(time_s)
     if plain:

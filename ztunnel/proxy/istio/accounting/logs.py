@@ -1,8 +1,8 @@
 """Logs in the format of Rust ztunnel: one stream on standard output, plain or JSON, filtered by target.
 
 Operational lines come from :mod:`logging`. :mod:`ztunnel.proxy.istio.accounting.access_record` makes the access
-lines, after checking here whether their level is enabled. The thread of :mod:`ztunnel.runtime.log_writer` writes
-both, off the data path.
+lines, if this module's filter enables their level. The thread of :mod:`ztunnel.runtime.log_writer` writes both
+kinds of lines, off the data path.
 """
 
 import logging
@@ -82,7 +82,7 @@ class LogFilter:
         self.add(text)
 
     def add(self, text: str) -> None:
-        """Add clauses, which replace earlier ones for the same target.
+        """Add clauses, which replace earlier clauses for the same target.
 
         Raises:
             InvalidLevel: a clause is neither a level nor ``target=level``. The filter is then unchanged.
@@ -160,7 +160,7 @@ def json_line(time: str, level: str, target: str, message: str, fields: Fields) 
 def message_and_fields(record: logging.LogRecord) -> tuple[str, list[Field]]:
     """Split a record into its message and the fields at its end: ``fetched identity=%s`` has one field.
 
-    JSON lines have the fields as keys, like the Rust ztunnel. Plain lines keep them in place.
+    JSON lines have the fields as keys, as in the Rust ztunnel. Plain lines leave the fields inside the message.
     """
     head, names = _parts(str(record.msg))
     args = record.args
@@ -196,12 +196,12 @@ class LogStream(logging.Handler):
         writer: writes in its own thread.
         file: one of the writer's files.
         filter_text: the filter to start with, see :class:`LogFilter`.
-        json_lines: JSON instead of plain lines.
+        json_lines: whether lines are JSON instead of plain text.
 
     Attributes:
         export: called with every access line (wall clock, level, message, fields, ``traceparent``), if not None.
-        queue: takes complete lines, in every thread.
-        is_plain: whether lines are plain, not JSON.
+        queue: accepts complete lines from every thread.
+        is_plain: whether lines are plain text, not JSON.
     """
 
     def __init__(self, writer: LogWriter, file: LogFile, filter_text: str, *, json_lines: bool) -> None:
@@ -217,7 +217,7 @@ class LogStream(logging.Handler):
         self.dns_level = self.levels.level("dns")
 
     def change(self, text: str, *, reset: bool = False) -> None:
-        """Add clauses to the filter, or with ``reset`` to the filter at the start of the process.
+        """Add clauses to the current filter, or with ``reset`` to the filter that the process started with.
 
         Raises:
             InvalidLevel: a clause is invalid. Nothing is changed.

@@ -4,9 +4,9 @@ A connection looks up its :class:`TrafficSeries` once, when it opens. From then 
 The bytes of open connections are counted when the metrics page is requested, by adding up the byte counts of
 running relays.
 
-Unlike in Rust ztunnel, two things are bounded. Series of workloads that no longer exist expire after being unused
-for :data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). Beyond a budget of series, further connections are counted with
-unknown workloads, so that a scan of the mesh cannot use up the node's memory.
+Unlike in Rust ztunnel, series are limited in two ways. A series of workloads that no longer exist expires after it
+was unused for :data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). Once a budget of series is used up, new label sets are
+counted with unknown workloads, so that a scan of the mesh cannot use up the node's memory.
 """
 
 import logging
@@ -132,7 +132,7 @@ class PeerLabels(NamedTuple):
 def traffic_labels(
     reporter: str, source: PeerLabels, destination: PeerLabels, service: Service | None, *, secured: bool
 ) -> tuple[str, ...]:
-    """Return the values of :data:`TRAFFIC_LABELS`. The last four are omitted if neither side is known."""
+    """Return the values of :data:`TRAFFIC_LABELS`, without the last four if neither side is known."""
     named = (service.hostname, service.namespace, service.name) if service is not None else (UNKNOWN,) * 3
     return _labels(reporter, source, destination, named, secured)
 
@@ -267,7 +267,7 @@ class Metrics(ConnectionTimes):
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
         self._gone: set[TrafficSeries] = set()
         self.over_budget = 0
-        #: The number of dropped series. The next attribute holds the connections and bytes that they had counted.
+        #: The number of dropped series. The next attribute holds the connections and bytes that these counted.
         self.forgotten = 0
         self.forgotten_traffic = (0, 0)
         self.sockets_open = {"source": 0, "destination": 0}
@@ -326,12 +326,12 @@ class Metrics(ConnectionTimes):
 
         Args:
             labels: see :func:`traffic_labels`.
-            workloads: uids of the mesh's workloads at its ends.
-            counts: the byte counts of its relay.
-            now_s: the time.
-            foreign: whether some labels come from a peer's baggage. Such a series expires only by disuse, because
-                no removed workload can expire it.
-            moved: whether another process has already counted the connection as opened, and its bytes there.
+            workloads: uids of the mesh's workloads at the connection's ends.
+            counts: the byte counts of the connection's relay.
+            now_s: monotonic seconds.
+            foreign: whether some labels come from a peer's baggage. The series then expires once it is unused,
+                because the mesh has no workload whose removal would start its expiry.
+            moved: whether another process has already counted the connection as opened, and the earlier bytes.
         """
         if self.removed:
             labels = without(labels, self.removed)
@@ -479,10 +479,10 @@ class Metrics(ConnectionTimes):
         """Add the counts of another process.
 
         Args:
-            part: its counts.
-            lost: the process has died. Its open connections count as closed with flags ``-``, because their end
-            cannot be reported.
-            now_s: the time.
+            part: some of the other process's counts.
+            lost: whether the process has died. Its open connections then count as closed with flags ``-``, because
+                their end cannot be reported.
+            now_s: monotonic seconds.
         """
         for labels, opened, closed, received, sent, workloads, moved, refused in part.traffic:
             series = self._traffic.get(labels)

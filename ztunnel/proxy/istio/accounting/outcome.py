@@ -52,7 +52,7 @@ class Flags(StrEnum):
     CERT_REVOKED = "CERT_REVOKED"
 
 
-#: The flags of failures by reason. All others have :attr:`Flags.CONNECT`.
+#: The response flags of failures, by reason. Failures for other reasons have :attr:`Flags.CONNECT`.
 _FLAGS = {
     Reason.POLICY: Flags.DENY,
     Reason.POLICY_MISSING: Flags.DENY,
@@ -69,8 +69,8 @@ class Failure(Exception):
     """A connection fails or is ended. The text is printed in its access line.
 
     Attributes:
-        reason: why.
-        policy: ``NAMESPACE/NAME`` of the policy that denies it. Empty if none does.
+        reason: the cause, as a metrics label.
+        policy: ``NAMESPACE/NAME`` of the policy that denies the connection. Empty if no policy does.
     """
 
     def __init__(self, text: str, reason: Reason, policy: str = "") -> None:
@@ -80,7 +80,7 @@ class Failure(Exception):
 
 
 class EarlyDeny(Failure):
-    """The connection fails too early to count as opened. It gets one warning, and is counted only as an error."""
+    """The connection fails too early to count as opened. One warning is logged, and only an error is counted."""
 
     flags = Flags.NONE
 
@@ -114,7 +114,7 @@ def io_text(error: OSError | None) -> str:
 
 
 def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
-    """Return the failure for an error of dialling, with the text for the access log.
+    """Return the failure for an error raised while dialling, with the text for the access log.
 
     Args:
         error: the error as raised.
@@ -164,10 +164,10 @@ def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
 def worth_another_endpoint(error: BaseException) -> bool:
     """Return whether another endpoint can be tried after this error.
 
-    A 401 or a TLS alert is the peer's verdict on our identity, which another endpoint would repeat. A peer with a
-    wrong identity could belong to an attacker, and trying other endpoints would hide that. If no answer came in
-    time (``TimeoutError``) or the tunnel broke (``perhaps_delivered``), the application's first bytes could have
-    been delivered along with the CONNECT. They must not be sent twice.
+    After a 401 or a TLS alert, no: the peer refuses our identity, and other endpoints would, too. After a wrong
+    identity, no: the peer could belong to an attacker, and trying other endpoints would hide this. If no answer
+    came in time (``TimeoutError``) or the tunnel broke (``perhaps_delivered``), no: the application's first bytes
+    could have been delivered along with the CONNECT, and must not be sent twice.
     """
     match error:
         case ConnectRefused():
@@ -189,7 +189,7 @@ def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
 
     Args:
         error: the relay's error.
-        from_client: the connection's client was the first side to stop.
+        from_client: whether the connection's client was the first side to stop.
     """
     if isinstance(error, TunnelClosed):
         return of_reason(str(error))
@@ -209,7 +209,7 @@ _ENDED = {
 
 
 def of_reason(text: str) -> Failed:
-    """Return the failure for a connection that this side ended for a reason. Empty means the drain."""
+    """Return the failure for a connection that this proxy ended. ``text`` is the reason, empty for a drain."""
     reason = _ENDED.get(text) or (Reason.ADDON if text.startswith(CUT_BY_ADDON) else Reason.OTHER)
     denied = reason in (Reason.POLICY_CHANGE, Reason.REVOKED)
     return Failed(text or DRAINED, reason, None if denied else Flags.NONE)

@@ -1,8 +1,8 @@
 """Limits the labels in metrics and logs that are taken from peers' own baggage. Pure.
 
 A peer that is unknown to the control plane, or behind a gateway, is labelled by its own baggage. Each principal
-has a budget of label sets. Otherwise a single peer could fill the metrics page, and later peers would count as
-unknown. Beyond the budget, a connection is labelled by its authenticated principal alone.
+has a budget of label sets. Without this limit, a single peer could fill the metrics page, and later peers would
+count as unknown. Beyond the budget, a connection is labelled by its authenticated principal alone.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hbone.tunnel_headers import Baggage
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, PeerLabels
 
-#: A service account usually has few deployments, each with few revisions in few zones.
+#: The budget of label sets per principal. A service account usually has few deployments, revisions and zones.
 SETS_PER_PEER: Final = 64
 PEERS: Final = 2048
-#: The longest name in Kubernetes.
+#: The longest value of a label taken from baggage: the longest name in Kubernetes.
 VALUE_CHARACTERS: Final = 253
 
 
 class BaggageLabels:
-    """The label sets received as baggage, by principal. Sets unused for :data:`EXPIRY_S` are dropped.
+    """The label sets received as baggage, by principal. A label set unused for :data:`EXPIRY_S` is dropped.
 
     Attributes:
         refused: the total number of connections labelled by their principal alone.
@@ -37,7 +37,7 @@ class BaggageLabels:
 
         Args:
             baggage: the peer's baggage.
-            identity: the identity proven by the peer's certificate. Its namespace overrides the baggage's.
+            identity: the identity in the peer's certificate. Its namespace replaces the namespace in the baggage.
             now_s: monotonic seconds.
         """
         principal = str(identity) if identity is not None else ""

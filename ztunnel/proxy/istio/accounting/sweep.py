@@ -8,7 +8,7 @@ from ztunnel.proxy.flows.history import STEP_S, Totals
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.runtime.clock import Clock
 
-#: The number of samples after which unused series expire: a minute.
+#: Unused series are looked for after every sixth sample, which is once a minute.
 _EXPIRY_SAMPLES: Final = 6
 #: The number of series handled per loop iteration: about a millisecond of work.
 _SLICE: Final = 1000

@@ -8,9 +8,9 @@ class TrafficSeries:
     """Counters of one label set.
 
     Attributes:
-        times: the histograms of its reporter and path.
+        times: the duration histograms of this series' reporter and path.
         opened: the number of opened connections.
-        moved: the number of open connections taken over from another process, minus those handed over to one.
+        moved: the number of connections taken over from another process, minus the number handed over.
         closed: numbers of closed connections, by response flags.
         received: bytes from client to server of finished relays, whichever side reports.
         sent: bytes from server to client of finished relays, whichever side reports.
@@ -50,7 +50,7 @@ class TrafficSeries:
         """Count an opened connection whose labels are known to be those of this series.
 
         Args:
-            counts: the byte counts of its relay.
+            counts: the byte counts of the connection's relay.
             now_s: monotonic seconds.
         """
         self.opened += 1
@@ -94,7 +94,7 @@ class TrafficSeries:
         self.sent += counts.received_here
 
     def finished(self, flags: str, counts: ByteCounts | None) -> None:
-        """Count the end of a connection, and add its relay's bytes."""
+        """Count the end of a connection, and add the bytes of its relay."""
         closed = self.closed
         closed[flags] = closed.get(flags, 0) + 1
         if counts is not None:

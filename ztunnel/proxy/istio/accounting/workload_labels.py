@@ -13,9 +13,9 @@ class WorkloadLabels(NamedTuple):
 
     Attributes:
         workload: the workload, in the version that the labels were computed from.
-        identity: the identity in its certificate.
-        plain: its labels on an unauthenticated connection.
-        secured: its labels on an authenticated connection, including the principal.
+        identity: the identity in the workload's certificate.
+        plain: the labels for an unauthenticated connection.
+        secured: the labels for an authenticated connection, including the principal.
         baggage: the header that describes the workload to the peer's proxy.
     """
 

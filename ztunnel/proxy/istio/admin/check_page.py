@@ -31,11 +31,11 @@ from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, text
 from ztunnel.runtime.kernel_facts import kernel_facts
 
 HBONE_PORT: Final = 15008
-#: The longest time for each test handshake, in seconds: longer than a SYN and two retransmissions take.
+#: The time limit of each test handshake, in seconds. It is long enough for a SYN and two retransmissions.
 _REACH_S: Final = 8.0
 _NO_ANSWER: Final = f"no answer in {_REACH_S:g} s"
-#: Made-up ALPN names that enlarge a ClientHello to 12 KiB. Servers accept this (up to 16 KiB), and it needs
-#: full-size packets even at an MTU of 9,000 bytes.
+#: Made-up ALPN names that enlarge a ClientHello to 12 KiB. Servers accept up to 16 KiB, and 12 KiB need full-size
+#: packets even at an MTU of 9,000 bytes.
 _FILLERS: Final = [b"%0255d" % number for number in range(48)]
 _MOST_BYTES: Final = 65_536
 #: The number of mesh entries handled per loop iteration.
@@ -113,7 +113,7 @@ def token_facts(setting: str | None) -> dict[str, Any]:
 
 
 async def fingerprint(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the number of a dump's entries and their hash, which does not depend on the order.
+    """Return the number of a dump's entries, and a hash of the entries that does not depend on their order.
 
     Yields to the event loop after each :data:`_SLICE` entries.
     """
@@ -143,8 +143,8 @@ async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
     """Try a TLS 1.3 handshake with an address (ALPN h2, without a client certificate), and return the result.
 
     The server refuses the client only after its own part of the handshake, so a finished handshake shows that the
-    port is open. If it succeeds, a second handshake with a ClientHello of 12 KiB shows whether full-size packets
-    arrive: any answer to it proves that.
+    port is open. If it succeeds, a second handshake begins with a ClientHello of 12 KiB. Any answer to this
+    ClientHello proves that full-size packets arrive.
     """
     seconds, error = await _handshake(address, port, [])
     found = {"address": address, "port": port, "seconds": seconds, "error": error}
@@ -155,7 +155,7 @@ async def reach(address: str, port: int = HBONE_PORT) -> dict[str, Any]:
 
 
 async def _handshake(address: str, port: int, more_protocols: Sequence[bytes]) -> tuple[float, str]:
-    """Run one TLS handshake. Return its duration in seconds, and why it failed (empty if it did not)."""
+    """Run one TLS handshake. Return its duration in seconds, and the error text (empty if it succeeded)."""
     protocols = (b"h2", *more_protocols)
     settings = TlsSettings(min_version=TlsVersion.TLS_1_2, alpn=protocols)
     session = TlsSession(TlsContext(Role.CLIENT, settings))

@@ -45,9 +45,9 @@ def pieces(
     Args:
         proxy: the proxy to show.
         connections: the open connections of pods that workers carry.
-        metrics: the sum of all processes' counts. Without workers, the proxy's own.
+        metrics: the sum of all processes' counts. ``None`` without workers: use the proxy's own counts.
         part: the only key to show. Empty: all keys.
-        name: show only entries of that part with this name. Empty: all entries.
+        name: show only entries of ``part`` with this name. Empty: all entries.
 
     Raises:
         LookupError: the part does not exist.
@@ -117,7 +117,7 @@ def denials(metrics: Metrics) -> list[Mapping[str, Any]]:
 
 
 def _decisions(metrics: Metrics) -> Mapping[str, Mapping[str, Any]]:
-    """Return each policy's decisions by its key. For a dry-run policy these are hypothetical."""
+    """Return the decisions of each policy, by policy key. Those of a dry-run policy are hypothetical."""
     found: dict[str, dict[str, Any]] = {}
     for policy, tally, last_s in metrics.ledger.own:
         counts = {result: tally[use] for use, result in DECISIONS.items()}
@@ -221,7 +221,7 @@ def version_entry(istio_version: str) -> Mapping[str, str]:
 
 
 def build_info(istio_version: str) -> str:
-    """Return the line that ``ztunnel version`` prints."""
+    """Return the version line that ``ztunnel version`` prints."""
     shown = (f'{key[0].upper()}{key[1:]}:"{value}"' for key, value in version_entry(istio_version).items())
     return f"version.BuildInfo{{{', '.join(shown)}}}"
 

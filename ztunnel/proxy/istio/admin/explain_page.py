@@ -71,7 +71,7 @@ def _bad(reason: str) -> Page:
 
 
 def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
-    """Return the state of the source's certificate. A proxy has only its own node's certificates."""
+    """Return the state of the source's certificate. A proxy has only certificates of its own node's pods."""
     state = proxy.certificates.states().get(identity)
     if isinstance(state, WorkloadCertificate):
         return certificate("", state.issued.chain[0].not_valid_after_utc, proxy.clock.wall())
@@ -105,7 +105,7 @@ def _handshake(
 
 
 def _of_this_node(proxy: InspectedProxy, workload: Workload) -> bool:
-    """Return whether a workload runs on this node, so that the proxy has its certificate or requests it."""
+    """Return whether a workload runs on this node. If so, the proxy has its certificate or requests one."""
     own_node = not proxy.config.node or workload.node == proxy.config.node
     return own_node and workload.identity in proxy.certificates.states()
 

@@ -71,7 +71,7 @@ def _arriving(
 ) -> str:
     there = proxy.mesh.workload(inbound.get("workload", ""))
     if there is None or not _is_here(proxy, there.node) or "application" not in inbound or "refused" in inbound:
-        return ""  # addons of another node's proxy cannot be asked, nor are any asked about a refused connection
+        return ""  # addons run on the destination's node, and are not asked about a refused connection
     application = SocketAddress.parse(inbound["application"])
     facts = would_accept(asked.source, asked.host, asked.identity, there, application)
     return _put(inbound, would_say(addons, "accepting", facts))

@@ -90,7 +90,7 @@ class InspectedProxy(Protocol):
 
     @property
     def handover(self) -> handover_page.Shown | None:
-        """Hands open connections over to a successor; ``None`` if that is not configured."""
+        """The object that hands open connections over to a successor; ``None`` if this is not configured."""
 
     def carried(self) -> Sequence[CarriedPod]:
         """Return all pods that this proxy serves, including its own."""
@@ -102,4 +102,4 @@ class InspectedProxy(Protocol):
         """Ask peers to open new connections elsewhere. Return the number of open connections."""
 
     def shut_down(self) -> None:
-        """Begin to drain, then end."""
+        """Begin to drain all connections, and then end the process."""

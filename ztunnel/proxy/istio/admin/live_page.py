@@ -42,7 +42,7 @@ from ztunnel.proxy.ui.seen import (
 
 #: The number of entries per slice: about a millisecond of work.
 _SLICE: Final = 100
-#: The number of connections kept while all are read. The view shortens the list further.
+#: The number of connections kept while all connections are read. The view shortens the list further.
 _MOST_CONNECTIONS: Final = 200
 #: The largest number of workloads listed for a certificate.
 _MOST_USERS: Final = 3
@@ -181,12 +181,14 @@ def _flow(series: TrafficSeries, workloads: dict[str, Workload]) -> Flow:
 
 
 def _end(labels: tuple[str, ...], side: tuple[int, ...], workloads: dict[str, Workload], *, proven: bool) -> str:
-    """Return the key of a side's workload, adding the workload if it is new. Without TLS no identity is proven."""
+    """Return the key of a side's workload, and add a new workload to ``workloads``. ``proven`` is false without
+    TLS.
+    """
     name, namespace, principal = (labels[place] for place in side)
     identity = principal if proven and principal != UNKNOWN else ""
     if name == UNKNOWN:
-        # Clients outside the mesh have many addresses, which the metrics do not contain. So those with an identity
-        # share one entry per identity, and those without share one entry.
+        # Clients outside the mesh have many addresses, which the metrics do not contain. So all clients with equal
+        # identities share one entry, and all clients without an identity share one entry.
         name, namespace = ("outside the mesh", "") if not identity else (identity.rpartition("/")[2], "")
         key = f"?{identity}"
     else:

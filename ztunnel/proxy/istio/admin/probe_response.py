@@ -1,9 +1,9 @@
 """Reads an HTTP response to a probe by the rules of Go's net/http, which kubelet's prober uses.
 
-It accepts more than RFC 9112 permits: lines that end in LF alone, spaces in field names, folded fields, heads of
-up to 10 MiB, informational responses before the final one. It refuses what Go refuses: field names with other
-invalid characters, contradicting lengths, transfer codings other than ``chunked``, a body shorter than announced.
-h11, the HTTP/1.1 library used elsewhere here, refuses spaces in names, so it cannot read these responses.
+This reader accepts more than RFC 9112 permits: lines that end in LF alone, spaces in field names, folded fields,
+heads of up to 10 MiB, informational responses before the final response. Like Go, it refuses field names with
+other invalid characters, contradicting lengths, transfer codings other than ``chunked``, and a body shorter than
+announced. h11, the HTTP/1.1 library of our other clients, cannot be used, because it refuses such spaces.
 """
 
 import asyncio
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-#: Go's default for Transport.MaxResponseHeaderBytes, used here also as the limit of one line.
+#: Go's default for Transport.MaxResponseHeaderBytes, which here also limits a single line.
 LONGEST_HEAD: Final = 10 << 20
-#: How many informational answers are skipped, as in Go.
+#: The number of informational responses that are skipped, as in Go.
 _MOST_INFORMATIONAL: Final = 5
 _SWITCHING_PROTOCOLS: Final = 101
 #: The longest line with a chunk's size, as in Go.
@@ -30,17 +30,17 @@ _BODILESS: Final = (204, 304)
 
 
 class BadResponse(Exception):
-    """Kubelet's client would refuse the response, or the response is incomplete. The text has the reason."""
+    """Kubelet's client would refuse the response, or the response is incomplete. The text states the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The head of a final answer.
+    """The head of a final response.
 
     Attributes:
         status: the status code.
         modern: whether the HTTP version is 1.1 or later.
-        fields: the values by field name in lower case, in their order.
+        fields: by field name in lower case, the values in the order received.
     """
 
     status: int
@@ -49,12 +49,12 @@ class Head:
 
     @property
     def location(self) -> str:
-        """The first ``Location``, or empty without one."""
+        """The first ``Location`` field, or an empty string."""
         return self._first("location")
 
     @property
     def content_type(self) -> str:
-        """The first ``Content-Type``, or empty without one."""
+        """The first ``Content-Type`` field, or an empty string."""
         return self._first("content-type")
 
     def _first(self, name: str) -> str:
@@ -63,7 +63,7 @@ class Head:
 
 
 async def read_head(reader: asyncio.StreamReader) -> Head:
-    """Read the head of the final answer.
+    """Read the head of the final response.
 
     Raises:
         BadResponse: the bytes are not a valid head.
@@ -100,8 +100,8 @@ async def _head(reader: asyncio.StreamReader) -> Head:
 
 
 async def _field_lines(reader: asyncio.StreamReader) -> list[bytes]:
-    """Return the lines of a head up to the empty line. A line that begins with space continues the
-    previous one.
+    """Return the lines of a head up to the empty line. A line that begins with whitespace is joined to the
+    previous line.
     """
     found: list[bytes] = []
     size = 0

@@ -1,8 +1,8 @@
 """Answers kubelet's probes by probing the application. Each probe uses a new connection, and no state is kept.
 
-Like Istio's sidecar, it returns the application's status and the first 10 KiB of the body, does not verify TLS
-(nor does kubelet), and counts a redirect to another host as success. HTTPS probes use HTTP/1.1. A response passes
-if it passes in kubelet's own client, Go's net/http: :mod:`ztunnel.proxy.istio.admin.probe_response` reads it.
+Like Istio's sidecar, the prober returns the application's status and the first 10 KiB of the body, does not verify
+certificates (nor does kubelet), and counts a redirect to another host as success. HTTPS probes use HTTP/1.1.
+:mod:`ztunnel.proxy.istio.admin.probe_response` accepts the same responses as kubelet's client, Go's net/http.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
 
     Args:
         probe: the probe.
-        address: the application's address, unless the probe names another host.
+        address: the application's address, used unless the probe names another host.
         source: the local address for the connection, chosen so that the pod's rules do not capture it.
     """
     host = probe.host or address
     if host != address:
-        # Only a connection to the pod's own address could be mistaken for the application's call to itself.
+        # Another host needs no special source: only a connection to the pod's own address could be mistaken for a
+        # call of the application to itself.
         source = None
     try:
         async with asyncio.timeout(probe.timeout_s):
@@ -114,7 +115,7 @@ async def _asked(
 
 
 def _target(asked: str, host: str, location: str) -> _Target | None:
-    """Return where a redirect points on this host, None for another host."""
+    """Return the target of a redirect, or None if it points to another host."""
     try:
         where = urlsplit(urljoin(asked, location))
         port = where.port or (443 if where.scheme == "https" else 80)

@@ -91,7 +91,7 @@ class Servers:
         return self
 
     def _hosts(self) -> tuple[list[str], list[str]]:
-        """Return the loopback and wildcard addresses to bind, with IPv6 ones if the host has IPv6."""
+        """Return the loopback and the wildcard addresses to bind, including IPv6 if the host supports it."""
         config = self._proxy.config
         ipv6 = config.ipv6 and Path("/proc/sys/net/ipv6").exists()
         wildcard = ["::" if ipv6 else "0.0.0.0"]
@@ -101,7 +101,7 @@ class Servers:
     async def _serve(self, stack: AsyncExitStack, name: str, hosts: list[str], port: int, pages: Pages) -> None:
         for host in hosts:
             address = SocketAddress(host, port)
-            # As for the pods' ports, so that a new proxy can start beside the old one.
+            # The ports are reusable, like the pods' ports, so that a new proxy can start beside the old one.
             server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT, reuse_port=True)
             try:
                 await stack.enter_async_context(server)
@@ -157,7 +157,7 @@ class Servers:
         return answer(probe, address, source)
 
     def _sidecar(self, request: PageRequest) -> Page:
-        """Begin the pod's shutdown. Only the pod's own containers may request it, such as a job that is done."""
+        """Begin the pod's shutdown at the request of one of its containers, such as that of a finished job."""
         if request.method != "POST":
             return text("POST it\n", 405, PLAIN)
         if not request.local:
@@ -259,7 +259,7 @@ class Servers:
         return self._live.answer(request)
 
     async def _connections(self) -> Page:
-        """Return the pods with their open connections: the part of the config dump that always changes."""
+        """Return the pods with their open connections, the part of the config dump that changes all the time."""
         workers = self._proxy.workers
         carried = await workers.connections() if workers is not None else {}
         return Page(content_type=JSON, body=config_dump.connections(self._proxy, carried))
@@ -321,7 +321,7 @@ def _metrics_page(metrics: Metrics, request: PageRequest) -> Page:
 
 
 def _profile(request: PageRequest) -> Page:
-    """Return Rust ztunnel's errors for invalid values, or else the error that profiling is not supported."""
+    """Return Rust ztunnel's error for an invalid parameter, or else the error that profiling is not supported."""
     for name, largest in (("seconds", 300), ("frequency", 1000)):
         value = request.query.get(name)
         if value is not None and not (value.isascii() and value.isdigit() and 1 <= int(value) <= largest):

@@ -114,6 +114,6 @@ class ReplicatedCertificates:
             self._certificates.pop(identity, None)
 
     def _revocations_changed(self) -> None:
-        # Contexts keep the lists with which they were created.
+        # Replace all TLS contexts, because a context keeps the revocation lists that it was created with.
         for wanted, certificate in list(self._certificates.items()):
             self._put(wanted, certificate.issued)

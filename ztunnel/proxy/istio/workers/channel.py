@@ -1,7 +1,7 @@
-"""The channel between the main process and a worker, used by both: notifications, requests and responses.
+"""The channel between the main process and a worker. Both send notifications, requests and responses.
 
-Notifications are applied in the order of sending, each before the next one is read. Each request runs in its own
-task, started in the same order, so that a slowly draining pod does not delay other requests.
+Notifications are applied in the order of sending, each before the next message is read. Requests are started in
+this order too, each in its own task, so that a slowly draining pod does not delay other requests.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 256 * 1024
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-#: The largest number of messages queued for the other process, enough for a mesh of five million workloads. If
-#: more are queued, the other process is considered stuck.
+#: The largest number of messages queued for the other process, enough for a mesh of five million workloads. With a
+#: longer queue, the other process is considered stuck.
 MAX_QUEUED: Final = 20_000
 
 RequestBody = RequestToWorker | RequestToMain
@@ -91,7 +91,7 @@ class Outgoing:
     def __init__(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         self._message: Message | None = message
         self._frame = b""
-        #: Duplicates, closed once sent, because the originals can be closed meanwhile.
+        #: Duplicates, because the originals can be closed before sending. Each is closed once it is sent.
         self.descriptors = [os.dup(each) for each in descriptors]
 
     def frame(self) -> bytes:
@@ -117,8 +117,9 @@ class IpcChannel:
     Args:
         sock: one socket of a connected pair, non-blocking.
         on_notification: applies one notification.
-        on_request: answers one request, in parts. :class:`IdentityError`, :class:`TproxyError`, :class:`OSError`
-            and :class:`Refused` refuse the request; any other exception is a bug, is logged, and refuses it too.
+        on_request: answers one request, in parts. It can raise :class:`IdentityError`, :class:`TproxyError`,
+            :class:`OSError` or :class:`Refused` to refuse the request. Any other exception is a bug: it is logged,
+            and the request is refused.
         to_main: whether the other end is the main process. Otherwise it is a worker, which is not trusted.
     """
 
@@ -145,7 +146,7 @@ class IpcChannel:
     # Sending
 
     def notify(self, message: Notification, descriptors: Sequence[int] = ()) -> None:
-        """Send a notification; on a closed channel it is dropped."""
+        """Send a notification. A closed channel drops it."""
         self.send(Outgoing(message, descriptors))
 
     def send(self, outgoing: Outgoing) -> None:
@@ -171,7 +172,7 @@ class IpcChannel:
         number = next(self._numbers)
         future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
         self._responses[number] = (future, [])
-        # Only the answering side's messages can contain this body. The other side's decoder refuses it.
+        # Each kind of request is for one side only. If the wrong side gets it, that side's decoder refuses it.
         self.send(Outgoing(cast(Message, Request(number, body)), descriptors))
         try:
             return await future
@@ -193,7 +194,7 @@ class IpcChannel:
                 for message, count in decoder:
                     own = Descriptors([arrived.take() for _ in range(count)])
                     await self._dispatch(message, own)
-                    await asyncio.sleep(0)  # one read can bring many messages, each of which takes milliseconds
+                    await asyncio.sleep(0)  # one read can contain many messages, and each takes milliseconds
         except ConnectionError:
             pass
         finally:
@@ -246,7 +247,8 @@ class IpcChannel:
     async def _dispatch(self, message: Message, descriptors: Descriptors) -> None:
         match message:
             case Request():
-                # A task runs to its first await even when it is cancelled at once, so its descriptors get closed.
+                # The task runs up to its first await even if it is cancelled at once, so that it always closes the
+                # descriptors.
                 answering = self._answer(message.number, message.body, descriptors)
                 self._tasks.start(answering, type(message.body).__name__)
             case Response():

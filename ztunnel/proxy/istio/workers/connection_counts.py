@@ -1,9 +1,9 @@
 """Distributes connections evenly over workers, using shared memory that holds each worker's number of connections.
 
-All workers accept from the same listening socket, whose queue wakes every worker. Without these counts the first
-worker to wake would take nearly all connections under light load, and a few bulk connections would share one core.
-A worker that has more connections than another leaves a new connection to the other, but accepts it if it is still
-queued shortly afterwards, so no connection depends on one worker being alive.
+All workers accept from the same listening socket, and a new connection wakes every worker. Without these counts
+the first worker to wake would take nearly all connections under light load, and a few bulk connections would share
+one core. A worker does not accept at once if another worker has fewer connections. If the connection is still
+queued shortly afterwards, any worker accepts it, so no connection depends on a single worker.
 """
 
 import mmap
@@ -11,7 +11,7 @@ import os
 from typing import Final, Self
 
 _ENTRY_BYTES: Final = 8
-#: The count stored for a worker that is not running. Too high to be the smallest.
+#: The count stored for a worker that is not running. It is higher than any real count.
 _ABSENT: Final = 2**62
 
 
@@ -29,8 +29,8 @@ class ConnectionCounts:
 
     @classmethod
     def create(cls, workers: int) -> tuple[Self, int]:
-        """Create the shared memory, with all workers marked as not running. Also return its descriptor, owned by
-        the caller.
+        """Create the shared memory, with all workers marked as not running. Return a mapping of it and its
+        descriptor, which the caller owns.
         """
         descriptor = os.memfd_create("ztunnel-workers", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, workers * _ENTRY_BYTES)
@@ -46,13 +46,13 @@ class ConnectionCounts:
     def set(self, index: int, count: int) -> None:
         """Publish a worker's number of connections. Call this at every change.
 
-        Publishing only when accepting is not enough: an idle worker is not woken to publish 0, and would count as
-        busy for ever.
+        If a worker published only when it accepts, an idle worker would never publish 0, and would count as busy
+        for ever.
         """
         self._counts[index] = count
 
     def is_turn_of(self, index: int) -> bool:
-        """Return whether this worker should accept the next connection: no other worker has fewer."""
+        """Return whether this worker should accept the next connection: no other has fewer connections."""
         return self._counts[index] <= min(self._counts)
 
     def close(self) -> None:

@@ -1,16 +1,16 @@
-"""Runs in the main process: starts the worker processes, keeps their state current, and assigns the pods to them.
+"""Runs in the main process: starts the worker processes, keeps their state current, and assigns pods to workers.
 
-**Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. With one socket
-per worker (SO_REUSEPORT), the queue of a dying worker would be lost, and the kernel could not prefer a successor's
-sockets to several of its predecessor's (:func:`tproxy.aio.sockets.leave_to_newer`). When a worker dies, its queued
-connections are accepted by another worker. ``connection_counts.py`` distributes connections over workers.
+**Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. So when a worker
+dies, another worker accepts the queued connections. With one socket per worker (SO_REUSEPORT), a dying worker's
+queue would be lost, and the kernel could not prefer a successor's sockets to several sockets of the predecessor
+(:func:`tproxy.aio.sockets.leave_to_newer`). ``connection_counts.py`` distributes connections over workers.
 
 **State.** A new worker gets a snapshot of the state, then each later change, in order. Messages are queued as
 references to values until they can be sent. A worker that does not read, or does not answer within
 :data:`ztunnel.proxy.istio.workers.process.ANSWER_S`, is killed and replaced.
 
-**Counters** of a dead or late worker keep their last values: Prometheus would take a decreased counter for a
-restart.
+**Counters** of a dead or late worker keep their last values, because Prometheus would interpret a decreased
+counter as a restart.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class WorkerPod:
     Args:
         workers: all workers.
         number: identifies the pod in messages to workers.
-        bound: its sockets. This object becomes the owner.
+        bound: the pod's sockets. This object becomes the owner.
         dns: serves the pod's DNS in this process. ``None`` without a DNS proxy.
     """
 
@@ -168,7 +168,7 @@ class Workers:
         count: the number of workers.
         node: the main process's state: mesh, certificates, metrics and log.
         certificates: the manager of the node's certificates.
-        on_serving: called when at least one worker begins to serve, and when none serves any more.
+        on_serving: called when the first worker begins to serve, and when no worker serves any more.
     """
 
     def __init__(
@@ -238,18 +238,18 @@ class Workers:
         os.close(self._memory)
 
     def settle(self) -> None:
-        """Allow workers to serve, because the control plane's first description of the mesh is complete."""
+        """Allow workers to serve. Called once the control plane's first description of the mesh is complete."""
         self._settled.set()
 
     async def meet_successor(self) -> None:
-        """Make the workers, including later ones, take over open connections from the predecessor's workers, and
-        then wait for a successor's workers.
+        """Make all workers, including those started later, take over open connections from the predecessor's
+        workers, and then wait for a successor's workers.
         """
         self._meeting = True
         await self.request_of_all(MeetSuccessor())
 
     async def hand_over(self, seconds: float) -> None:
-        """Stop accepting in favour of a successor, and make the workers hand their open connections over to it."""
+        """Stop accepting, because a successor accepts, and make the workers hand over their open connections."""
         for pod in self._pods.values():
             pod.leaving = True
             pod.close_listeners()
@@ -321,7 +321,7 @@ class Workers:
         )
         if node.revocations is not None:
             channel.notify(RevocationsChanged(node.revocations.current.encoded()))
-        # There must be no await until ``notified`` is set, so that later changes are queued behind the snapshot.
+        # Until ``notified`` is set, there must be no await, so that later changes are queued behind the snapshot.
         for message in snapshot(node.mesh):
             channel.notify(message)
         for wanted, state in self._certificates.states().items():
@@ -365,7 +365,7 @@ class Workers:
         try:
             await worker.request(*pod.start())
         except Refused as refused:
-            # Other workers have the pod, otherwise it would not have started.
+            # Other workers carry the pod, because starting it requires at least one worker.
             log.error("worker lacks a pod worker=%d pod=%s error=%s", worker.index, _named(pod.name), refused)
 
     def _report_serving(self) -> None:
@@ -416,7 +416,7 @@ class Workers:
         self._notify(RevocationsChanged(self._node.revocations.current.encoded()))
 
     def names_given(self, pod: tuple[str, str], name: str, addresses: Sequence[str]) -> None:
-        """Tell the workers' addons which addresses a pod's DNS query for a name returned."""
+        """Send the workers' addons the addresses that a pod's DNS query for a name returned."""
         self._notify(NamesGiven(namespace=pod[0], pod=pod[1], name=name, addresses=tuple(addresses)))
 
     def log_filter_changed(self) -> None:
@@ -458,7 +458,8 @@ class Workers:
     # Pods
 
     async def start_pod(self, name: PodName, netns: Netns | None) -> WorkerPod:
-        """Start a pod in every synced worker, at least one; return when they accept its connections.
+        """Start a pod in every synced worker, after waiting for at least one. Return when these workers accept the
+        pod's connections.
 
         Raises:
             TproxyError: a port is in use, or a worker could not start the pod.
@@ -505,7 +506,7 @@ class Workers:
                 return
 
     def forget(self, pod: WorkerPod) -> None:
-        """No longer start this pod in new workers; idempotent."""
+        """Stop starting this pod in new workers. Idempotent."""
         pod.leaving = True
         self._pods.pop(pod.number, None)
 
@@ -514,7 +515,7 @@ class Workers:
     async def metrics(self) -> Metrics:
         """Return the sum of this process's and the workers' counts, for one page."""
         await asyncio.gather(*(self._count(worker) for worker in self._running.values() if worker.synced))
-        # There must be no await in these lines: a dying worker must be counted exactly once.
+        # There must be no await in these lines, so that a dying worker is counted exactly once.
         page = self._node.metrics.page_with()
         parts = [part for worker in self._running.values() for part in worker.counts]
         for part in parts:

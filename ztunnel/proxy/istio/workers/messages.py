@@ -6,11 +6,11 @@ MessagePack. Messages are typed and tagged (msgspec). A frame that is not a mess
 
 **Trust.** A worker parses untrusted bytes and can be compromised. The main process has the node's token. So
 messages from a worker are limited to the small types below: texts, numbers, identities, counts. The other
-direction also carries values of the mesh model, whose unions of plain dataclasses have no typed wire form. They
-are sent as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`). Only a worker reads it, and a worker
-must trust its main process anyway.
+direction also carries values of the mesh model, whose unions of plain dataclasses have no typed wire form. These
+values are sent as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`). Only a worker reads pickles,
+and a worker must trust its main process anyway.
 
-Descriptors travel as ancillary data in stream order: on a Unix stream socket they cannot overtake their frame.
+File descriptors are sent as ancillary data. On a Unix stream socket they arrive in order with their frame.
 """
 
 import pickle
@@ -42,8 +42,8 @@ MAX_DESCRIPTORS: Final = 8
 
 
 class ProtocolViolation(Exception):
-    """The other process sent an invalid frame, or a message that only this side may send. Later data cannot be
-    trusted.
+    """The other process sent an invalid frame, or a message that it is not allowed to send. The channel cannot be
+    used any more.
     """
 
 
@@ -54,7 +54,7 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
     """The first message to a worker, accompanied by the shared memory of :class:`ConnectionCounts`.
 
     Attributes:
-        pickled_config: see :meth:`config`. It has no tokens and headers, which only the main process needs.
+        pickled_config: see :meth:`config`. Without tokens and headers, because only the main process needs these.
         index: the worker's index.
         workers: the number of workers.
         log_filter: the current log filter. The configuration contains the filter used at the start.
@@ -79,7 +79,7 @@ class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
     Attributes:
         pickled: see :meth:`put`.
         removed: uids of workloads and keys of services.
-        removed_policies: keys of policies, separate because services can have the same keys.
+        removed_policies: keys of policies. Separate from ``removed``, because services can have equal keys.
         more: whether further parts follow.
     """
 
@@ -193,8 +193,8 @@ class MeetSuccessor(Struct, frozen=True, tag=True):
 
 
 class HandOver(Struct, frozen=True, tag=True):
-    """Stop accepting in favour of the successor, and hand open connections over to it within some seconds. The
-    answer has no value.
+    """Stop accepting, because a successor accepts, and hand open connections over to this successor within some
+    seconds. The answer has no value.
     """
 
     seconds: float
@@ -212,8 +212,8 @@ class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
     """Return the worker's last ended connections, in parts (:class:`FlowsPart`).
 
     Attributes:
-        after_ns: only entries that ended later.
-        last: at most this number of the newest entries.
+        after_ns: return only entries that ended after this time.
+        last: return at most this number of the newest entries.
     """
 
     after_ns: int
@@ -223,7 +223,7 @@ class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
 class TapPod(Struct, frozen=True, tag=True):
     """Capture a pod's new connections until the other end of the socket sends EOF. Answered by :class:`TapTotals`.
 
-    Descriptors: the socket that packets go to.
+    Descriptors: the socket to which packets are written.
     """
 
     wanted: TapRequest
@@ -254,8 +254,8 @@ class GetCertificate(Struct, frozen=True, tag=True):
 
 
 class FetchResource(Struct, frozen=True, tag=True):
-    """Request a resource from the control plane (on demand). The answer is whether it arrived in time. The changes
-    of the mesh are sent before the answer.
+    """Request a resource from the control plane (on demand). The answer is whether the control plane responded in
+    time. The resulting mesh changes are sent before the answer.
     """
 
     key: str
@@ -306,7 +306,7 @@ BodyT = TypeVar("BodyT")
 
 
 class Request(Struct, Generic[BodyT], frozen=True, tag=True):
-    """A request. Its number is chosen by the sender and repeated by the response."""
+    """A request. The sender chooses its number, and the response repeats this number."""
 
     number: int
     body: BodyT
@@ -316,7 +316,7 @@ class Response(Struct, frozen=True, kw_only=True, tag=True):
     """A part of the answer to a request.
 
     Attributes:
-        refused: why the request has no value.
+        refused: why the request was refused. ``None`` if it succeeded.
         more: whether further parts follow.
     """
 

@@ -27,12 +27,12 @@ ANSWER_S: Final = 10.0
 #: A worker ends as soon as its last pod has ended. After this time it is killed.
 _END_S: Final = 3.0
 _READ_BYTES: Final = 64 * 1024
-#: How long a worker's output is left unread while the main process's log is behind. The pipe holds 64 KiB
-#: meanwhile.
+#: While the log is behind, a worker's output stays in its pipe (64 KiB), and the log is checked at this interval.
 _PRESSURE_S: Final = 0.05
-#: The interval of a worker's liveness checks. It is longer than connections and their peers tolerate when a
-#: machine pauses, because ending a worker ends its connections.
+#: The interval of a worker's liveness checks.
 _BEAT_S: Final = 5.0
+#: The time limit for the answer to a check. It is longer than connections and their peers tolerate when a machine
+#: pauses, because ending a worker ends its connections.
 _HUNG_S: Final = 30.0
 
 
@@ -42,7 +42,8 @@ class OutputReader:
     Args:
         descriptor: the pipe's descriptor. This object becomes the owner.
         logs: our log.
-        pressure: reading stops while it is closed, so that the worker's own log fills up. ``None`` always reads.
+        pressure: pauses reading while the log is behind, so that the worker's own log fills up. ``None``: never
+            pause.
     """
 
     def __init__(self, descriptor: int, logs: LogStream, pressure: LogPressure | None = None) -> None:
@@ -92,7 +93,7 @@ class WorkerProcess:
     """One worker, from its start to its end.
 
     Attributes:
-        notified: whether the worker was sent a snapshot, and since then each change to it.
+        notified: whether the worker was sent a snapshot, and is sent every change since then.
         synced: whether the worker has applied the snapshot and can receive pods.
         serves: whether the worker has received all pods.
         counts: the counters that the worker reported last.
@@ -147,7 +148,7 @@ class WorkerProcess:
         self.channel.disconnect()
 
     async def ended(self) -> None:
-        """Wait until the worker has ended, which happens when its channel closes, and log how it ended."""
+        """Wait until the worker has ended, and log how it ended. A worker ends when its channel closes."""
         process = self.process
         try:
             async with asyncio.timeout(_END_S):

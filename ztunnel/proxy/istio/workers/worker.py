@@ -224,7 +224,7 @@ class _Carrier:
         """Replace the revocation lists, and end the connections of revoked peers."""
         if self.revocations is None:
             return
-        # In a thread: parsing the revocation lists of a large CA takes seconds.
+        # Runs in a thread, because parsing the revocation lists of a large CA takes seconds.
         lists = await asyncio.to_thread(RevocationLists.decoded, encoded)
         self.revocations.change(lists)
         self.node.live.review(Event.REVOCATIONS)
@@ -276,7 +276,7 @@ class _Carrier:
 
     def meet_successor(self) -> None:
         """If connections can move between processes, take over the connections of the predecessor's worker, then
-        wait for the successor's. Idempotent.
+        wait for the successor's worker. Idempotent.
         """
         if self._handover is not None and not self._met:
             self._met = True
@@ -427,7 +427,7 @@ def run(descriptor: int) -> int:
     """Run a worker on an inherited socket. Return the process's exit status."""
     import uvloop
 
-    # Both signals reach every process of a terminal's foreground group. Only the main process handles them.
+    # A terminal sends these signals to the whole process group. The main process handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ignore_rotation()  # a worker's log lines are written by the main process

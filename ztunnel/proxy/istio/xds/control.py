@@ -41,10 +41,11 @@ class ControlPlane:
         config: names the control plane and the local file.
         mesh: receives the resources.
         metrics: receives ``istio_xds_*``.
-        last: the configuration of an earlier process, kept up to date by this process. ``None`` disables that.
+        last: an earlier process's configuration, which this process applies and then keeps up to date. ``None``
+            disables this.
 
     Attributes:
-        ready: set once every wildcard type has been received, here or by an earlier process, or at once if no
+        ready: set once every wildcard type has been received, by this or an earlier process. Set at once if no
             control plane is configured.
     """
 
@@ -88,7 +89,7 @@ class ControlPlane:
         )
 
     def _connects(self, endpoint: Endpoint) -> Connect:
-        """Return a function that connects to the control plane. It reads the roots on each call."""
+        """Return a function that connects to the control plane. Each call of the function reads the root files."""
         config = self._config
         limit = ISTIO.response_limit_bytes
         if not endpoint.tls:
@@ -155,7 +156,8 @@ class ControlPlane:
             try:
                 await receive(update)
             except UpdateRejected as error:
-                # Another version of this program accepted these. The control plane must send them again.
+                # Another version of this program accepted these resources. Leave out their versions, so that the
+                # control plane sends them again.
                 log.warning("the crashed process's resources cannot be read error=%s", error)
                 for name in error.rejected or ():
                     versions.pop(name, None)
@@ -224,7 +226,7 @@ class ControlPlane:
 
     @property
     def staleness_s(self) -> float:
-        """The seconds since the control plane was last connected; 0 while it is connected, or if none is set."""
+        """Seconds without a connection to the control plane. 0 while connected, or if none is configured."""
         client = self._client
         if client is None:
             return 0.0
@@ -248,7 +250,7 @@ class ControlPlane:
             yield from ((kind, name, reason) for name, reason in refused.items())
 
     def refused_counts(self) -> dict[str, int]:
-        """Return the numbers of :meth:`refused` by type."""
+        """Return the numbers of resources in :meth:`refused`, by type."""
         return {"address": len(self._feed.refused_addresses), "policy": len(self._feed.refused_policies)}
 
     def terminations(self) -> dict[str, int]:
@@ -262,5 +264,5 @@ class ControlPlane:
         return mesh_dump.static_config(self._feed.local)
 
 
-#: Rust ztunnel waits without limit; here a connection fails after this time.
+#: How long a connection waits for a resource requested on demand. Rust ztunnel waits without limit.
 _ANSWER_S = 10.0

@@ -1,10 +1,10 @@
 """Keeps the configuration of a proxy for its successor after a crash.
 
-A proxy whose sockets a holder keeps (:mod:`tproxy.aio.held_sockets`) writes its received configuration to sealed
-memory, and the holder keeps the descriptor. The memory contains resources as they arrived, with their versions,
-and certificates with keys. Nothing is written to disk. The next proxy applies this configuration and serves at
-once. Its first request to the control plane lists the versions, like after any loss of a stream, so that it gets
-the differences. Certificates are renewed at half lifetime.
+If a holder process keeps the proxy's sockets (:mod:`tproxy.aio.held_sockets`), the proxy writes its received
+configuration to sealed memory, and the holder keeps the descriptor. The memory contains resources as they arrived,
+with their versions, and certificates with keys. Nothing is written to disk. The next proxy applies this
+configuration and serves at once. Its first request to the control plane lists the versions, like after any loss of
+a stream, so that the control plane sends only differences. Certificates are renewed at half lifetime.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 NAME: Final = "configuration"
 #: Version of the message. A message of another version is not read.
 SCHEMA: Final = 1
-#: The delay from a change to writing. The configuration of a mesh of 10,000 workloads is several megabytes.
+#: The delay from a change to writing, because each write copies several megabytes in a mesh of 10,000 workloads.
 _CALM_S: Final = 1.0
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -65,10 +65,11 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 class LastConfiguration:
-    """Reads the previous process's configuration, and writes this process's. Create it on a running loop.
+    """Reads the previous process's configuration, and writes this process's configuration. Create it on a running
+    loop.
 
     Args:
-        holder: keeps the memory.
+        holder: the process that keeps the memory.
         clock: the current time; expired certificates are not restored.
     """
 
@@ -130,8 +131,8 @@ class LastConfiguration:
     # Certificates
 
     def certificate(self, identity: SpiffeId) -> IssuedCertificate | None:
-        """Return the previous process's certificate for an identity if it is still valid, on the first call
-        only.
+        """Return the previous process's certificate for an identity if it is still valid. A second call for the
+        identity returns ``None``.
         """
         saved = self._restored.pop(str(identity), None)
         if saved is None:
@@ -148,9 +149,9 @@ class LastConfiguration:
         return issued if issued.not_after.timestamp() > self._clock.wall() else None
 
     def note_certificate(self, wanted: SpiffeId, issued: IssuedCertificate) -> None:
-        """Save a certificate issued by the authority."""
+        """Save a certificate that the authority has issued."""
         name = str(wanted)
-        if issued.identity == wanted:  # otherwise the authority certifies the token's identity
+        if issued.identity == wanted:  # some authorities issue for the token's identity instead
             self._certificates[name] = SavedCertificate(name, issued.chain_pem, issued.roots_pem, issued.key_pem)
             self._changed()
 
@@ -204,7 +205,7 @@ class _Remembering:
         self._last = last
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
-        """Return the saved certificate once, otherwise ask the authority."""
+        """Return the saved certificate on the first call for an identity. Later calls ask the authority."""
         issued = self._last.certificate(identity)
         if issued is None:
             issued = await self._authority.issue(identity)

@@ -33,7 +33,7 @@ def services(mesh: Mesh) -> Iterator[Json]:
 
 
 def policies(mesh: Mesh, decisions: Mapping[str, Json]) -> Iterator[Json]:
-    """Iterate over all policies by key, with their entry of ``decisions`` if they have decided."""
+    """Iterate over all policies by key, each with its entry in ``decisions``, if there is one."""
     for policy in sorted(mesh.policies(), key=lambda policy: policy.key):
         made = decisions.get(policy.key)
         yield shown_policy(policy) | ({"decisions": made} if made is not None else {})
@@ -86,7 +86,7 @@ def shown_workload(workload: Workload, services: Json) -> Json:
 
     Args:
         workload: the workload.
-        services: its services, in the format of the caller's page.
+        services: the workload's services, in the format of the caller's page.
     """
     tunnel, locality = workload.application_tunnel, workload.locality
     sometimes = {

@@ -1,9 +1,9 @@
 """Applies resources of control planes and local files to the :class:`~xds.model.mesh.Mesh`.
 
-An unreadable resource is refused alone: all other resources of its response are applied first, and the NACK names
-it. A small response is one batch. A big one, such as the whole mesh at the start, is compiled and applied in
-pieces, and the event loop runs other work between them. Removals are applied first, and services before workloads.
-So between the pieces the mesh is incomplete, but never mixes removed resources with new ones.
+An unreadable resource does not affect the others: all other resources of its response are applied, and then the
+NACK names the unreadable one. A small response is one batch. A big response, such as the whole mesh at the start,
+is compiled and applied in pieces, and the event loop runs other work between the pieces. Removals are applied
+first, and services before workloads. So the mesh is incomplete between pieces, but never mixes old and new.
 
 A local file and a control plane can be used together. If both contain a name, the last update wins.
 """
@@ -42,7 +42,8 @@ class MeshFeed:
 
     Attributes:
         refused_addresses, refused_policies: why the last version of a resource was refused, by the resource's
-            name. Removed when a readable version arrives or the resource is removed. Only the first ones are kept.
+            name. An entry is removed when a readable version arrives or the resource is removed. Only the first
+            200 entries are kept.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -81,9 +82,8 @@ class MeshFeed:
     async def receive_authorizations(self, update: Update) -> None:
         """Apply policies (``istio.security.Authorization``).
 
-        All policies of an update are applied at once, even if there are many: no connection must be decided
-            between
-        a new ALLOW policy and the DENY policy that restricts it.
+        All policies of an update are applied at once, even if there are many: no connection must be decided after
+        a new ALLOW policy is applied but before the DENY policy that restricts it.
 
         Raises:
             UpdateRejected: see :meth:`receive_addresses`.
@@ -101,7 +101,7 @@ class MeshFeed:
         _reject(faults)
 
     def apply_local(self, local: LocalMesh) -> None:
-        """Apply a local file in place of the previous version. Missing entries are removed."""
+        """Apply a local file in place of its previous version. Entries missing from the file are removed."""
         before, self._local = self._local, local
         addresses = {workload.uid for workload in local.workloads} | {service.key for service in local.services}
         policies = {policy.key for policy in local.policies}
@@ -122,7 +122,7 @@ class MeshFeed:
 async def _compiled(
     resources: Iterable[Resource], compile_one: Callable[[bytes, str], Value]
 ) -> tuple[list[Value], dict[str, str]]:
-    """Return the compiled values, and the reasons by name for resources that could not be compiled."""
+    """Return the compiled values, and by name the reasons why other resources could not be compiled."""
     values: list[Value] = []
     faults: dict[str, str] = {}
     for number, resource in enumerate(resources, start=1):
@@ -161,8 +161,9 @@ def _pieces(values: Sequence[Value]) -> Iterable[list[Value]]:
 class LocalFile:
     """Feeds a local file and its changes while entered.
 
-    The file is read again when a file is renamed into its directory, which is how editors save, and how Kubernetes
-    replaces the content of a mounted volume. If it is faulty or missing, its last good content stays current.
+    The file is read again when any file is renamed into its directory, because editors save like this, and
+    Kubernetes replaces the content of a mounted volume like this. While the file is faulty or missing, its last
+    good content stays in use.
 
     Args:
         path: the file's path.
@@ -178,7 +179,7 @@ class LocalFile:
         """Read the file.
 
         Raises:
-            ConfigError: the file cannot be read. At the start, no earlier content can be used instead.
+            ConfigError: the file cannot be read. At the start, there is no earlier content to use instead.
         """
         try:
             local = read_local_file(self._path)
@@ -197,7 +198,7 @@ class LocalFile:
         await self._watcher.__aexit__(*exception)
 
     def _moved(self, name: str | None) -> None:
-        # The name is not compared, because the file can be a link through the renamed entry, as in a mounted
+        # Any name counts, because the file can be a symbolic link through the renamed entry, as in a mounted
         # volume.
         try:
             local = read_local_file(self._path)

@@ -5,7 +5,7 @@ from ztunnel.proxy.istio.settings.config import IstioConfig
 
 
 def node_message(config: IstioConfig) -> Node:
-    """Return the node of the first request of each stream; istiod refuses an ``id`` of another format."""
+    """Return the ``node`` for the first request of each stream. Its ``id`` has the format that istiod requires."""
     namespace = config.pod_namespace
     node = Node(id=f"ztunnel~{config.instance_ip}~{config.pod_name}.{namespace}~{namespace}.svc.cluster.local")
     node.metadata.update(
