@@ -68,6 +68,7 @@ class NodePolicies:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._server = PolicySyncServer()
+        self._nodes: dict[str, str] = {}  # by the path of their socket
 
     async def __aenter__(self) -> Self:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -80,17 +81,32 @@ class NodePolicies:
         """Serve another mesh, and close the sockets of nodes that are not in it.
 
         Raises:
-            ServeError: the socket of a node cannot be served.
+            ServeError: see :meth:`open_sockets`.
         """
         self._server.publish(compile_resources(policy_resources(mesh)))
-        wanted = {str(self._folder / f"{node}.sock"): node for node in mesh.nodes}
+        self._nodes = {str(self._folder / f"{node}.sock"): node for node in mesh.nodes}
         for path in self._server.paths:
-            if path not in wanted:
+            if path not in self._nodes:
                 await self._server.close(path)
-        for path, node in wanted.items():
-            if path not in self._server.paths:
+        await self.open_sockets()
+
+    async def open_sockets(self) -> None:
+        """Open the sockets of nodes that have none yet. Call it again after a failure.
+
+        Raises:
+            ServeError: the first socket that cannot be served. The sockets of all other nodes have been opened.
+        """
+        failure: ServeError | None = None
+        for path, node in self._nodes.items():
+            if path in self._server.paths:
+                continue
+            try:
                 # Like the xDS socket: only proxies of this user or of root can connect.
                 await self._server.open(path, partial(_on_node, node), streams=NODE_STREAMS, mode=0o600)
+            except ServeError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
 
 def _on_node(node: str, compiled: Compiled) -> list[EndpointId]:
@@ -136,6 +152,7 @@ class ControlPlane:
     ) -> None:
         self._path = path
         self._policies = None if policy_folder is None else NodePolicies(policy_folder)
+        self._policy_failure = ""
         self._lifetime = lifetime
         self._access_log = access_log
         self._log_json = log_json
@@ -197,11 +214,19 @@ class ControlPlane:
                     self._publish()
                 if changed:
                     self._publish_workloads()
-                if changed and self._policies is not None:
-                    try:
-                        await self._policies.publish(self._mesh)
-                    except ServeError as error:
-                        log.error("policies of a new node are not served: %s", error)
+                if self._policies is not None:
+                    await self._publish_policies(self._policies, changed=changed)
+
+    async def _publish_policies(self, policies: NodePolicies, *, changed: bool) -> None:
+        """Publish a changed mesh, and try sockets again that could not be opened. Each failure is logged once."""
+        try:
+            await (policies.publish(self._mesh) if changed else policies.open_sockets())
+        except ServeError as error:
+            if str(error) != self._policy_failure:
+                log.error("policies of a new node are not served: %s; tried again", error)
+            self._policy_failure = str(error)
+        else:
+            self._policy_failure = ""
 
     @property
     def addresses(self) -> tuple[str, ...]:

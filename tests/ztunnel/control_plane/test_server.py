@@ -202,3 +202,24 @@ def test_its_policies_are_served_to_each_nodes_proxy(tmp_path: Path) -> None:
             await until((tmp_path / "policies" / "worker3.sock").is_socket)
 
     serve(tmp_path, body, policy_folder=tmp_path / "policies")
+
+
+def test_a_socket_that_cannot_be_served_holds_up_no_other_and_is_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sockets = tmp_path / "policies"
+
+    async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
+        (sockets / "worker3.sock").write_text("in the way")
+        nodes: dict[str, object] = {name: {} for name in ("worker", "worker2", "worker3", "worker4")}
+        path.write_text(yaml.safe_dump(document(nodes=nodes)))
+        async with asyncio.timeout(WAIT_S):
+            await until((sockets / "worker4.sock").is_socket)
+            assert not (sockets / "worker3.sock").is_socket()
+            (sockets / "worker3.sock").unlink()
+            await until((sockets / "worker3.sock").is_socket)
+
+    serve(tmp_path, body, policy_folder=sockets)
+    failures = [each.getMessage() for each in caplog.records if "policies of a new node" in each.getMessage()]
+    assert len(failures) == 1
+    assert "worker3.sock" in failures[0]
