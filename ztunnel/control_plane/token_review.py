@@ -99,7 +99,9 @@ class KubeRegistrar:
             "spec": {"token": token, "audiences": [self._audience]},
         }
         try:
-            async with self._reviewing, asyncio.timeout(_TIMEOUT_S):
+            # The limit includes the wait for earlier reviews. While the API server hangs, each of these ends only
+            # at its own limit, and later callers would wait for their sum.
+            async with asyncio.timeout(_TIMEOUT_S), self._reviewing:
                 reviewed = await self._api.create(TOKEN_REVIEW, "", review)
         except KubeError as error:
             log.error("tokens cannot be reviewed: %s", error)

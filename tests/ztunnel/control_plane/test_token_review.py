@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,11 +10,13 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from tests.limits import WAIT_S
 from tests.ztunnel.control_plane.meshes import mesh
 from xds.aio.server import Caller, NotAdmitted
 from xds.model.identity import SpiffeId
 from xds.proto.envoy.config.core.v3.core_pb2 import Node
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
+from ztunnel.control_plane import token_review
 from ztunnel.control_plane.accounts import NODE_ACCOUNTS
 from ztunnel.control_plane.command import run
 from ztunnel.control_plane.istio import Registrar
@@ -228,6 +231,36 @@ def test_reviews_are_bounded() -> None:
 
     asyncio.run(main())
     assert Slow.most == 16
+
+
+def test_a_caller_is_refused_in_time_while_all_reviews_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_review, "_TIMEOUT_S", 0.05)
+    released = asyncio.Event()
+
+    class Hanging(Api):
+        async def create(self, kind: Kind, namespace: str, body: Object) -> Object:
+            self.asked.append(body)
+            while not released.is_set():
+                with suppress(asyncio.CancelledError):
+                    await released.wait()
+            return body
+
+    async def main() -> None:
+        api = Hanging()
+        judge = registrar(api)
+        node = stream_node(ZTUNNEL.format("reviews-v1.default"))
+        taken = asyncio.gather(*(judge.admit(node, caller("reviews")) for _ in range(16)), return_exceptions=True)
+        while len(api.asked) < 16:
+            await asyncio.sleep(0)
+        try:
+            async with asyncio.timeout(WAIT_S):
+                with pytest.raises(NotAdmitted, match="the API server does not answer"):
+                    await judge.admit(node, caller("reviews"))
+        finally:
+            released.set()
+        assert all(isinstance(each, NotAdmitted) for each in await taken)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
