@@ -462,7 +462,9 @@ class _Connection:
 
     def _respond(self, status: int, headers: list[tuple[str, str]]) -> None:
         self._server.answers[status] += 1
-        self._send(h11.Response(status_code=status, headers=headers, reason=_REASONS.get(status, b"")))
+        # Not as text, which h11 encodes as ASCII: a probed application's content type can have other characters.
+        encoded = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
+        self._send(h11.Response(status_code=status, headers=encoded, reason=_REASONS.get(status, b"")))
 
     def _send(self, event: Any) -> None:
         data = self._http.send(event)

@@ -111,7 +111,7 @@ async def _asked(
     if head.status < 200:
         raise _Failed(f"it answered {head.status}")
     kept = (body,) if body and head.status not in (204, 304) else ()
-    return Page(status=head.status, content_type=head.content_type or PLAIN, body=kept), None
+    return Page(status=head.status, content_type=head.content_type.strip() or PLAIN, body=kept), None
 
 
 def _target(asked: str, host: str, location: str) -> _Target | None:

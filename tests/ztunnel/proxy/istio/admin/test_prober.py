@@ -214,6 +214,23 @@ def test_kubelets_paths_are_on_the_metrics_port() -> None:
     served(check, env)
 
 
+@pytest.mark.parametrize("content_type", [b"text/plain; name=\xe9", b"text/plain;\r\n "])
+def test_an_unusual_content_type_does_not_fail_the_probe(content_type: bytes) -> None:
+    path = "/app-health/web/readyz"
+    probers = json.dumps({path: {"httpGet": {"port": 1}}})
+
+    async def check(harness: Harness) -> None:
+        said = b"HTTP/1.1 200 OK\r\ncontent-type: " + content_type + b"\r\ncontent-length: 2\r\n\r\nok"
+        async with application(lambda _: said) as (port, _):
+            probe = replace(harness.proxy.config.app_probes[path], port=port)
+            object.__setattr__(harness.proxy, "config", replace(harness.proxy.config, app_probes={path: probe}))
+            found = await harness.ask("stats", path)
+            assert (found.status, found.text) == (200, "ok")
+            assert found.headers["content-type"] == content_type.decode("latin-1").strip()
+
+    served(check, {**SIDECAR, "ISTIO_KUBE_APP_PROBERS": probers, "INSTANCE_IP": "127.0.0.1"})
+
+
 def test_only_containers_of_the_pod_can_end_a_sidecar() -> None:
     async def check(harness: Harness) -> None:
         goodbyes: list[str] = []
