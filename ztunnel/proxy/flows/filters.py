@@ -208,9 +208,20 @@ def _event_type(value: EventTypeFilter) -> Test:
 def _node(value: str) -> Test:
     """Return the test of ``CLUSTER/NODE``, where ``*`` is a wildcard. Without a slash, the cluster is default."""
     cluster, slash, node = value.rpartition("/")
-    parts = (cluster if slash else "default", node or "*")
-    pattern = re.compile("/".join(".*".join(map(re.escape, part.split("*"))) for part in parts))
+    pattern = re.compile("/".join(map(_wildcards, (cluster if slash else "default", node or "*"))))
     return lambda flow: pattern.fullmatch(flow["node_name"]) is not None
+
+
+def _wildcards(text: str) -> str:
+    """Return a pattern with wildcards as a regular expression.
+
+    Only the last wildcard backtracks: of each text between two wildcards, the first occurrence is the best one.
+    Otherwise the time would be exponential in the number of wildcards, while the event loop waits.
+    """
+    first, *rest = map(re.escape, text.split("*"))
+    if not rest:
+        return first
+    return first + "".join(f"(?>.*?{each})" for each in rest[:-1] if each) + f".*{rest[-1]}"
 
 
 def _equal(read: Callable[[Flow], Any]) -> Callable[[Any], Test]:

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import grpc
 from google.protobuf.json_format import ParseDict
@@ -134,19 +134,24 @@ class Observer:
             if request.first and request.follow:
                 raise BadFilter("first and follow exclude each other")
             test = compiled(request.whitelist, request.blacklist)
+            since_ns, until_ns = _nanoseconds(request, "since"), _nanoseconds(request, "until")
         except (BadFilter, DecodeError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         else:
-            await self._serve_flows(request, test, context)
+            await self._serve_flows(request, since_ns, until_ns, test, context)
         finally:
             self._calls -= 1
 
     async def _serve_flows(
-        self, request: GetFlowsRequest, test: Callable[[Response], bool], context: Context
+        self,
+        request: GetFlowsRequest,
+        since_ns: int | None,
+        until_ns: int | None,
+        test: Callable[[Response], bool],
+        context: Context,
     ) -> None:
         number, newest_ns = request.number, time.time_ns()
-        since_ns = request.since.ToNanoseconds() if request.HasField("since") else None
-        until_ns = request.until.ToNanoseconds() if request.HasField("until") else _MOST
+        until_ns = _MOST if until_ns is None else until_ns
         found: list[Response] = []
         if since_ns is not None or request.first or not (number or request.follow):
             async for time_ns, each in self._read((since_ns or 1) - 1):
@@ -275,6 +280,20 @@ class Observer:
         if self._settings.tls:
             change.tls.server_name = peer.server_name
         await _write(context, change)
+
+
+def _nanoseconds(request: GetFlowsRequest, name: Literal["since", "until"]) -> int | None:
+    """Return a time of a request, or None if it is not set.
+
+    Raises:
+        BadFilter: it is outside protobuf's range.
+    """
+    if not request.HasField(name):
+        return None
+    try:
+        return int(getattr(request, name).ToNanoseconds())
+    except ValueError as error:
+        raise BadFilter(f"{name}: {error}") from None
 
 
 def _time(found: tuple[int, Response]) -> int:

@@ -38,6 +38,8 @@ from ztunnel.proxy.istio.accounting.flows import peers_in
 
 FLOWS = "/observer.Observer/GetFlows"
 MessageT = TypeVar("MessageT", bound=Message)
+#: Of the descriptor pool of the messages above, not of protobuf's default pool.
+Timestamp = type(GetFlowsRequest().since)
 
 
 class Client:
@@ -150,6 +152,8 @@ def with_bytes(*data: int) -> FlowFilter:
     ("request_", "text"),
     [
         ({"first": True, "follow": True}, "exclude each other"),
+        ({"since": Timestamp(seconds=1 << 62)}, "since"),
+        ({"until": Timestamp(nanos=-1)}, "until"),
         ({"whitelist": [with_bytes(0x4A, 1, 0x61)]}, "http_status_code is not supported"),
         ({"blacklist": [with_bytes(0xBA, 0x3E, 0)]}, "cel_expression is not supported"),
         ({"whitelist": [with_bytes(0xFA, 0x7F, 0)]}, "number 2047 is not supported"),
