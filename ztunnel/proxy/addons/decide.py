@@ -99,7 +99,7 @@ def fault_of_metric(family: object) -> str:
     labels = family.labels
     if not (isinstance(family.name, str) and _METRIC_NAME.fullmatch(family.name)):
         return "returned a Metric whose name has other characters than letters, digits and underscores"
-    if not _is_text(family.help) or family.kind not in ("counter", "gauge"):
+    if not _is_text(family.help) or not _is_unicode(family.help) or family.kind not in ("counter", "gauge"):
         return f"returned Metric {family.name} without a help text or with another kind than counter and gauge"
     if not isinstance(labels, tuple) or not all(
         isinstance(each, str) and _LABEL.fullmatch(each) for each in labels
@@ -113,6 +113,8 @@ def fault_of_metric(family: object) -> str:
         right = isinstance(key, tuple) and len(key) == len(labels) and all(isinstance(each, str) for each in key)
         if not right or not _is_number(value):
             return f"returned Metric {family.name} with a value that has no number or not {len(labels)} labels"
+        if not all(map(_is_unicode, key)):
+            return f"returned Metric {family.name} with a label that UTF-8 cannot encode"
     return ""
 
 
@@ -120,8 +122,22 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
+def _is_unicode(text: str) -> bool:
+    """Return whether UTF-8 can encode a text. A lone surrogate would break the whole metrics page."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
 
 
 def _is_label(pair: object) -> bool:
@@ -183,11 +199,14 @@ def in_words(verdict: Verdict | None) -> str:
 
 def refusal(addon: str, reason: str) -> str:
     """Return the access line's error text for a connection that an addon denied."""
-    line = " ".join(reason.split())
-    return f"connection refused by addon {addon}: {line[:_LONGEST_REASON]}"
+    return f"connection refused by addon {addon}: {_one_line(reason)}"
 
 
 def cut_reason(addons: Sequence[str], cut: Cut) -> str:
     """Return the access line's error text for a connection that addons have cut."""
-    line = " ".join(cut.reason.split())
-    return f"{CUT_BY_ADDON} {','.join(addons)}: {line[:_LONGEST_REASON]}"
+    return f"{CUT_BY_ADDON} {','.join(addons)}: {_one_line(cut.reason)}"
+
+
+def _one_line(reason: str) -> str:
+    """Return a reason as a short line that UTF-8 can encode, which log services and collectors require."""
+    return " ".join(reason.split())[:_LONGEST_REASON].encode(errors="backslashreplace").decode()

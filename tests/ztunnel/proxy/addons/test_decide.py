@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
-from ztunnel.proxy.addons.decide import NOTHING, Outcome, combined, cut_reason, fault_of, fault_of_metric
+from ztunnel.proxy.addons.decide import NOTHING, Outcome, combined, cut_reason, fault_of, fault_of_metric, refusal
 
 VERDICTS: st.SearchStrategy[Verdict] = st.one_of(
     st.builds(Deny, st.text(min_size=1).filter(str.strip)),
@@ -57,6 +57,8 @@ class Quiet(Deny):
         ("connecting", Delay(-1), "returned a Delay that is not above 0 and at most 300 s"),
         ("connecting", Delay(math.nan), "returned a Delay that is not above 0 and at most 300 s"),
         ("connecting", Delay(3000), "returned a Delay that is not above 0 and at most 300 s"),
+        ("connecting", Delay(10**400), "returned a Delay that is not above 0 and at most 300 s"),
+        ("connecting", Cut("x", 10**400), "returned a Cut whose after_s is no number of seconds"),
         (
             "connecting",
             Prefer({}),
@@ -98,6 +100,9 @@ def test_denial_reason_is_truncated_to_one_line() -> None:
         Metric("name", "x", {("a",): 1.0}),
         Metric("name", "x", {("a",): math.nan}, ("label",)),
         Metric("name", "x", {("a",): "1"}, ("label",)),  # type: ignore[dict-item]
+        Metric("name", "x", {(): 10**400}),
+        Metric("name", "x", {("a\udcff",): 1.0}, ("label",)),
+        Metric("name", "x\udcff", {}),
         Metric("name", "x", {("a",): 1.0}, ("addon",)),
         Metric("name", "x", {("a",): 1.0}, ("__name__",)),
         Metric("name", "x", {}, kind="summary"),  # type: ignore[arg-type]
@@ -109,3 +114,8 @@ def test_invalid_metric_families_are_faults(family: Any) -> None:
 
 def test_valid_metric_family_has_no_fault() -> None:
     assert fault_of_metric(Metric("denied", "Denials", {("a",): 1}, ("identity",))) == ""
+
+
+def test_a_reason_becomes_one_line_that_utf8_can_encode() -> None:
+    assert refusal("quota", "no\n\udcffmore") == r"connection refused by addon quota: no \udcffmore"
+    assert cut_reason(["quota"], Cut("no\udcff", 1)).endswith(r"quota: no\udcff")
