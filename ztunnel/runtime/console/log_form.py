@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Final, TextIO
 
+_UNSAFE: Final = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _LEVELS: Final = {"WARNING": "warn", "CRITICAL": "error"}
 
 
@@ -33,12 +35,19 @@ class LineFormatter(logging.Formatter):
         level = _LEVELS.get(record.levelname, record.levelname.lower())
         scope = record.name.replace(".", "::")
         message = record.getMessage()
+        if not self._as_json and not message.isprintable():
+            # Parts of messages come from peers. They must not forge a line or send codes to a terminal.
+            message = _UNSAFE.sub(_escaped, message)
         if record.exc_info:
             message = f"{message}\n{self.formatException(record.exc_info)}"
         if self._as_json:
             fields = {"level": level, "time": time, "scope": scope, "message": message}
             return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
         return f"{time}\t{level}\t{scope.removeprefix('ztunnel::')}\t{message}"
+
+
+def _escaped(char: re.Match[str]) -> str:
+    return repr(char[0])[1:-1]
 
 
 def install(level: int | str, *, out: TextIO | None = None, env: Mapping[str, str] = os.environ) -> None:

@@ -36,6 +36,14 @@ def test_a_traceback_stays_in_the_object() -> None:
     assert found["message"].startswith("pod a/b\nTraceback")
 
 
+def test_text_of_a_peer_cannot_forge_a_line_or_send_codes_to_a_terminal() -> None:
+    said = "x\n2026-11-26T12:00:00.250000Z\tinfo\troot\tforged\r\x1b[2J\u2028\x85"
+    record = logging.LogRecord("root", logging.WARNING, "f", 1, "refused: %s", (said,), None)
+    line = LineFormatter(as_json=False).format(record)
+    assert len(line.splitlines()) == 1
+    assert line.split("\t")[1:] == ["warn", "root", "refused: " + said.encode("unicode_escape").decode()]
+
+
 @pytest.mark.parametrize("form", ["plain", "json"])
 def test_a_command_that_serves_obeys_the_format(form: str) -> None:
     code = "import logging; from ztunnel.runtime.console.serving import log_lines; log_lines(); logging.info('up')"
