@@ -1,7 +1,7 @@
 """The node proxy of an Istio mesh: creates and owns its components, and starts and stops them in order.
 
-The order is the Rust ztunnel's. Admin, readiness and metrics pages are served from the start. Pods are captured
-only after the control plane has described the mesh; then the proxy connects to the node agent. At the end all
+The order is the same as in the Rust ztunnel. Admin, readiness and metrics pages are served from the start. Once
+the control plane has described the mesh, the proxy connects to the node agent and serves pods. At the end all
 listeners close at once, so that a successor on the same ports accepts new connections. Open connections can
 continue until the deadline.
 """
@@ -92,7 +92,7 @@ class IstioProxy:
 
     Args:
         config: the proxy's configuration.
-        clock: the clock; tests give their own.
+        clock: the clock. Tests pass their own.
     """
 
     def __init__(self, config: IstioConfig, *, clock: Clock | None = None) -> None:
@@ -192,7 +192,7 @@ class IstioProxy:
 
     @property
     def handover(self) -> Handover | None:
-        """Hands open connections over to a successor; ``None`` if that is not configured."""
+        """The object that hands open connections over to a successor; ``None`` if this is not configured."""
         return self._handover
 
     @property
@@ -217,7 +217,7 @@ class IstioProxy:
 
     def _last_configuration(self) -> LastConfiguration | None:
         holder = held_sockets.holder()
-        # after a restart, the on-demand requests of the previous process are unknown
+        # With on-demand configuration, this process would not know which names the previous process requested.
         if holder is None or self.config.xds_on_demand:
             return None
         # Imported here to save memory: most proxies have no holder of sockets.
@@ -320,8 +320,8 @@ class IstioProxy:
         self._stop.set()
 
     def send_goaway(self) -> int:
-        """Send GOAWAY to a dedicated proxy's peers, so that they open new connections elsewhere. It continues to
-        serve. Idempotent.
+        """Send GOAWAY to a dedicated proxy's peers, so that they open new connections elsewhere. The proxy
+        continues to serve. Idempotent.
 
         Returns:
             The number of open connections.
@@ -330,7 +330,7 @@ class IstioProxy:
         return sum(pod.send_goaway() for pod in self._own if isinstance(pod, PodProxy))
 
     def _interrupted(self) -> None:
-        """Handle SIGINT: the first one drains, the second one exits at once."""
+        """Handle SIGINT: the first signal drains, the second signal exits at once."""
         if not self._stop.is_set():
             self.shut_down()
             return
@@ -340,7 +340,7 @@ class IstioProxy:
         os._exit(0)
 
     def _replace_asked(self) -> None:
-        """Handle SIGUSR2."""
+        """Handle SIGUSR2: start a successor process."""
         from ztunnel.runtime.process import start_successor
 
         self._successor = start_successor(self._successor, moves=self._handover is not None)
@@ -464,8 +464,8 @@ class IstioProxy:
         self.readiness.done(DNS_PROXY)
         holder = held_sockets.holder()
         if holder is not None or self.handover is not None:
-            # Wait for the pods, because a predecessor's connections and sockets belong to them.
-            while self.readiness.pending:  # noqa: ASYNC110  it has no event, and this is once per process
+            # Wait for the pods, because the predecessor's connections and sockets belong to pods.
+            while self.readiness.pending:  # noqa: ASYNC110  readiness has no event, and this runs once
                 await asyncio.sleep(_READY_S)
         if holder is not None:
             holder.settle()

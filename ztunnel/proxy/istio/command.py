@@ -51,7 +51,7 @@ def _faults_of_addons(config: IstioConfig) -> list[str]:
 
 
 def described(config: IstioConfig, local: str, contexts: int, warnings: int) -> str:
-    """Return a summary of a valid environment for a person: the control plane and files needed for a start."""
+    """Return a readable summary of a valid environment: the control plane and the files needed for a start."""
     parts = {
         "control plane": config.xds_address,
         "certificates from": config.ca_address,
@@ -82,7 +82,7 @@ def _local_file(config: IstioConfig) -> str:
 
 
 def cpus_available(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Return the number of CPUs that this process may use: its affinity, limited by its control group (v2)."""
+    """Return the number of CPUs available to this process: its affinity, limited by its control group (v2)."""
     cpus = len(os.sched_getaffinity(0))
     try:
         quota, period = cgroup.read_text().split()

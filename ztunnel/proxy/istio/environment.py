@@ -1,6 +1,6 @@
 """Reads Rust ztunnel's environment variables into one :class:`IstioConfig`; reports all bad values together.
 
-Names, defaults and meanings are the Rust ztunnel's. Additional variables are ``ZTUNNEL_CONNECT_RETRIES``,
+Names, defaults and meanings are those of the Rust ztunnel. Additional variables are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_OPEN_AHEAD``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``,
 ``ZTUNNEL_METRIC_EXPIRY``,
 ``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
@@ -100,7 +100,7 @@ def _quantity(text: str) -> int:
 
 
 def _address(text: str) -> str:
-    """Return an address of the control plane with its scheme. Empty stays empty and means none."""
+    """Return an address of the control plane with its scheme. An empty text, for no address, is returned as is."""
     if not text:
         return text
     endpoint = Endpoint.parse(text)
@@ -403,7 +403,7 @@ def _keepalive_s(seen: _Environment, name: str) -> float:
     """Return the seconds of a keepalive timer, limited to the values that Linux accepts.
 
     Linux refuses other values with EINVAL (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in ``include/net/tcp.h``).
-    Rust ztunnel ignores that error, and its connections keep the system's default of two hours.
+    Rust ztunnel ignores this error, so its connections have the system's default of two hours.
     """
     wanted = seen.get(name, duration_s, 180.0)
     taken = min(max(wanted, 1.0), _KEEPALIVE_LONGEST_S)
@@ -606,7 +606,7 @@ def _nearest(name: str, names: list[str]) -> list[str]:
 
 
 def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
-    """Return warnings about unknown ``ZTUNNEL_*`` variables, and about misspelt names of others."""
+    """Return warnings about unknown ``ZTUNNEL_*`` variables, and about misspelt names of other variables."""
     known = names | _OTHER_VARIABLES
     warnings = []
     for name in sorted(env.keys() - known):

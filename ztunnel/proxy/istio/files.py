@@ -12,8 +12,8 @@ class Findings:
     """The result of checking the files. No file is kept open.
 
     Attributes:
-        faults, warnings: a line each, starting with the variable. A missing file is a warning, because the proxy
-            waits for files that are mounted late.
+        faults, warnings: one line per finding, starting with the variable. A missing file is a warning, because
+            the proxy waits for files that are mounted late.
         contexts: the number of TLS contexts that can be built.
     """
 
@@ -40,7 +40,7 @@ class Findings:
             client_tls(roots.read(), names, tls_1_2=policy.tls_1_2, groups=policy.groups)
         except CredentialsError as error:
             self.faults.append(f"{variable}: {error}")
-        except ValueError:  # its text is not used, because it refers to the library's manual
+        except ValueError:  # the error's text is not used, because it refers to the library's manual
             self.faults.append(f"{variable}: {roots.place}: no certificate in PEM that can be read")
         else:
             self.contexts += 1

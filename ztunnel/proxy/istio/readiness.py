@@ -14,8 +14,8 @@ class Readiness:
 
     Args:
         pending: the tasks at the start.
-        short: returns whether pods wait for free file descriptors before they accept connections. While it returns
-            true, the proxy is not ready.
+        short: returns whether pods are waiting for free file descriptors before accepting connections. While this
+            is the case, the proxy is not ready.
     """
 
     def __init__(self, pending: set[str], short: Callable[[], bool] = lambda: False) -> None:

@@ -1,4 +1,4 @@
-"""Requests certificates from istiod over gRPC; ``manager.py`` decides which ones and when."""
+"""Requests certificates from istiod over gRPC; ``manager.py`` decides which certificates, and when."""
 
 import logging
 from typing import Final
@@ -28,12 +28,12 @@ class IstioCertificateAuthority:
         endpoint: the authority's address.
         credentials: sent with every request.
         roots: the root certificates that verify the authority. They are read for each request, and a change opens
-            a new connection. If they become unreadable, the old connection stays in use.
+            a new connection. While the roots are unreadable, the old connection stays in use.
         impersonate: whether to request other workloads' identities (as a node proxy) instead of the token's.
-        lifetime_s: the requested lifetime. The authority can issue a shorter one.
+        lifetime_s: the requested lifetime of certificates. The authority can issue a shorter lifetime.
         alternative_name: a further name accepted in the server's certificate.
         tls_1_2: whether TLS 1.2 is accepted.
-        groups: the groups for key exchange, in order. None uses OpenSSL's.
+        groups: the groups for key exchange, in order. None: OpenSSL's default.
         timeout_s: the time limit of one attempt, including connecting.
 
     Raises:

@@ -1,7 +1,7 @@
 """The control plane's addresses, tokens and trusted roots.
 
-Files are read for each use, because tokens and roots are rotated while the process runs. If a file is missing,
-that use fails with an error that contains the path. The next use reads the file again.
+Files are read for each request, because tokens and roots are rotated while the process runs. If a file is missing,
+the request fails with an error that contains the path. The next request reads the file again.
 """
 
 import ipaddress
@@ -28,7 +28,7 @@ _MANY_BYTES: Final = 1 << 20  # a larger file is neither a token nor a root bund
 
 
 class CredentialsError(XdsError):
-    """A token or root certificate is unusable. The text names it and the reason, and never contains a secret."""
+    """A token or root certificate is unusable. The text states which and why, and never contains a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ class Credentials:
     """The metadata of every request to the control plane.
 
     Attributes:
-        token: identifies this node. Without one no ``clusterid`` is sent either, like in the Rust ztunnel.
+        token: identifies this node. Without a token, no ``clusterid`` is sent either, as in the Rust ztunnel.
         cluster_id: the cluster where istiod searches for an impersonated pod's node.
         headers: further headers, names in lower case (``XDS_HEADER_*``, ``CA_HEADER_*``).
     """
@@ -179,8 +179,8 @@ class Roots:
         """Return the current roots, in PEM.
 
         Raises:
-            CredentialsError: the roots are unreadable or contain no certificate. With an empty store, every server
-                would be refused with a misleading error.
+            CredentialsError: the roots are unreadable or contain no certificate. Without this error, an empty
+                store would make every handshake fail with a misleading error.
         """
         match self.kind:
             case "Static":

@@ -40,12 +40,12 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: Client contexts cached per certificate, one per set of expected identities. Creating one takes 0.4 ms and 26
-#: KiB. A pod connects to fewer services than this.
+#: The number of client contexts cached per certificate, one per set of expected identities. Creating a context
+#: takes 0.4 ms and 26 KiB. A pod connects to fewer services than this.
 _CLIENT_CONTEXTS: Final = 256
 
-#: Timers use the monotonic clock, but certificates' validity the wall clock, which can be set meanwhile. So due
-#: fetches are checked at least this often.
+#: Timers use the monotonic clock, but the validity of certificates uses the wall clock, which can be set. So the
+#: manager checks at least this often which fetches are due.
 _LONGEST_SLEEP_S: Final = 60.0
 
 #: How far this host's clock can lag behind the authority's. A guess, equal to the skew allowed by Istio's tests.
@@ -72,7 +72,7 @@ class Certificates(Protocol):
         """Return the certificate if there is a valid one; the data path calls this before :meth:`fetch`."""
 
     async def fetch(self, identity: SpiffeId) -> "WorkloadCertificate":
-        """Return the current certificate; waits for the first one.
+        """Return the current certificate; waits for the first certificate.
 
         Raises:
             IdentityError: there is no certificate, and the last attempt to fetch one failed.
@@ -94,8 +94,8 @@ class Revocations(Protocol):
 class TlsPolicy:
     """The TLS parameters of tunnels.
 
-    The suites come from :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed. The Rust
-    ztunnel prefers AES-256; both ends accept both.
+    The cipher suites come from :class:`~hbone.tls_context.TlsSettings`: AES-128 before AES-256, for speed. The
+    Rust ztunnel prefers AES-256. Both programs accept both suites.
 
     Attributes:
         tls_1_2: whether TLS 1.2 is accepted.
@@ -111,8 +111,8 @@ class TlsPolicy:
     def for_compliance(cls, policy: str, *, tls_1_2: bool = False) -> "TlsPolicy":
         """Return the parameters for ``COMPLIANCE_POLICY``.
 
-        It is empty, ``pqc`` for post-quantum key exchange only, or ``fips-140-2`` for the groups approved by that
-        standard. All suites are approved.
+        The policy is empty, ``pqc`` for post-quantum key exchange only, or ``fips-140-2`` for the groups approved
+        by this standard. The standard approves all our cipher suites.
 
         Raises:
             ValueError: an unknown policy, which must not be ignored, or ``pqc`` with TLS 1.2.
@@ -139,7 +139,7 @@ class WorkloadCertificate:
         issued: the certificate, its key and its roots.
         generation: increases with each renewal and each change of the revocation lists. It is part of pool keys,
             so that new tunnels use connections with the current certificate and lists.
-        not_after: the end of its validity.
+        not_after: the end of the certificate's validity.
     """
 
     __slots__ = (
@@ -169,8 +169,8 @@ class WorkloadCertificate:
 
     @property
     def credentials(self) -> Credentials:
-        """The credentials of this certificate for node-local tunnels, which are checked without a handshake.
-        Created on first use.
+        """This certificate's credentials for checking a node-local tunnel without a handshake. Created on first
+        use.
         """
         if self._credentials is None:
             revoked = self._revoked
@@ -182,7 +182,7 @@ class WorkloadCertificate:
         return self._credentials
 
     def is_revoked_by(self, lists: RevocationLists) -> bool:
-        """Return whether a peer with ``lists`` would find this certificate revoked."""
+        """Return whether a peer with these revocation lists would refuse this certificate."""
         return any(lists.is_revoked((*self.issued.chain, root)) for root in self.issued.roots)
 
     def server_context(self) -> TlsContext:
@@ -198,7 +198,7 @@ class WorkloadCertificate:
     def client_context(self, identities: tuple[str, ...]) -> TlsContext:
         """Return the TLS context for outgoing tunnels to peers with one of ``identities``. Empty accepts no peer.
 
-        Contexts are cached. The least recently used one is evicted.
+        Contexts are cached. The least recently used context is evicted.
         """
         context = self._clients.get(identities)
         if context is not None:
@@ -243,13 +243,13 @@ class WorkloadCertificate:
 def disagreement(
     client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...], now: datetime
 ) -> str:
-    """Return why a handshake of two certificates would fail at ``now``, by the rules of both contexts.
+    """Return why a handshake between two certificates would fail at ``now``, by the rules of both TLS contexts.
 
     Args:
         expected: the identities that the client accepts.
 
     Returns:
-        Why it would fail, or the empty string if it would succeed.
+        Why the handshake would fail, or the empty string if it would succeed.
     """
     trust_domain = server.issued.identity.trust_domain
     return agreement.disagreement(
@@ -322,7 +322,7 @@ class CertificateManager:
         return certificate
 
     async def fetch(self, identity: SpiffeId) -> WorkloadCertificate:
-        """Return the current certificate; waits for the first one.
+        """Return the current certificate; waits for the first certificate.
 
         Raises:
             IdentityError: the last attempt failed and no valid certificate is left; retries continue in the
@@ -338,7 +338,7 @@ class CertificateManager:
         return certificate
 
     def at_once(self, identity: SpiffeId) -> WorkloadCertificate | None:
-        """Return the certificate without fetching it. None if :meth:`fetch` would wait for the first one.
+        """Return the certificate without fetching it. None if :meth:`fetch` would wait for the first certificate.
 
         Raises:
             IdentityError: :meth:`fetch` would raise this error at once.
@@ -371,7 +371,8 @@ class CertificateManager:
     def watch(self, changed: Callable[[SpiffeId, WorkloadCertificate], None]) -> None:
         """Call ``changed`` with the requested identity and its certificate, for each new certificate.
 
-        After a change of the revocation lists it is called for all certificates.
+        A change of the revocation lists creates all certificates' objects anew, so ``changed`` is then called for
+        each certificate.
         """
         self._watchers.append(changed)
 
@@ -416,7 +417,7 @@ class CertificateManager:
         self._proceed()
 
     def _proceed(self) -> None:
-        """Start due fetches, and set the timer for the next ones."""
+        """Start due fetches, and set the timer for the next fetches."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -450,8 +451,8 @@ class CertificateManager:
                 f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
             )
             return
-        # Peers check validity by their own clocks, and this host's clock can be wrong. So a certificate that
-        # becomes valid slightly later is used if there is no other.
+        # Peers check validity by their own clocks, and this host's clock can be wrong. So if there is no other
+        # certificate, one that becomes valid slightly later is used.
         current = self.current(fetch.identity)
         if issued.not_before > now + (timedelta() if current is not None else _CLOCK_SKEW):
             self._failed(

@@ -1,15 +1,15 @@
 """Decides when each identity's certificate is fetched. Pure: time is an argument, in seconds since the epoch.
 
 While an identity is in use, it has either a running fetch, or a time at which the next fetch is due. After a
-successful fetch, the next one is due at half of the lifetime, up to a tenth earlier, so that a node's identities
-do not renew in step. After a failure it is due after a back-off, or when the current certificate expires if that
-is sooner. Due fetches start in the order of their priority, then of their due time. At most ``concurrency`` run.
+successful fetch, the next fetch is due at half of the lifetime, up to a tenth earlier, so that a node's identities
+do not renew in step. After a failure, it is due after a back-off, or at the expiry of the current certificate,
+whichever is sooner. Due fetches start by priority, then by due time. At most ``concurrency`` fetches run at once.
 
 A certificate stays in use until it expires, even if its renewal fails. Requests for an identity without a valid
 certificate fail at once with the last error, until a retry succeeds.
 
-The wall clock can be set. If it jumps forward, renewals come early but never in a loop: none is due sooner after
-the last fetch than a quarter of the lifetime or a minute, whichever is shorter. If it jumps back, retries are due
+The wall clock can be set. If it jumps forward, renewals come early, but not in a loop: between two fetches there
+is at least a quarter of the lifetime or a minute, whichever is shorter. If the clock jumps back, retries are due
 at once rather than after the length of the jump.
 """
 
@@ -50,7 +50,7 @@ class Phase(Enum):
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """One attempt to fetch a certificate. ``number`` is unique, so that the result of a forgotten attempt is not
-    mistaken for a newer one's.
+    mistaken for the result of a newer attempt.
     """
 
     identity: SpiffeId
@@ -69,7 +69,7 @@ class _Entry:
 
 class Schedule:
     """The state machine described in the module. Each method takes time proportional to the number of identities,
-    which depends on the number of pods.
+    of which a node has at most one per pod.
     """
 
     def __init__(self, *, concurrency: int = 8) -> None:
@@ -84,7 +84,7 @@ class Schedule:
         return identity in self._entries
 
     def want(self, identity: SpiffeId, priority: Priority) -> None:
-        """Keep a certificate for an identity available from now on. A further call can only raise its priority."""
+        """Keep a certificate for an identity available from now on. Further calls can only raise the priority."""
         entry = self._entries.get(identity)
         if entry is None:
             self._entries[identity] = _Entry(priority, _AT_ONCE)
@@ -98,7 +98,7 @@ class Schedule:
     def start(self, now_s: float) -> list[Fetch]:
         """Return the fetches to start now, most urgent first.
 
-        The caller reports each one's result by :meth:`succeeded` or :meth:`failed`.
+        The caller reports the result of each fetch by :meth:`succeeded` or :meth:`failed`.
         """
         running = 0
         due: list[tuple[Priority, float, SpiffeId]] = []
@@ -126,7 +126,7 @@ class Schedule:
         Args:
             fetch: the fetch returned by :meth:`start`.
             not_before_s: the beginning of the certificate's validity.
-            not_after_s: the end of its validity, after ``now_s``.
+            not_after_s: the end of the certificate's validity, after ``now_s``.
             now_s: the time.
             jitter: a random number in [0, 1).
         """
@@ -135,9 +135,9 @@ class Schedule:
             return False
         half_s = max(0.0, not_after_s - not_before_s) / 2
         entry.expires_s, entry.error, entry.failures = not_after_s, None, 0
-        # Three limits keep renewals from a loop when clocks disagree. If ours is far ahead of the authority's,
-        # half the lifetime has already passed, so the renewal waits a minute, or a quarter of a short lifetime.
-        # It is never later than the expiry, and never sooner than a second from now.
+        # Three limits prevent a loop of renewals when clocks disagree. If our clock is far ahead of the
+        # authority's clock, half the lifetime has already passed, so the renewal waits a minute, or a quarter of a
+        # short lifetime. The renewal is never later than the expiry, and never sooner than a second from now.
         refresh_s = not_before_s + half_s * (1 - _REFRESH_SPREAD * jitter)
         sensible_s = max(refresh_s, now_s + min(_SOONEST_REFRESH_S, half_s / 2))
         entry.due_s = max(min(sensible_s, not_after_s), now_s + _LEAST_WAIT_S)
@@ -155,8 +155,8 @@ class Schedule:
         spread = 1 - _BACKOFF_SPREAD + 2 * _BACKOFF_SPREAD * jitter
         backoff_s = min(_FIRST_BACKOFF_S * 2**exponent * spread, _LONGEST_BACKOFF_S)
         entry.error, entry.failures = error, entry.failures + 1
-        # Requests start to fail at expiry. One attempt at that time, inside a long back-off, shortens the outage
-        # if the authority has recovered.
+        # Requests start to fail when the certificate expires. An attempt at this time, even within a long
+        # back-off, shortens the outage if the authority has recovered.
         entry.due_s = now_s + backoff_s
         if entry.expires_s is not None and entry.expires_s > now_s:
             entry.due_s = min(entry.due_s, entry.expires_s)

@@ -1,1 +1,1 @@
-"""The DNS proxy in each pod: answers queries for names of the mesh, and forwards all others."""
+"""The DNS proxy in each pod: answers queries for names of the mesh, and forwards all other queries."""

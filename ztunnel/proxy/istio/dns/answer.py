@@ -1,12 +1,12 @@
 """Answers DNS questions about services of the mesh, and leaves all other names to the name servers. Pure.
 
-Clients complete short names from their search list, so one question can stand for several names: the name itself,
-its expansions by Kubernetes' search list and, if it ends in a search domain, the part before that domain with its
-expansions. The answer is for the first name that is a service in the mesh. A service without its own addresses
-counts only if its name is in the cluster's domain (it is headless). All other names without addresses are
-forwarded.
+Clients complete short names from their search list, so one question can mean several names: the question's name,
+its expansions by Kubernetes' search list and, if it ends in a search domain, the part before this domain and the
+expansions of this part. The answer is for the first of these names that is a service in the mesh. A service
+without addresses of its own counts only if its name is in the cluster's domain, because it is then headless. Other
+names are forwarded.
 
-Names are compared in lower case (RFC 4343); resolvers vary the case on purpose, as protection against forgeries.
+Names are compared in lower case (RFC 4343), because resolvers vary the case to protect against forged answers.
 """
 
 import ipaddress
@@ -29,9 +29,10 @@ class DnsSettings:
 
     Attributes:
         cluster_domain: the domain of Kubernetes' services.
-        search: the clients' search list. None uses Kubernetes' list for the client's namespace.
+        search: the clients' search list. None: Kubernetes' search list for the client's namespace.
         ipv6: whether questions for AAAA get addresses.
-        preferred_namespace: the namespace to prefer if several services share a name, none in the client's own.
+        preferred_namespace: the namespace to prefer if several services share a name, and none of them is in the
+            client's namespace.
         ttl_s: the time to live of our own records. It is short, because the mesh changes.
     """
 
@@ -54,7 +55,7 @@ class Alias:
     """A possible meaning of a question's name.
 
     Attributes:
-        stripped: the question's name without its search domain, or None if it had none.
+        stripped: the question's name without its search domain. None if no search domain was removed.
     """
 
     name: str
@@ -79,7 +80,7 @@ def answer(name: str, *, ipv6: bool, client: Workload, mesh: Mesh, settings: Dns
 
     Args:
         name: the question's name, without the final dot.
-        ipv6: the question is for AAAA, not A.
+        ipv6: whether the question is for AAAA. If not, it is for A.
         client: the workload that sent the query.
         mesh: the mesh.
         settings: the DNS proxy's settings.
@@ -134,7 +135,8 @@ def _aliases(name: str, namespace: str, settings: DnsSettings) -> Iterator[Alias
 def expansions(name: str, namespace: str, domain: str) -> Iterator[str]:
     """Iterate over a name's expansions by Kubernetes' search list that can name a service.
 
-    The number of labels decides which expansions can: a service's full name is ``name.namespace.svc.domain``.
+    A service's full name is ``name.namespace.svc.domain``, so the number of labels in ``name`` decides which
+    expansions are possible.
     """
     labels = name.split(".")
     ends_in_svc = labels[-1] == _SVC

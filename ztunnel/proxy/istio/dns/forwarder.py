@@ -1,11 +1,11 @@
 """Forwards queries that the mesh does not answer to the name servers of ``resolv.conf``, and caches their answers.
 
-Two servers are queried at a time, and the first NOERROR or NXDOMAIN is used. A failure or refusal is used only if
-no other server answers. Each attempt has its own socket, so that port and id are random each time (RFC 5452). A
-response is accepted only if it comes from that server, with the same id and question. A truncated response is
-requested again by TCP.
+Two servers are queried at a time, and the first NOERROR or NXDOMAIN response is used. A failure or refusal is used
+only if no other server answers. Each attempt has its own socket, with a random port and a random id (RFC 5452). A
+response is accepted only if it comes from the queried server, with the query's id and question. After a truncated
+response, the query is repeated over TCP.
 
-The caller makes the sockets, in the pod's namespace.
+The caller creates the sockets, in the pod's namespace.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: Creates a socket of a family and a type, in the pod's namespace and with its mark. It is not connected.
+#: Creates an unconnected socket of a family and a type, in the pod's namespace and with the proxy's mark.
 OpenSocket = Callable[[socket.AddressFamily, socket.SocketKind], socket.socket]
 
 _PORT: Final = 53
@@ -49,7 +49,7 @@ _AT_A_TIME: Final = 2
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
 
 
-#: Concurrent queries of one pod. Each has two sockets.
+#: The largest number of concurrent queries of one pod. Each query has two sockets.
 POD_QUERIES: Final = 128
 
 
@@ -100,7 +100,7 @@ def search_domains(resolv_conf: str) -> tuple[str, ...]:
 
 
 class Cache:
-    """Name servers' answers, kept until they expire. The least recently used one is evicted first.
+    """Name servers' answers, kept until they expire. The least recently used answer is evicted first.
 
     Args:
         capacity: the largest number of entries.
@@ -130,7 +130,7 @@ class Cache:
         return kept.aged(query, now_s - since_s)
 
     def put(self, query: Query, response: bytes, now_s: float) -> None:
-        """Cache a response, unless it must not be cached. It replaces an older one."""
+        """Cache a response, unless it must not be cached. It replaces an older response to the same question."""
         kept = keep(query, response)
         if kept is None or query.cache_key is None:
             return
@@ -156,8 +156,8 @@ class Forwarder:
         timeout_s: time limit of one attempt.
         attempts: the number of attempts, each with two servers.
         port: the servers' port.
-        places: limits the concurrent queries of all pods of a process. Queries above this limit wait, and so do
-            those above :data:`POD_QUERIES` of this pod, so that one pod cannot take every place.
+        places: limits the concurrent queries of all pods of a process. Queries above this limit wait. So do this
+            pod's queries above :data:`POD_QUERIES`, so that one pod cannot use up the limit.
     """
 
     def __init__(
@@ -243,7 +243,8 @@ class Forwarder:
         """Query servers concurrently. Return the first useful response, else a refusal, else None."""
         refusal: bytes | None = None
         running: set[asyncio.Task[bytes | ForwardFailed]] = set()
-        # No TaskGroup: the first answer cancels the other attempts, and a group would report that as an error.
+        # A TaskGroup cannot be used: the first answer cancels the other attempts, which a group reports as an
+        # error.
         loop = asyncio.get_running_loop()
         try:
             for server in servers:

@@ -1,9 +1,10 @@
-"""DNS messages as bytes (RFC 1035, 6891): parses queries, builds our answers, adapts forwarded ones. Pure.
+"""DNS messages as bytes (RFC 1035, 6891): parses queries, builds our answers, adapts forwarded answers. Pure.
 
-Our own answers have few types of records and are built here: this takes 25 microseconds per query, and 130 with
-dnspython. Forwarded answers are not re-encoded, so that records of any type and class arrive as the server sent
-them. Only the header, the spelling of the question and the times to live change. dnspython knows the names of rare
-record types, but importing all of it takes 60 ms and 2 MiB, a delay for the pods of a restarted proxy.
+Our own answers have few types of records and are built here, which takes 25 microseconds per query instead of 130
+with dnspython. Forwarded answers are not re-encoded, so that records of any type and class arrive as the server
+sent them. Only the header, the spelling of the question and the times to live change. dnspython is used only for
+the names of rare record types: importing all of it takes 60 ms and 2 MiB, which delays the pods of a restarted
+proxy.
 """
 
 import re
@@ -61,8 +62,8 @@ class Query:
         wire: the bytes.
         name: the question's name with its final dot, as spelled. Empty for opcodes other than QUERY.
         kind: the number of the record type.
-        type_name: the type's name, or ``UNKNOWN`` if it has none. It is a label of metrics, so clients must not be
-            able to create an unlimited number of labels.
+        type_name: the type's name, or ``UNKNOWN`` if it has no name. This is a metrics label, so clients must not
+            be able to create an unlimited number of values.
         udp_bytes: the largest UDP answer that the client accepts.
         edns: whether the request has an OPT record.
         edns_options: whether the OPT record has options.
@@ -109,7 +110,7 @@ def read_query(wire: bytes) -> Query:
     """Parse a request.
 
     Raises:
-        Malformed: the bytes are not a valid request. ``response`` is FORMERR, or None if there must be none.
+        Malformed: the bytes are not a valid request. ``response`` is FORMERR, or None if no response is allowed.
     """
     if len(wire) < HEADER_BYTES:
         raise Malformed("shorter than a header")
@@ -170,11 +171,11 @@ def local_answer(
 ) -> bytes:
     """Return our own answer: the addresses, after a CNAME record if ``canonical`` is given.
 
-    Without addresses it has the SOA record that lets resolvers cache the negative answer (RFC 2308, 3).
+    An answer without addresses has the SOA record that lets resolvers cache the negative answer (RFC 2308, 3).
 
-    An answer longer than ``limit`` is cut to the addresses that fit and marked as truncated. It still has
-    addresses, because some clients never retry by TCP. It is empty only if two names of 255 bytes leave no room.
-    Addresses keep their order. All must be of the question's type.
+    If the answer is longer than ``limit``, addresses that do not fit are left out, and it is marked as truncated.
+    Some clients never retry over TCP, so it keeps the addresses that fit, except if two names of 255 bytes leave
+    no room. Addresses keep their order, and all must be of the question's type.
 
     Raises:
         ValueError: ``canonical`` is not a DNS name.
@@ -245,7 +246,7 @@ def _error(wire: bytes, rcode: int) -> bytes:
 
 
 def fitting(query: Query, response: bytes, limit: int) -> bytes:
-    """Return the response, or if it is longer than ``limit`` its header and question, marked as truncated."""
+    """Return the response. If it is longer than ``limit``, only header and question, marked as truncated."""
     if len(response) <= limit:
         return response
     if not query.is_question:
@@ -272,7 +273,8 @@ def is_answer_to(query: Query, number: int, response: bytes) -> bool:
         return False
     if not query.is_question:
         return True
-    # A server that refuses may omit the question. Any other response without a question could be for any query.
+    # A server that refuses a query can omit the question. Other responses must contain it, because a response
+    # without a question could belong to any query.
     if questions == 0:
         return flags & _RCODE not in (_NO_ERROR, _NXDOMAIN)
     return questions == 1 and _repeats(query, response)
@@ -309,9 +311,9 @@ def passed_on(query: Query, response: bytes) -> bytes:
 
 
 def _with_opt(query: Query, response: bytes) -> bytes:
-    """Return a response with an OPT record if the query has one (RFC 6891, 7), although the server sent none.
+    """Return a server's response, with an OPT record added if only the query has one (RFC 6891, 7).
 
-    A response that is signed, or cannot be read, stays as it is.
+    A response that is signed, or cannot be read, is returned unchanged.
     """
     questions, answers, authority, additional = struct.unpack_from(">4H", response, 4)
     if not query.edns or questions != 1 or not _repeats(query, response):
@@ -333,7 +335,7 @@ class Kept:
 
     Attributes:
         wire: the bytes as received.
-        ttls: offset and value of each time to live in it.
+        ttls: offset and value of each time to live in ``wire``.
         lifetime_s: the age at which it expires.
     """
 
@@ -343,8 +345,9 @@ class Kept:
 
     def aged(self, query: Query, age_s: float) -> bytes:
         """Return the response for another query of the same cache key, with times to live lowered by its age."""
-        # A cache must not return a record with more than its remaining time (RFC 1035, 3.2.1). The lifetime is the
-        # shortest in the answer section, so records of other sections can have expired and get 0.
+        # A cache must not return a record with more than its remaining time (RFC 1035, 3.2.1). The entry's
+        # lifetime is the shortest in the answer section, so records of other sections can have expired. These get
+        # 0.
         message = bytearray(self.wire)
         for offset, ttl_s in self.ttls:
             struct.pack_into(">I", message, offset, max(0, ttl_s - int(age_s)))
@@ -355,7 +358,8 @@ def keep(query: Query, response: bytes) -> Kept | None:
     """Return a response as a cache entry, or None if it must not be cached.
 
     Failures and truncated responses are not cached. A negative answer is cached as long as its SOA record states
-    (RFC 2308, 5): the smaller of the record's own time to live and its last field. Without one it is not cached.
+    (RFC 2308, 5): the smaller of the record's own time to live and its last field. A negative answer without a SOA
+    record is not cached.
     """
     code = rcode(response)
     if query.cache_key is None or is_cut(response) or code not in (_NO_ERROR, _NXDOMAIN):

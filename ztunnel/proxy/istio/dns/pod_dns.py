@@ -1,7 +1,7 @@
 """The DNS proxy of one pod: binds sockets on the pod's loopback, and counts and logs queries.
 
-The sockets are bound to loopback addresses, because the kernel redirects queries there. A socket bound to all
-addresses would answer from the pod's address, and conntrack would not recognise that answer.
+The sockets are bound to loopback addresses, because the kernel redirects queries to these. A socket bound to all
+addresses would answer from the pod's address, and conntrack would not match this answer to the query.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PodDns:
     Args:
         node: the state shared by the pods.
         name: the pod.
-        netns: the namespace for sockets. None for this process's own.
+        netns: the namespace for sockets. None: this process's own namespace.
 
     Raises:
         TproxyError: a port is taken.
@@ -89,7 +89,7 @@ class PodDns:
                 except KernelRefused:
                     if host == hosts[0]:
                         raise
-                    # A pod's loopback often has no IPv6. DNS cannot be served without IPv4, which is an error.
+                    # A pod's loopback often has no IPv6, which is no error. Missing IPv4 is an error.
         except BaseException:
             for sock in (*udp, *tcp):
                 sock.close()
@@ -111,7 +111,7 @@ class PodDns:
         return sockets.unbound(family, kind, mark=self._node.config.packet_mark, netns=self._netns)
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """Return the first address of a name, as a query of the pod would get it, or ``None``."""
+        """Return the first address of a name in the answer that the pod would get, or ``None``."""
         return await self._server.resolve(name, ipv6=ipv6)
 
     async def close(self) -> None:

@@ -1,9 +1,10 @@
 """The name server of one pod: answers queries by UDP and TCP on sockets in the pod's namespace.
 
-Every query ends in one :class:`QueryReport`, which the application counts and logs. The numbers of open queries
-and TCP connections are bounded, and so is the rate of queries. If a pod exceeds its rate, reading from it pauses
-briefly. The kernel drops datagrams that do not fit into the socket's buffer, and clients retry. A datagram from
-one of the server's own addresses is dropped, because it must be forged, and answering it would cause a loop.
+Every query ends in one :class:`QueryReport`, which the caller counts and logs. The numbers of open queries and TCP
+connections are limited, and so is the rate of queries. If a pod exceeds its rate, the server briefly stops
+reading. Meanwhile the kernel drops datagrams that do not fit into the socket's buffer, and clients retry. A
+datagram from one of the server's own addresses is dropped, because it must be forged, and answering it would cause
+a loop.
 """
 
 import asyncio
@@ -47,10 +48,11 @@ QUERIES: Final = 1000
 CONNECTIONS: Final = 100
 _IDLE_S: Final = 5.0
 _MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
-#: Datagrams read per loop iteration. Each creates a task of 0.1 ms, which delays connections of all pods.
+#: The number of datagrams read per loop iteration. Each datagram creates a task of 0.1 ms, which delays
+#: connections of all pods.
 _DATAGRAMS: Final = 16
-#: The largest burst of one pod's queries, and their rate per second; 2,000 are a fifth of a core. A guess: three
-#: times the queries of a busy pod that tries its whole search list for each name.
+#: The largest burst of one pod's queries, and their largest rate per second, which takes a fifth of a core. A
+#: guess: three times the queries of a busy pod that tries its whole search list for each name.
 QUERY_BURST: Final = 4000
 QUERY_RATE: Final = 2000.0
 _PAUSE_S: Final = 0.02
@@ -64,13 +66,13 @@ class QueryReport:
     """The outcome of a query.
 
     Attributes:
-        client: the workload that sent it, if known.
+        client: the workload that sent the query, if known.
         query_type: ``A``, ``AAAA``, ``TXT``, ...
         protocol: ``udp`` or ``tcp``.
         name: the name with its final dot.
         result: the result for the log: ``success``, ``no records``, ``hosts file``, ``forwarded``,
             ``forwarding failed (...)``.
-        endpoints: number of addresses in our own answer, or of records in a forwarded one.
+        endpoints: number of addresses in our own answer, or of records in a forwarded answer.
         forwarded: whether the answer comes from name servers, the cache of their answers, or the hosts file.
         failed: whether a forwarded query got no response, or a response with an error.
         duration_s: time until the answer was made.
@@ -179,7 +181,7 @@ class DnsServer:
         self._sockets.clear()
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """Return the first address of a name, as the pod would get it, or None. Reports no query."""
+        """Return the first address of a name in the answer that the pod would get, or None. Reports no query."""
         try:
             query = read_query(address_query(name, ipv6=ipv6, number=0))
         except (ValueError, Malformed):
@@ -240,8 +242,8 @@ class DnsServer:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # EMFILE and ENFILE last until other connections end. The pending connection stays in the queue and
-                # keeps the listener readable, so without a pause this would loop at full speed.
+                # EMFILE and ENFILE last until other connections end. Meanwhile the queued connection keeps the
+                # listener readable, so without a pause this would loop at full speed.
                 if error.errno != errno.ECONNABORTED:
                     log.warning("dns accept paused error=%s", plain_reason(error))
                     await asyncio.sleep(_FD_PAUSE_S)

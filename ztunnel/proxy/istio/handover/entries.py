@@ -1,4 +1,4 @@
-"""Serializes a pod's connection for another process, and restores a received one in this process's mesh."""
+"""Serializes a pod's connection for another process, and restores a connection received from another process."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def record_of(value: RecordValue, node: Node, counts: ByteCounts) -> Record:
 
 
 def prepared(value: EntryValue, pod: PodProxy, counts: ByteCounts) -> Callable[[Abort], PodConnection]:
-    """Return a function that registers a connection in the pod's table and continues its record. That function
-    does not fail.
+    """Return a function that registers a connection in the pod's table and continues its record. The returned
+    function does not fail.
 
     Args:
         value: the value from the previous process.

@@ -36,7 +36,7 @@ class PeerValue(Struct, frozen=True, kw_only=True):
 
 
 class RecordValue(Struct, frozen=True, kw_only=True):
-    """A connection's :class:`~ztunnel.proxy.istio.accounting.access_record.Record` without its bytes."""
+    """A connection's :class:`~ztunnel.proxy.istio.accounting.access_record.Record` without its byte counts."""
 
     direction: str
     source: SocketAddress
@@ -75,9 +75,9 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
     Attributes:
         pod: the pod of the connection.
         dialled: for a dialled connection, its address and the accepted identities. ``None`` if it was accepted.
-        idle_s: the seconds for which a dialled connection has had no tunnels. It moves along, because frequent
-            replacements of the process would otherwise keep idle connections open for ever.
-        source, local: for an accepted connection, the peer's address and ours.
+        idle_s: the seconds for which a dialled connection has had no tunnels. Sent, because restarting the idle
+            timeout at each replacement of the process could keep idle connections open for ever.
+        source, local: for an accepted connection, the peer's address and the local address.
     """
 
     pod: PodKey
@@ -88,7 +88,7 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
 
 
 class Offer(messages.Offer, frozen=True, kw_only=True, tag=True):
-    """One unit.
+    """The offer of one unit: a tunnel connection with its relays, or a relay without a tunnel.
 
     Attributes:
         carrier: the state of the unit's tunnel connection, if it has one.

@@ -68,7 +68,8 @@ class Pending:
     def start(self) -> None:
         """Continue the unit: it belongs to this process from now on."""
         unit = self._unit
-        # Registered before policies are checked, so that a review finds it and an early end is counted.
+        # Register the connections before checking policies, so that a review finds them and an early end is
+        # counted.
         found = [[(pod, register(lambda _: None)) for pod, register in halves] for halves in self._halves]
         for halves, (a, b) in zip(found, unit.ends, strict=True):
             for pod, entry in halves:
@@ -155,7 +156,8 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
     finally:
         for end in ends:
             end.close()
-        # Over the network, if the server's side ends a tunnel, the client's side sees CANCEL: an ordinary end.
+        # Over the network, if the server's side ended a tunnel, the client's side would see CANCEL, an ordinary
+        # end.
         for _, inner in halves[1:]:
             reason = inner.reason
             inner.close()

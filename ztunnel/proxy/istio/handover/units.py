@@ -38,7 +38,7 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """A key that every list of movable units gives to this unit."""
+        """Identifies this unit: equal in every list returned by :func:`movable_units`."""
         return id(self.carrier or self.relays[0][0])
 
     @property
@@ -78,7 +78,7 @@ class Unit:
         return Offer(number=number, unit=state, carrier=self._carrier_value, entries=entries)
 
     def went(self) -> None:
-        """Complete this process's share of the accounting. The other process writes the access log lines."""
+        """Complete the accounting of this process. The other process writes the access log lines."""
         for _, halves in self.relays:
             for _, entry in halves:
                 entry.record.went()
@@ -112,7 +112,7 @@ def movable_units(pods: Iterable[PodProxy]) -> tuple[list[Unit], Counter[str]]:
 
 
 def _relays(pods: list[PodProxy], stays: Counter[str]) -> Iterator[tuple[Relay, list[Half]]]:
-    """Yield the running relays, each with its table entries, the outbound one first."""
+    """Yield the running relays, each with its table entries, the outbound entry first."""
     relays: dict[int, tuple[Relay, list[Half]]] = {}
     groups = [(pod, pod.connections.outbound) for pod in pods] + [(pod, pod.connections.inbound) for pod in pods]
     for pod, group in groups:

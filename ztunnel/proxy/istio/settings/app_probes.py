@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 VARIABLE: Final = "ISTIO_KUBE_APP_PROBERS"
-#: The variable's name in Istio's sidecar.
+#: The name of the variable for probing the loopback address, as in Istio's sidecar.
 LEGACY_LOCALHOST: Final = "REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION"
 PREFIXES: Final = ("/app-health/", "/app-lifecycle/")
 _PATH: Final = re.compile(r"/app-(health|lifecycle)/[^/]+/(livez|readyz|startupz|prestopz|poststartz)", re.ASCII)
@@ -28,7 +28,7 @@ _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
 
 
 class BadProbers(ValueError):
-    """The variable differs from the injector's format. The text names the place."""
+    """The variable's value does not have the injector's format. The text names the faulty part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class AppProbe:
         timeout_s: the time limit for the application's answer.
         host: the host to probe. ``None``: the pod's address.
         path: the path of an HTTP probe, with its query.
-        headers: the headers of an HTTP probe, in order. A ``Host`` header is used.
+        headers: the headers of an HTTP probe, in order. A ``Host`` header replaces the default.
         service: the service for gRPC's health check. Empty means the whole server.
     """
 
@@ -58,7 +58,7 @@ def parse_probers(text: str) -> Mapping[str, AppProbe]:
     """Read the variable. Empty means no probes.
 
     Raises:
-        BadProbers: names the path and its fault.
+        BadProbers: a probe is invalid. The text names its path and the fault.
     """
     if not text.strip():
         return {}

@@ -17,7 +17,7 @@ from ztunnel.runtime.settings import SPIN_US
 
 OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 15008, 15080, 15053
 
-#: The default path, below the working directory, where Istio's chart mounts it.
+#: The default path of root certificates, below the working directory, where Istio's chart mounts this file.
 ROOT_CERT = "./var/run/secrets/istio/root-cert.pem"
 
 
@@ -38,7 +38,7 @@ class OriginalSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodName:
-    """The name of a pod, as environment variables and ZDS give it."""
+    """The name of a pod, from environment variables or ZDS."""
 
     name: str
     namespace: str
@@ -64,9 +64,9 @@ class IstioConfig:
         sidecar: whether this pod has the rules of ``ztunnel init``, for a proxy without capabilities.
         app_probes: the application's probes by path, answered on the metrics port.
         app_probes_localhost: whether to probe the loopback address instead of the pod's.
-        own_pod: this proxy's pod. If it is given, tunnels to the proxy itself are served.
+        own_pod: this proxy's pod. If it is set, tunnels to the proxy itself are served.
         xds_address, ca_address: ``https://host:port`` or ``unix:/path``. Empty means none.
-        auth_token: path or literal. ``None`` uses the default file, if it exists.
+        auth_token: the token, or the path of its file. ``None`` uses the default file, if it exists.
         packet_mark: the mark of the proxy's sockets, if any.
         dns_host: the address of the DNS proxy. Empty means loopback, IPv4 and IPv6.
         compliance: see :meth:`ztunnel.proxy.istio.certificates.manager.TlsPolicy.for_compliance`.
@@ -74,23 +74,22 @@ class IstioConfig:
         connect_retries: how many further endpoints to try before a connection fails.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
         early_data: see :attr:`hbone.settings.Http2Settings.early_data`.
-        open_ahead: the number of idle tunnel connections per pod up to which some are opened ahead of use. 0:
-            none.
+        open_ahead: tunnel connections are opened ahead of use while a pod has fewer idle ones than this. 0: never.
         metric_ports: whether connections are also counted by port.
         warns_unmatched: whether access lines of connections that match no service or workload are warnings.
         flows: the number of connections in the flight recorder. 0 disables it.
         hubble: the addresses of Hubble's gRPC service. ``None`` disables it.
-        metric_series: the largest number of label sets per metric. Further sets are counted under ``unknown``.
+        metric_series: the largest number of label sets per metric. Further label sets are counted as ``unknown``.
         log_wait_s: the longest time that new connections wait for the log. 0 drops lines instead.
         otlp: the collector of metrics, access logs and spans. ``None`` disables the export.
         metric_expiry_s, metric_labels_removed: see :class:`ztunnel.proxy.istio.accounting.metrics.Metrics`.
         tap_socket: path of the local socket through which root can request taps. Empty permits no taps.
         addons: the addons to load, if any.
-        handover_dir: folder where this process meets its predecessor and its successor to move open connections.
-            Empty disables that.
+        handover_dir: folder for the sockets that move open connections from the predecessor and to the successor.
+            Empty disables moving connections.
         replace: whether to replace the running proxy as soon as this one is ready.
         worker_threads: the number of processes that carry connections. With 1, this process carries them itself.
-        warnings: messages for the log, which opens later.
+        warnings: messages to log once the log is open.
     """
 
     proxy: bool = True

@@ -1,8 +1,8 @@
 """The transport of ZDS, for both sides: sends packets and file descriptors over a Unix socket of type SEQPACKET.
 
 One recvmsg(2) call returns a packet with its descriptors, all close-on-exec. The caller closes the
-:class:`Packet`, which closes every descriptor not taken over. asyncio's streams do not preserve packets, so this
-module waits with ``add_reader`` and calls recvmsg itself. Therefore a cancelled reader loses no packet.
+:class:`Packet`, which closes every descriptor not taken over. asyncio's streams do not preserve packet boundaries,
+so this module waits with ``add_reader`` and calls recvmsg itself. So a cancelled reader loses no packet.
 """
 
 import array
@@ -21,8 +21,8 @@ from ztunnel.runtime.sockets import UnixListener, ready
 
 _SEQPACKET = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _NS_GET_NSTYPE = 0xB703
-# More than one descriptor is an error, and its message states their number, so the buffer must have room for
-# several.
+# A packet with more than one descriptor is an error. The error's text states their number, so the buffer has room
+# for several descriptors.
 _MOST_DESCRIPTORS = 16
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _BACKLOG = 16
@@ -46,8 +46,8 @@ class Packet:
         Raises:
             Unreadable: the packet has no descriptor, or the descriptor is not a network namespace.
         """
-        # Check the type before use: setns(2) with another kind of namespace would fail much later, and its error
-        # for a file or socket would not name the fault.
+        # Check the type now: with another kind of namespace, setns(2) would fail much later, and with a file or
+        # socket its error would be misleading.
         if not self._descriptors:
             raise Unreadable("No control message")
         if not _is_network_namespace(self._descriptors[0]):
@@ -136,7 +136,8 @@ def _receive(sock: socket.socket) -> Packet | None:
         what = "message" if flags & socket.MSG_TRUNC else "control message"
         raise Unreadable(f"{what} truncated")
     if not data:
-        # The end, or an empty packet. recvmsg does not distinguish them, and ZDS has no empty message.
+        # This is the end of the connection or an empty packet. recvmsg cannot distinguish the two, and ZDS has no
+        # empty message.
         packet.close()
         return None
     return packet
@@ -158,9 +159,9 @@ def connect(path: Path) -> Channel:
 
 
 class Listener(UnixListener):
-    """The agent's listening socket under a path.
+    """The agent's listening socket, at a path of the file system.
 
-    A client gets the pods' network namespaces, so only the socket's owner may connect.
+    A client gets the pods' network namespaces, so only the socket's owner is allowed to connect.
     """
 
     def __init__(self, path: Path) -> None:
@@ -170,7 +171,7 @@ class Listener(UnixListener):
         """Return the next connection. The caller closes it.
 
         Raises:
-            OSError: usually because of missing descriptors. The caller pauses and calls again.
+            OSError: usually, the process has no free descriptors. The caller pauses and calls again.
         """
         while True:
             try:

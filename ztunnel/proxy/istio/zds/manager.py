@@ -1,4 +1,4 @@
-"""Keeps the connection to the node agent, and starts and stops a proxy for each pod that it announces.
+"""Keeps the connection to the node agent, and starts and stops a proxy for each pod that the agent announces.
 
 ``reconcile.py`` makes all decisions. This module owns the connection, the tasks that start and stop proxies, one
 timer, and the pods' network namespaces. A namespace stays open until the proxy that uses it has stopped.
@@ -57,7 +57,7 @@ def check_privileges() -> None:
     start.
 
     Raises:
-        NeedCapability: names the missing capability and what it is needed for.
+        NeedCapability: a capability is missing. The error names it and its purpose.
     """
     with Netns.open(None) as own, own.entered():
         pass
@@ -169,10 +169,10 @@ class PodManager:
 
     async def drain(self, timeout_s: float) -> None:
         """Disconnect from the agent, and drain the connections of all pods within ``timeout_s``. Return when all
-        have ended.
+        connections have ended.
 
-        :attr:`ready` does not change. A pod that drains stays in :meth:`states`, and changed policies still end
-        its connections.
+        :attr:`ready` does not change. While a pod drains, it stays in :meth:`states`, and changed policies still
+        end its connections.
         """
         self._draining = True
         await self._leave()
@@ -217,8 +217,8 @@ class PodManager:
             try:
                 served = await self._serve(channel)
             except Exception:
-                # An internal error. Pods keep running, and the next snapshot contains the changes that this
-                # connection missed.
+                # This is a bug in this program. Pods keep running, and the agent's next snapshot contains the
+                # changes that this connection missed.
                 log.exception("lost the node agent path=%s", self._path)
             finally:
                 channel.close()
@@ -228,7 +228,7 @@ class PodManager:
             if served or asyncio.get_running_loop().time() - began >= faulty.limit_s:
                 faulty.reset()
             if not served:
-                # Otherwise an agent that accepts and closes connections would cause a tight loop.
+                # Wait, because an agent that accepts and closes connections would cause a tight loop.
                 await asyncio.sleep(faulty.next(random.random()))
 
     async def _serve(self, channel: Channel) -> bool:
@@ -263,11 +263,11 @@ class PodManager:
         """Handle one request.
 
         Returns:
-            The answer: an error, or empty for success. The reconciler gives it before the agent's limit of 5 s,
+            The answer: an error, or empty for success. The reconciler answers within the agent's limit of 5 s,
             even if the proxy is still starting.
 
         Raises:
-            ZdsError: the packet is not a request, or the agent may not send it now.
+            ZdsError: the packet is not a request, or is not allowed in the current state.
         """
         request = read_request(packet.data, packet.descriptors)
         log.debug("< %s", request)
@@ -342,7 +342,7 @@ class PodManager:
             )
             failure = plain_reason(error)
         except Exception as error:
-            # An internal error. The agent must get an answer nevertheless.
+            # This is a bug in this program, but the agent must get an answer.
             log.exception("pod proxy not started uid=%s pod=%s", proxy.uid, _named(proxy.info))
             failure = repr(error)
         else:
@@ -357,7 +357,7 @@ class PodManager:
 
     def _end(self, generation: Generation) -> None:
         proxy = self._proxies.pop(generation)
-        # Logged before the successor starts, because a successor in another namespace does not wait for this end.
+        # Log now: a successor in another namespace does not wait until this proxy has ended.
         log.info("pod proxy ends uid=%s pod=%s netns=%d", proxy.uid, _named(proxy.info), proxy.netns_id.inode)
         self._ending.setdefault(proxy.netns_id, set()).add(proxy)
         self._tasks.start(self._ended(proxy), f"end {proxy.uid}")

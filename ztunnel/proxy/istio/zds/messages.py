@@ -1,8 +1,8 @@
 """Encodes and decodes ZDS, the protocol of a node agent announcing pods to a proxy (``istio.workload.zds``).
 
-One message is one packet of at most :data:`PACKET_BYTES`. The proxy sends a hello. After that it only answers,
-with exactly one answer per request of the agent. A pod's network namespace accompanies its ``Add`` as a
-descriptor. This module gets only the number of descriptors; ``channel.py`` carries them.
+One message is one packet of at most :data:`PACKET_BYTES`. The proxy sends a hello, and then exactly one answer per
+request of the agent. A pod's network namespace accompanies its ``Add`` message as a file descriptor.
+``channel.py`` sends and receives the descriptors. This module gets only their number.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSent:
-    """Completes the snapshot: pods of the node that it did not name have been removed."""
+    """Completes the snapshot: pods that the snapshot did not name have been removed from the node."""
 
 
 Request: TypeAlias = AddPod | KeepPod | DeletePod | SnapshotSent
@@ -116,9 +116,9 @@ def request_bytes(request: Request) -> bytes:
     """Encode a request.
 
     Raises:
-        ValueError: the request is longer than a packet, which no Kubernetes names can cause.
+        ValueError: the request is longer than a packet. No valid Kubernetes names cause this.
     """
-    # Arguments by name in a dictionary, because ``del`` is a keyword of Python.
+    # A dictionary holds the arguments, because ``del`` is a keyword of Python.
     named: dict[str, Any]
     match request:
         case AddPod(uid, info):
@@ -143,7 +143,7 @@ def read_request(data: bytes, descriptors: int) -> Request:
 
     Args:
         data: the packet.
-        descriptors: the number of descriptors that accompanied it.
+        descriptors: the number of descriptors that accompanied the packet.
 
     Raises:
         Unreadable: the packet is not one of the four messages, or has the wrong number of descriptors.
@@ -187,12 +187,12 @@ def answer_bytes(error: str = "") -> bytes:
     text = error.encode(errors="replace")
     if len(text) > room:
         text = text[: room - len(_CUT)] + _CUT.encode()
-    # "ignore": truncation can have split a multi-byte character.
+    # "ignore", because truncation can split a multi-byte character.
     return WorkloadResponse(ack=Ack(error=text.decode(errors="ignore"))).SerializeToString()
 
 
 def read_answer(data: bytes) -> str:
-    """Decode an answer as the error that it reports, empty for success.
+    """Return the error that an answer reports, or an empty string for success.
 
     Raises:
         Unreadable: the packet is not an acknowledgement.

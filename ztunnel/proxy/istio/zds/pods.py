@@ -40,7 +40,7 @@ class StartPod(Protocol):
     """Starts the proxy of a pod."""
 
     async def __call__(self, uid: PodUid, info: PodInfo, netns: Netns) -> RunningPod:
-        """Bind every listener in the pod's namespace. Returns when all are bound.
+        """Bind every listener in the pod's namespace. Returns when all listeners are bound.
 
         Args:
             uid: the pod.

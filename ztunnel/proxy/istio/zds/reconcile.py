@@ -1,7 +1,7 @@
 """Decides which pods have a proxy: requests of the agent and results of starts go in, actions come out.
 
-A pod is named by its uid. Each new proxy of a pod gets a new *generation*. Results of starts carry the generation,
-so that a late result of an old proxy is never taken for the new one's::
+A pod is named by its uid. Each new proxy of a pod gets a new number, its *generation*. The result of a start
+contains the generation, so that a late result of an old proxy is never taken for a result of the new proxy::
 
     Add ─> STARTING ──started──> UP
               │  ^
@@ -9,13 +9,13 @@ so that a late result of an old proxy is never taken for the new one's::
               v  │
             PENDING                     any ──Del, not in the snapshot, another namespace──> End
 
-Each connection of the agent begins with a snapshot: it names every pod of the node, and SnapshotSent completes it.
-Pods that it did not name have been removed. The agent gets the same answers at the same times as from Rust
-ztunnel, but four things differ inside the proxy:
+Each connection of the agent begins with a snapshot, which names every pod of the node and ends with SnapshotSent.
+Pods that the snapshot did not name have been removed. The agent gets the same answers at the same times as from
+Rust ztunnel, but the proxy's behaviour differs in four points:
 
-* A protocol fault only ends the connection. Rust ztunnel stops every pod's proxy and exits, so one odd message of
-  an agent causes an outage of the node's pods, and again after the restart. Here the caller answers with the error
-  and connects again with back-off, and the agent sends a new snapshot.
+* A protocol fault only ends the connection. Rust ztunnel stops every pod's proxy and exits, so an invalid message
+  of an agent causes an outage of the node's pods, and again after the restart. Here the caller answers with the
+  error and connects again with back-off, and the agent sends a new snapshot.
 * Failed starts are retried even while the agent is disconnected. The pod's redirection rules are already in place,
   so the pod has no network until its proxy listens.
 * If an ``Add`` takes longer than the agent waits, it is answered in time as failed, and the start continues.
@@ -33,10 +33,10 @@ from ztunnel.proxy.istio.zds.pods import PodInfo, PodState, PodUid
 
 #: How often a failed start of a pod's proxy is retried, in seconds, as in the Rust ztunnel.
 RETRY_S = 5.0
-#: The time limit for answering the agent, in seconds. It waits 5 s; the difference covers the transport and a busy
-#: event loop.
+#: The time limit for answering the agent, in seconds. The agent waits 5 s. The difference leaves time for the
+#: transport and a busy event loop.
 ANSWER_S = 4.0
-#: How long after the snapshot failing pods delay readiness, in seconds: six attempts. A guess.
+#: How long after the snapshot failing pods delay readiness, in seconds. This permits six attempts. A guess.
 SETTLE_S = 30.0
 
 #: Identifies one proxy of one pod. Never reused.
@@ -44,7 +44,7 @@ Generation = NewType("Generation", int)
 
 
 class NetnsId(NamedTuple):
-    """Identifies a network namespace by device and inode."""
+    """Identifies a network namespace by its device and inode numbers."""
 
     device: int
     inode: int
@@ -61,7 +61,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Retry the failed start of a proxy, in its namespace."""
+    """Retry the failed start of a proxy, in the namespace that it already has."""
 
     generation: Generation
 
@@ -103,7 +103,7 @@ class _Pod:
 class Reconciler:
     """The state machine. Its methods take the time and return the actions to carry out, in order.
 
-    Callers pass one request at a time, and the next one only after the :class:`Answer` to the previous one.
+    Callers pass one request at a time, and wait for its :class:`Answer` before passing the next request.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Reconciler:
 
     @property
     def ready(self) -> bool:
-        """Whether the agent is connected, its snapshot complete and its pods up (see :data:`SETTLE_S`)."""
+        """Whether the agent is connected, and its snapshot was complete and its pods up (see :data:`SETTLE_S`)."""
         return self._connected and self._settled
 
     @property
@@ -135,7 +135,7 @@ class Reconciler:
 
     @property
     def next_due(self) -> float | None:
-        """The time for the next call of :meth:`advance`, if one is due."""
+        """The time for the next call of :meth:`advance`. None: no call is needed."""
         due = [pod.retry_at for uid in self._not_up if (pod := self._pods[uid]).retry_at is not None]
         if self._awaited is not None:
             due.append(self._answer_by)
@@ -205,8 +205,8 @@ class Reconciler:
             self._in_snapshot.add(uid)
         pod = self._pods.get(uid)
         actions: list[Action] = []
-        # The identity of a pod never changes. If an agent announces a different identity nevertheless, answering
-        # success would leave the old proxy running with the old identity and its certificate.
+        # The identity of a pod never changes. If an agent still announces another identity, start a new proxy, so
+        # that no proxy runs with an old identity and certificate.
         if pod is not None and (pod.netns, pod.info) != (netns, info):
             actions.append(self._forget(uid))
             pod = None
@@ -229,7 +229,7 @@ class Reconciler:
         pod = self._pods.get(uid)
         if self._in_snapshot is not None:
             self._in_snapshot.discard(uid)
-            # Like in the Rust ztunnel, a running proxy is ended when the snapshot is complete, not here.
+            # A running proxy is not ended here, but when the snapshot is complete, as in the Rust ztunnel.
             if pod is not None and pod.up:
                 pod = None
         return [Answer()] if pod is None else [self._forget(uid), Answer()]
@@ -241,7 +241,7 @@ class Reconciler:
         return End(pod.generation)
 
     def started(self, generation: Generation, now: float) -> list[Action]:
-        """Record that a proxy listens. Ignored if that generation has ended meanwhile."""
+        """Record that a proxy listens. Ignored if this generation has ended meanwhile."""
         pod = self._find(generation)
         if pod is None:
             return []
@@ -250,7 +250,7 @@ class Reconciler:
         return [*self._answered(generation, ""), *self._settle(now)]
 
     def failed(self, generation: Generation, error: str, now: float) -> list[Action]:
-        """Record that a start failed, and schedule its retry. Ignored if that generation has ended meanwhile."""
+        """Record that a start failed, and schedule a retry. Ignored if this generation has ended meanwhile."""
         pod = self._find(generation)
         if pod is None:
             return []
@@ -283,7 +283,7 @@ class Reconciler:
     def _settle(self, now: float) -> list[Action]:
         """Become ready once the snapshot's pods are up or :data:`SETTLE_S` has passed.
 
-        Readiness then lasts until the agent disconnects: a pod failing later does not affect other pods.
+        Readiness then lasts until the agent disconnects, even if a pod fails later.
         """
         if self._settled or self._in_snapshot is not None:
             return []
