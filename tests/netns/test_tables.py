@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 
@@ -18,7 +19,15 @@ from tproxy.aio.table import BlockingTable, KeptTable
 from tproxy.diff import table_steps
 from tproxy.errors import KernelRefused
 from tproxy.expressions import Family
-from tproxy.operations import AddElements, AddSet, AddTable, DeleteElements, DeleteTable, NftTransaction
+from tproxy.operations import (
+    AddElements,
+    AddSet,
+    AddTable,
+    DeleteElements,
+    DeleteTable,
+    FlushChain,
+    NftTransaction,
+)
 from tproxy.render import nftables
 from tproxy.resources import Chain, Element, Namespace, NamespaceName, Ownership, Rule, Set, SetKey, State, Table
 
@@ -127,3 +136,19 @@ def test_a_refused_change_leaves_the_table_and_the_next_one_succeeds(elsewhere: 
             kept.apply(Table("t", chains=(*_two(1).chains, nowhere), sets=_two(1).sets))
         assert kept.apply(_two(1)) == ()
         assert [type(step) for step in kept.apply(_two(1, 2))] == [AddElements]
+
+
+def test_more_refusals_than_the_receive_buffer_holds_are_one_error(elsewhere: Netns) -> None:
+    """The kernel answers every refused message of a transaction, here after another program's ``nft flush
+    ruleset``.
+    """
+    steps = [FlushChain(Family.INET, "gone", f"chain{number}") for number in range(5_000)]
+    with NetlinkSocket(NETLINK_NETFILTER, elsewhere) as link:
+        for _ in range(2):
+            with pytest.raises(KernelRefused) as refused:
+                link.batch(nftables.nft_batch(steps))
+            assert refused.value.code == errno.ENOENT
+            assert refused.value.doing.endswith("chain0")
+        request = nftables.nft_message(nftables.NFT_GETTABLE, 0, nftables.DUMP)
+        with NetlinkSocket(NETLINK_NETFILTER, elsewhere) as fresh:
+            assert link.dump(request) == fresh.dump(request)

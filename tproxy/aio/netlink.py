@@ -127,7 +127,14 @@ class NetlinkSocket:
         # were queued before sendmsg returned.
         failure: TproxyError | None = None
         while missing:
-            for kind, _, sequence, body in self._receive():
+            try:
+                answers = list(self._receive())
+            except KernelRefused as error:
+                # The receive buffer cannot hold the errors of a thousand refused messages. It has the first ones.
+                if error.code == errno.ENOBUFS and self._pending():
+                    continue
+                raise
+            for kind, _, sequence, body in answers:
                 if kind != _NLMSG_ERROR or sequence < first:
                     continue
                 code = -struct.unpack_from("=i", body)[0]
@@ -188,6 +195,8 @@ class NetlinkSocket:
             data = self._socket.recv(_RECEIVE_BYTES)
         except TimeoutError as error:
             raise KernelRefused("an answer on netlink", errno.ETIMEDOUT) from error
+        except OSError as error:
+            raise KernelRefused("an answer on netlink", error.errno or 0) from error
         offset = 0
         while offset + _HEADER.size <= len(data):
             length, kind, flags, sequence, _ = _HEADER.unpack_from(data, offset)
