@@ -35,6 +35,7 @@ from ztunnel.node.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_
 from ztunnel.node.agent.errors import CannotAdd
 from ztunnel.node.agent.namespaces import iptables_tables, remove_probes, remove_rules, try_rules
 from ztunnel.node.agent.phase import Phase
+from ztunnel.node.agent.record import read_record
 from ztunnel.node.agent.status import audit, check
 from ztunnel.proxy.istio.zds.manager import PodManager
 from ztunnel.proxy.istio.zds.pods import PodUid
@@ -385,6 +386,7 @@ def test_a_new_sandbox_of_a_pod_is_found(lab: Lab, tmp_path: Path, monkeypatch: 
                 return now is not None and str(now.description.netns).endswith("/77/ns/net")
 
             await until(found, "found by another process")
+            assert str(read_record(scene.folder / "record.json")[WEB].netns).endswith("/77/ns/net")
             assert len(scene.toys.started) == 1
             # Its sandbox is made anew, with another address: rules and proxy follow.
             (scene.proc.folder / "77").rename(scene.proc.folder / "ended-too")
@@ -619,3 +621,34 @@ def test_the_trial_of_rules_passes_here_and_both_kinds_of_iptables_are_seen() ->
     try_rules()
     with Netns.create() as netns, netns.entered():
         assert iptables_tables() == {"legacy": [], "nft": []}
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["gone", "reused"])
+def test_a_pod_whose_recorded_process_has_ended_leaves_the_mesh(lab: Lab, tmp_path: Path, reused: bool) -> None:
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with app(scene.db), scene.proxy() as manager:
+            async with scene.enroller() as enroller:
+                await until(lambda: cluster.annotation("web") == "enabled", "enabled")
+                status = enroller.agent.pod(WEB)
+                assert status is not None
+                recorded = Path(str(status.description.netns)).parents[1]
+            # While no agent runs, the process ends, and the label is removed. The pod has another process.
+            recorded.rename(recorded.with_name("ended"))
+            if reused:
+                scene.proc.add(recorded.name, scene.db.netns, UIDS["db"])
+            scene.proc.add(77, scene.web.netns, UIDS["web"], started=200)
+            cluster.label("shop", {})
+            cluster.restarted()
+            async with scene.enroller() as enroller:
+                await until(lambda: cluster.annotation("web") is None, "said out")
+                await until(lambda: not enroller.agent.left_over and not enroller.agent.pods(), "released")
+                assert not manager.active_proxies
+                assert not has_rules(scene.web.netns)
+                assert (await ask(scene.web, scene.db.ipv4)).startswith("app db")
+        assert len(scene.toys.started) == 1
+        assert not has_rules(scene.db.netns)
+
+    on_stage(lab, tmp_path, body)

@@ -29,7 +29,7 @@ from ztunnel.kube.objects import Changes, EventSink, Object, ObjectKey, ObjectSo
 from ztunnel.node.agent import enrolment
 from ztunnel.node.agent.description import PodDescription
 from ztunnel.node.agent.enrolment import Decision, Misshapen, Pod, Settings, Situation, Step
-from ztunnel.node.agent.errors import AgentError, CannotAdd, EnrolFailed, NotFound, TwoAgents
+from ztunnel.node.agent.errors import AgentError, CannotAdd, NotFound, TwoAgents
 from ztunnel.node.agent.node import NodeAgent
 from ztunnel.node.agent.phase import Phase
 from ztunnel.node.agent.scan import PROC, Found, is_pods, pod_namespaces
@@ -452,20 +452,12 @@ class Enroller:
 
     async def _release(self, entry: _Entry) -> None:
         """Start to release a pod, and return when it drains. on_change reports the end."""
-        left = self.agent.left_over.get(entry.uid)
-        if entry.uid in self.agent.expected:
-            # Another agent's rules. Enrolling the pod first makes them ours, so that they can be removed.
+        if entry.uid in self.agent.expected or entry.uid in self.agent.left_over:
+            # Another agent's rules. Enrolling the pod first makes them ours, so that they can be removed, and its
+            # connections get the grace period. Its recorded process can have ended, so its namespace is searched.
             try:
                 await self._enrol(entry)
             except AgentError:
-                await self.agent.forget(entry.uid)
-            return
-        if left is not None and entry.pod is not None:
-            # Enrolled first, so that its connections get the grace period.
-            description, _ = enrolment.describe(entry.pod, left.netns, self._settings)
-            try:
-                await self.agent.enrol(description)
-            except EnrolFailed:
                 await self.agent.forget(entry.uid)
             return
         entry.described = None

@@ -297,6 +297,9 @@ class NodeAgent:
             await self._in_thread(apply_rules, pod.netns, description)
         except (TproxyError, OSError) as error:
             raise EnrolFailed(_named(description), plain_reason(error)) from error
+        if description.netns != pod.description.netns:
+            self._recorded[description.uid] = Enrolled(description.netns, pod.netns.inode)
+            self._write_record()
         pod.description = description
         probed = Probed(uid=description.uid, addresses=found)
         if self._probed.get(description.uid) != probed:
