@@ -20,7 +20,7 @@ from tproxy.aio.istio_cni import foreign_chains
 from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect
-from tproxy.inpod import TABLE
+from tproxy.inpod import OWNERSHIP, TABLE
 from tproxy.render import nftables
 from tproxy.render.nf_tables import NFTA_CHAIN_NAME, NFTA_CHAIN_TABLE
 from tproxy.render.nftables_dump import nft_parts
@@ -331,3 +331,16 @@ def chains(netns: Netns) -> set[str]:
     with NetlinkSocket(NETLINK_NETFILTER, netns) as link:
         parts = [nft_parts(body)[1] for body in link.dump(message)]
     return {f"{read_text(part[NFTA_CHAIN_TABLE])} {read_text(part[NFTA_CHAIN_NAME])}" for part in parts}
+
+
+def test_a_takeover_continues_where_an_earlier_one_was_cut_off(lab: Lab) -> None:
+    web = lab.pod("web")
+    write_rules(web.netns, "nft")
+    before = routing(web.netns)
+    for version in ("-4", "-6"):  # the agent was killed after the first step of each rule
+        arguments = ("fwmark", "0x111/0xfff", "pref", "32763", "lookup", "100")
+        ip(web.netns, version, "rule", "add", *arguments, "protocol", str(OWNERSHIP.protocol))
+    description = described(web)
+    take_over_rules(web.netns, description)
+    assert apply_rules(web.netns, description) == 0
+    assert len(routing(web.netns)) == len(before)

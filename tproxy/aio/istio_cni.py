@@ -12,6 +12,7 @@ dumps.
 
 import contextlib
 import ctypes
+import errno
 import os
 import re
 import socket
@@ -87,7 +88,11 @@ def take_over_routing(netns: Netns, wanted: Namespace, protocol: int) -> int:
 
 def _take_over_rule(route: NetlinkSocket, rule: IpRule, protocol: int) -> None:
     beside = replace(rule, priority=rule.priority - 1)
-    route.request(rtnetlink.rule_message(rtnetlink.RTM_NEWRULE, beside, protocol))
+    try:
+        route.request(rtnetlink.rule_message(rtnetlink.RTM_NEWRULE, beside, protocol))
+    except KernelRefused as error:
+        if error.code != errno.EEXIST:  # it is there if an earlier agent was killed before the last step
+            raise
     # istio-cni's rule has no protocol number, and a deletion without one matches any rule, possibly ours.
     with contextlib.suppress(KernelRefused):
         while True:
