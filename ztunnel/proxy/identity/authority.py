@@ -62,6 +62,9 @@ class CertificateAuthority:
                 return cls._create(key_file, root_file, trust_domain, now)
             _refuse_exposed(key_file)
             key = load_pem_private_key(key_file.read_bytes(), None)
+            if isinstance(key, ec.EllipticCurvePrivateKey) and not root_file.exists():
+                # A person removed the root, or an earlier process ended before it was written.
+                return cls._with_root(key, root_file, trust_domain, now)
             root = x509.load_pem_x509_certificate(root_file.read_bytes())
         except OSError as error:
             raise CaError(f"cannot use the root: {plain_reason(error)}") from error
@@ -78,7 +81,12 @@ class CertificateAuthority:
     @classmethod
     def in_memory(cls, trust_domain: str, now: datetime) -> "CertificateAuthority":
         """Return an authority with a new root that is stored nowhere."""
-        key = ec.generate_private_key(ec.SECP256R1())
+        return cls._self_signed(ec.generate_private_key(ec.SECP256R1()), trust_domain, now)
+
+    @classmethod
+    def _self_signed(
+        cls, key: ec.EllipticCurvePrivateKey, trust_domain: str, now: datetime
+    ) -> "CertificateAuthority":
         name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, trust_domain)])
         subject_key = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         root = (
@@ -98,10 +106,18 @@ class CertificateAuthority:
 
     @classmethod
     def _create(cls, key_file: Path, root_file: Path, trust_domain: str, now: datetime) -> "CertificateAuthority":
-        authority = cls.in_memory(trust_domain, now)
+        key = ec.generate_private_key(ec.SECP256R1())
         key_file.parent.mkdir(parents=True, exist_ok=True)
-        _write_secret(key_file, _key_pem(authority._key))
-        root_file.write_bytes(authority.root_pem)
+        _write_new(key_file, _key_pem(key), 0o600)
+        return cls._with_root(key, root_file, trust_domain, now)
+
+    @classmethod
+    def _with_root(
+        cls, key: ec.EllipticCurvePrivateKey, root_file: Path, trust_domain: str, now: datetime
+    ) -> "CertificateAuthority":
+        authority = cls._self_signed(key, trust_domain, now)
+        root_file.unlink(missing_ok=True)
+        _write_new(root_file, authority.root_pem, 0o644)
         return authority
 
     def issue(self, identity: SpiffeId, now: datetime, lifetime: timedelta) -> Certificate:
@@ -167,7 +183,7 @@ def token_secret(directory: Path) -> bytes:
     path = directory / "token-key"
     try:
         if not path.exists():
-            _write_secret(path, secrets.token_bytes(_SECRET_BYTES))
+            _write_new(path, secrets.token_bytes(_SECRET_BYTES), 0o600)
         _refuse_exposed(path)
         secret = path.read_bytes()
     except OSError as error:
@@ -185,10 +201,14 @@ def _refuse_exposed(path: Path) -> None:
         )
 
 
-def _write_secret(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content)
+def _write_new(path: Path, content: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except OSError:
+        path.unlink()  # a part of it would stop every later start
+        raise
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

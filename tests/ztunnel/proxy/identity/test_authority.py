@@ -1,6 +1,9 @@
 """The small certificate authority."""
 
+import contextlib
+import resource
 import stat
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.envoy.secrets.verify import check_secret
-from ztunnel.proxy.identity.authority import CaError, CertificateAuthority, now
+from ztunnel.proxy.identity.authority import CaError, CertificateAuthority, now, token_secret
 
 IDENTITY = SpiffeId("cluster.local", "default", "web")
 
@@ -61,3 +64,41 @@ def test_an_expired_root_is_refused(tmp_path: Path) -> None:
     CertificateAuthority.open(tmp_path, "cluster.local", now() - timedelta(days=4000))
     with pytest.raises(CaError, match="expired"):
         CertificateAuthority.open(tmp_path, "cluster.local", now())
+
+
+def test_a_removed_root_is_made_anew_as_the_error_says(tmp_path: Path) -> None:
+    CertificateAuthority.open(tmp_path, "cluster.local", now() - timedelta(days=4000))
+    with pytest.raises(CaError, match=r"root-cert\.pem expired at \d+-\d+-\d+: remove it to make a new root"):
+        CertificateAuthority.open(tmp_path, "cluster.local", now())
+    (tmp_path / "root-cert.pem").unlink()
+    made = CertificateAuthority.open(tmp_path, "cluster.local", now())
+    assert CertificateAuthority.open(tmp_path, "cluster.local", now()).root_pem == made.root_pem
+    leaf, root = x509.load_pem_x509_certificates(made.issue(IDENTITY, now(), timedelta(hours=1)).chain_pem)
+    leaf.verify_directly_issued_by(root)
+
+
+@pytest.mark.parametrize("most_bytes", [10, 100, 400], ids=["token-key", "root-key", "root-cert"])
+def test_a_start_that_cannot_write_a_file_leaves_no_part_of_it(tmp_path: Path, most_bytes: int) -> None:
+    names = {"token-key"} if most_bytes == 10 else {"root-key.pem", "root-cert.pem"}
+
+    def start() -> None:
+        if "token-key" in names:
+            token_secret(tmp_path)
+        else:
+            CertificateAuthority.open(tmp_path, "cluster.local", now())
+
+    with limited(most_bytes), pytest.raises(CaError, match="file too large"):
+        start()
+    start()
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@contextlib.contextmanager
+def limited(most_bytes: int | None) -> Iterator[None]:
+    """Have this process write no file larger than this, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before if most_bytes is None else (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
