@@ -53,6 +53,8 @@ def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
         return identity
     left = [each for each in x509.load_pem_x509_certificates(trusted_pem) if each.issuer != each.subject]
     chain_pem = identity.chain_pem
+    # Of two certificates of an intermediate's key, the one that expires last is the renewed one, which is sent.
+    left.sort(key=lambda each: each.not_valid_after_utc, reverse=True)
     while issuer := next((each for each in left if _has_issued(each, last)), None):
         left.remove(issuer)
         chain_pem += b"\n" + issuer.public_bytes(Encoding.PEM)

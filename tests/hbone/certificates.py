@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,10 +32,19 @@ class Authority:
         self.key = ec.generate_private_key(ec.SECP256R1())
         self.name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self.parent = parent
-        issuer, key = (self.name, self.key) if parent is None else (parent.name, parent.key)
-        builder = _builder(self.name, issuer, self.key, -1, 10)
+        self.certificate = self._certificate(to_day=10)
+
+    def _certificate(self, to_day: float) -> x509.Certificate:
+        issuer = self if self.parent is None else self.parent
+        builder = _builder(self.name, issuer.name, self.key, -1, to_day)
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        self.certificate = builder.sign(key, hashes.SHA256())
+        return builder.sign(issuer.key, hashes.SHA256())
+
+    def reissued(self, to_day: float) -> Authority:
+        """Return the same authority with another certificate of its key."""
+        other = copy.copy(self)
+        other.certificate = self._certificate(to_day)
+        return other
 
     @property
     def pem(self) -> bytes:

@@ -246,6 +246,15 @@ def test_the_root_is_not_sent_and_issuers_that_we_trust_are(further: int) -> Non
         assert len(client._connection.get_peer_cert_chain() or ()) == sent
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["expired first", "renewed first"])
+def test_a_renewed_intermediate_is_sent_instead_of_the_expired_one(order: int) -> None:
+    middle = Authority("middle", ROOT)
+    bare = middle.issue("spiffe://a/ns/a/sa/b", intermediates=False)
+    both = [middle.reissued(to_day=-0.5).pem, middle.pem][::order]
+    client, server = sessions(settings(), settings(bare, b"".join([*both, ROOT.pem])))
+    assert Outcome(client, server).reasons == (None, None)
+
+
 def test_a_listed_certificate_or_intermediate_is_refused() -> None:
     other = ROOT.issue("spiffe://cluster.local/ns/a/sa/c")
     for listed, expired, reason in (
