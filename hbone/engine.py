@@ -172,6 +172,11 @@ class Engine(Sender):
         return events
 
     @property
+    def has_requests(self) -> bool:
+        """Whether a server's peer has opened a stream, in this process or before the connection moved."""
+        return self._last_peer_id > 0
+
+    @property
     def unparsed(self) -> bool:
         """Whether :meth:`receive_data` has kept bytes that its slice had no room for."""
         return self._unparsed is not None or self._long_block is not None

@@ -201,13 +201,19 @@ class Connection(ConnectionTunnels):
             # our ACK of the server's SETTINGS leave in one segment.
             self.poller.schedule_flush(self)
         self._keep_alive()
-        limit_s = self.settings.first_request_timeout_s
-        if self.role is Role.SERVER and limit_s is not None and self.error is None:
-            self._first = self.poller.loop.call_later(limit_s, self.close)
+        self._limit_first_request()
         if tls is not None and received is not None and self.error is None:
             self._receive(self.link.left_over)
             if self.engine.unparsed and not self._has_ended():
                 self.poller.requeue(self)
+
+    def _limit_first_request(self) -> None:
+        """Close a server's connection unless its first request arrives in time."""
+        limit_s = self.settings.first_request_timeout_s
+        if self.role is not Role.SERVER or self.engine.has_requests:
+            return
+        if limit_s is not None and self.error is None:
+            self._first = self.poller.loop.call_later(limit_s, self.close)
 
     def _send_handshake(self) -> None:
         try:
@@ -583,6 +589,7 @@ class Connection(ConnectionTunnels):
             self._share = self.poller.peers.join(self.facts.uri_sans[0], self.engine.settings.limits)
             self.engine.share(self._share, self.settings.windows)
         self._keep_alive()
+        self._limit_first_request()
         pause_s = self.engine.overdrawn_s(time.monotonic())
         if pause_s:
             self._rest(pause_s)

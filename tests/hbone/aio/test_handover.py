@@ -22,6 +22,7 @@ from hbone.aio.requests import Requests
 from hbone.aio.socket import PlainSocket
 from hbone.errors import HboneError, TlsError
 from tests.hbone.aio.harness import CONNECT, LOOPS, App, Pair, connected, polling, run, tcp_pair, until
+from tests.limits import WAIT_S
 
 
 class Unit:
@@ -30,6 +31,7 @@ class Unit:
     def __init__(self, relays: list[Relay], connection: Connection | None) -> None:
         self.relays = relays
         self.connection = connection
+        self.settings = ConnectionSettings()
         self.moves = 0
         self.ends = [end for each in relays for end in each.ends or ()]
 
@@ -55,7 +57,7 @@ class Unit:
         state = msgspec.msgpack.decode(msgspec.msgpack.encode(frozen.state), type=UnitState)
         socks = [socket.socket(fileno=os.dup(fd)) for fd in frozen.descriptors]
         requests = Requests(refuse_all) if self.connection is not None else None
-        return resumed(state, socks, ConnectionSettings(), poller, requests)
+        return resumed(state, socks, self.settings, poller, requests)
 
     def close(self) -> None:
         for each in self.relays:
@@ -144,6 +146,31 @@ def test_the_idle_time_goes_on_where_it_was() -> None:
                 end.close()
             for sock in (app, other):
                 sock.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["no request", "a request"])
+def test_a_moved_connection_without_a_request_is_closed(asked: bool) -> None:
+    async def main() -> None:
+        with polling() as here, polling() as there:
+            async with connected(here) as pair:
+                if asked:
+                    opened, accepted = await pair.tunnel()
+                    opened.close()
+                    accepted.close()
+                    await until(lambda: not pair.server.settle())
+                unit = Unit([], pair.server)
+                unit.settings = ConnectionSettings(first_request_timeout_s=0.05)
+                await until(lambda: unit.move(there))
+                if asked:
+                    await asyncio.sleep(0.2)
+                    assert pair.client.error is None
+                else:
+                    async with asyncio.timeout(WAIT_S):
+                        await pair.client.wait_closed()
+                    assert pair.client.engine.going_away
+                unit.close()
 
     run(main)
 
