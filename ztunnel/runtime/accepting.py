@@ -21,6 +21,8 @@ _PAUSE_S = 0.5
 _COURTESY_S = 0.001
 #: The time between directing new connections to a successor and closing, for handshakes in progress. A guess.
 _HANDOVER_S = 0.2
+#: How long a queue is kept that cannot be accepted because descriptors ran out. A guess.
+_QUEUED_S = 2.0
 #: Errors by which accept(2) reports a fault of the accepted connection: "already-pending network errors" in its
 #: manual, and a refusal by a firewall or security module. The next connection can be accepted. The epoll is
 #: edge-triggered, so if the loop ended here, that connection would wait until the next one arrives.
@@ -141,10 +143,16 @@ class ListeningSocket:
         """
         return self._registered and sockets.leave_to_newer(self.sock)
 
-    def accept_queued(self) -> None:
-        """Accept every connection in the socket's queue, gate or not; closing the socket would reset them."""
+    def accept_queued(self) -> bool:
+        """Accept every connection in the socket's queue, gate or not; closing the socket would reset them.
+
+        Returns:
+            False if connections can be left in the queue, because descriptors ran out.
+        """
+        self._paused = False
         if self._registered:
             self._accept(self._backlog + 1, None)
+        return not self._paused
 
     def _accept(self, most: int, gate: Gate | None) -> bool:
         """Accept at most ``most`` connections. Return whether more might be queued."""
@@ -218,5 +226,9 @@ async def hand_over(listening: Sequence[ListeningSocket]) -> None:
     shared = [each.leave_to_successor() for each in listening]
     if any(shared):
         await asyncio.sleep(_HANDOVER_S)
-    for each in listening:
-        each.accept_queued()
+    loop = asyncio.get_running_loop()
+    deadline_s = loop.time() + _QUEUED_S
+    left = [each for each in listening if not each.accept_queued()]
+    while left and loop.time() < deadline_s:
+        await asyncio.sleep(_PAUSE_S)  # connections that end meanwhile free descriptors
+        left = [each for each in left if not each.accept_queued()]

@@ -137,6 +137,45 @@ def test_what_is_connected_is_accepted_before_the_end() -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_queued_connections_are_accepted_when_descriptors_are_free_again(
+    run: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accepting, "_PAUSE_S", 0.05)
+
+    async def main() -> None:
+        with poller() as shared:
+            server = Server(shared, 0, b"a", reuse_port=False, kind=Failing)
+            assert isinstance(server.listening.sock, Failing)
+            waiting = [socket.create_connection((HOST, server.port), timeout=5) for _ in range(3)]
+            server.listening.sock.errors = (errno.EMFILE,) * 3
+            await accepting.hand_over([server.listening])
+            server.listening.close()
+            assert server.count == 3
+            for sock in waiting:
+                with sock:
+                    assert sock.recv(10) == b"a"
+
+    run(main())
+
+
+def test_a_hand_over_without_free_descriptors_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accepting, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(accepting, "_QUEUED_S", 0.05)
+
+    async def main() -> None:
+        with poller() as shared:
+            server = Server(shared, 0, b"a", reuse_port=False, kind=Failing)
+            assert isinstance(server.listening.sock, Failing)
+            server.listening.sock.errors = (errno.EMFILE,) * 10_000
+            with socket.create_connection((HOST, server.port), timeout=5):
+                await accepting.hand_over([server.listening])
+                server.listening.close()
+            assert server.count == 0
+
+    asyncio.run(main())
+
+
 def test_new_connections_go_to_the_successor_on_the_same_port() -> None:
     async def main() -> None:
         with poller() as shared:
