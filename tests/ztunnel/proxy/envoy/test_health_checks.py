@@ -2,13 +2,16 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
+import struct
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
@@ -212,6 +215,34 @@ def test_checks_have_the_clusters_tls(tmp_path: Path) -> None:
             await harness.published(identities.secret(CLIENT), identities.root(), listener(), checked)
             assert flags(harness) == ["healthy"]
             assert seen[0] == b"GET /healthz HTTP/1.1"
+
+    run(tmp_path, body)
+
+
+def test_a_reset_by_a_host_with_tls_is_found_before_the_time_limit(tmp_path: Path) -> None:
+    identities = Identities()
+
+    async def body(harness: Harness) -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+        leaf = identities.authority.issue(SERVER)
+        (tmp_path / "chain.pem").write_bytes(leaf.chain_pem)
+        (tmp_path / "key.pem").write_bytes(leaf.key_pem)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(tmp_path / "chain.pem", tmp_path / "key.pem")
+        context.set_alpn_protocols(["h2"])
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            check = {**HTTP, "timeout": f"{10 * WAIT_S}s", "unhealthy_threshold": 1}
+            backends = cluster(port, health_checks=[check], transport_socket=tls(CLIENT, server=False))
+            async with asyncio.timeout(WAIT_S):  # a listener opens after the first check of each host
+                await harness.published(identities.secret(CLIENT), identities.root(), listener(), backends)
+            assert flags(harness) == ["/failed_active_hc"]
 
     run(tmp_path, body)
 

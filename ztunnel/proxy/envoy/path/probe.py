@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Final, assert_never
 
 from hbone.aio.poller import Poller
-from hbone.aio.relay import ByteCounts, relay
+from hbone.aio.relay import ByteCounts, RelayEnd, relay
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tls_socket import TlsSocket
 from hbone.errors import HboneError
@@ -106,7 +106,12 @@ class Prober:
             plain, inner = PlainSocket(near, self._poller), PlainSocket(far, self._poller)
             stack.callback(plain.close)
             stack.callback(inner.close)
-            running = relay(inner, sealed, ByteCounts())
+
+            def ended(_: RelayEnd) -> None:
+                # Reports the end of the TLS connection to the reader of the other socket.
+                self._poller.loop.call_soon(inner.close)
+
+            running = relay(inner, sealed, ByteCounts(), on_end=ended)
             stack.callback(running.abort, "checked")
             yield plain
 
