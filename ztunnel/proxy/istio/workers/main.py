@@ -297,9 +297,10 @@ class Workers:
             syncing.cancel()
             self._connection_counts.remove(index)
             self._running.pop(index, None)
+            self._lost(worker)  # without an await in between, so that every page counts it
             await channel.close()
             await worker.ended()
-            self._lost(worker)
+            self._connection_counts.remove(index)  # again: until its end, the process could publish a number
             self._report_serving()
 
     def _lost(self, worker: WorkerProcess) -> None:
