@@ -1,9 +1,9 @@
 """Decides whether two certificates of this process would accept each other in a handshake. Pure.
 
-A tunnel between two pods of one node can skip TLS and HTTP/2, but only if the handshake would succeed. Otherwise
+A tunnel between two pods of one node can skip TLS and HTTP/2, but only if a TLS handshake would succeed. If not,
 the caller connects over the network, where the handshake fails with the right alert and counter. OpenSSL verifies
-both chains, as it does in handshakes (:mod:`hbone.verification`). If a rule cannot be checked without a
-handshake, the answer must be ``False``.
+both certificate chains, as it does in handshakes (:mod:`hbone.verification`). If a rule cannot be checked without
+a handshake, the answer must be that the handshake would fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ class Credentials:
     certificate and keep it: objects are compared by identity, and the result for each pair is cached.
 
     Attributes:
-        chain: its certificates, the leaf first.
-        anchors: the roots trusted for the peer's chain. ``None``: the peer is not verified.
+        chain: this side's certificates, the leaf first.
+        anchors: the roots trusted for the other side's chain. ``None``: the other side is not verified.
         is_revoked: returns whether a verified chain (leaf first, root last) contains a revoked certificate.
         names: the URI subject alternative names of the leaf.
     """
@@ -42,8 +42,8 @@ class Credentials:
     anchors: tuple[x509.Certificate, ...] | None
     is_revoked: Callable[[Chain], bool] = none_revoked
     names: tuple[str, ...] = field(init=False)
-    # Keyed weakly by the peer's credentials: certificates are renewed, and a strong cache of pairs would keep
-    # certificates that expired hours ago.
+    # The keys, the other side's credentials, are weak references. Strong references would keep certificates that
+    # were renewed and expired hours ago.
     _verified: "WeakKeyDictionary[Credentials, dict[Role, Verified | str]]" = field(
         init=False, repr=False, default_factory=WeakKeyDictionary
     )
@@ -52,12 +52,12 @@ class Credentials:
         object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
 
     def verified(self, shown: "Credentials", shown_by: Role) -> "Verified | str":
-        """Return this side's verification of a chain, or the reason for a refusal. Independent of the time."""
+        """Return this side's verification of the other side's chain, or why it is refused. Ignores the time."""
         by_role = self._verified.setdefault(shown, {})
         try:
             return by_role[shown_by]
         except KeyError:
-            pass  # verify each pair only once, because signatures cost 0.1 ms each
+            pass  # verify each pair only once, because each signature takes 0.1 ms
         path = verified_chain(shown.chain, self.anchors or (), shown_by)
         found: Verified | str
         if path is None:
@@ -79,7 +79,7 @@ class Party(NamedTuple):
 
     Attributes:
         credentials: this side's chain, trust anchors and revocation check.
-        accepts: returns whether the URI names of the peer's leaf belong to an expected peer.
+        accepts: returns whether the URI names of the other side's leaf certificate are accepted.
     """
 
     credentials: Credentials
@@ -103,13 +103,13 @@ def disagreement(client: Party, server: Party, now: datetime) -> str:
     """Return why a TLS handshake between two parties would fail at ``now`` (aware, UTC), or the empty string if it
     would succeed.
 
-    A server that does not verify client certificates never agrees, because its policies could not evaluate a
-    peer without an identity.
+    If the server does not verify client certificates, this returns a reason, because its policies could not
+    evaluate a client without an identity.
     """
     if server.credentials.anchors is None:
         return "the server verifies no client"
     # RFC 5280, 4.1.2.5: a certificate is valid from notBefore through notAfter, inclusive, in whole seconds.
-    # (OpenSSL already refuses in the last second, and a tunnel joined in it ends no later.)
+    # (OpenSSL already refuses during the last second. This difference has no effect on when a tunnel ends.)
     second = now.replace(microsecond=0)
     refused = _refusal(server, client.credentials, Role.CLIENT, second)
     if refused:
@@ -119,7 +119,7 @@ def disagreement(client: Party, server: Party, now: datetime) -> str:
 
 
 def _refusal(judge: Party, shown: Credentials, shown_by: Role, second: datetime) -> str:
-    """Return why a side refuses a certificate, or the empty string if it accepts it."""
+    """Return why ``judge`` refuses the other side's certificate, or the empty string if it is accepted."""
     if judge.credentials.anchors is None:
         return ""
     found = judge.credentials.verified(shown, shown_by)

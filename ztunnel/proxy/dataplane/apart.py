@@ -1,7 +1,7 @@
 """Runs work for a connection in a separate fiber while the calling fiber awaits the result.
 
-Used for the inbound half of a node-local tunnel. It belongs to the destination pod, whose policy or removal can
-end it separately. The waiting outbound half then gets an error, as over the network, and is not cancelled.
+Used for the inbound half of a node-local tunnel. This half belongs to the destination pod, whose policy or removal
+can end it separately. The waiting outbound half then gets an error, as over the network, and is not cancelled.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ T = TypeVar("T")
 async def run_apart(
     tasks: Tasks, poller: Poller, work: Coroutine[Any, Any, T], name: str, discard: Callable[[T], object]
 ) -> T:
-    """Run ``work`` in its own fiber and return its result. Cancelling the caller cancels it.
+    """Run ``work`` in its own fiber and return its result. Cancelling the caller cancels the fiber.
 
     Args:
         tasks: the owner of the fiber.

@@ -1,8 +1,9 @@
 """Decides after a failed connection attempt whether to try another endpoint or to give up. Pure.
 
 An attempt ends with an open upstream or an error. Until an upstream answers, the client's bytes stay in the
-kernel, so that another endpoint can be tried. An attempt whose peer has possibly received bytes of the client must
-never be repeated, because they would be delivered twice: :attr:`Attempts.repeatable` decides by the error.
+kernel, so that another endpoint can be tried. If the failed endpoint has possibly received bytes of the client, no
+other endpoint is tried, because these bytes could be delivered twice. :attr:`Attempts.repeatable` decides by the
+error.
 """
 
 import math
@@ -14,10 +15,10 @@ from typing import Final, Generic, TypeVar
 #: After this many seconds no further endpoint is tried, because applications have their own timeouts.
 RETRY_WINDOW_S: Final = 15.0
 
-#: The longest wait for the answer to a CONNECT. The peer dials its application first, with a limit of ten seconds
-#: (the Rust ztunnel's and our own). A late answer ends the attempts even within the window, because the
-#: application has possibly received bytes that were sent along with the CONNECT. Not shorter than the retry
-#: window, so that a single slow peer does not get less time than a series of failing endpoints.
+#: The longest wait for the answer to a CONNECT. The tunnel's far end dials its application before it answers, with
+#: a limit of ten seconds (in the Rust ztunnel and here). After this timeout no other endpoint is tried, because
+#: the application has possibly received bytes that were sent along with the CONNECT. It is not shorter than the
+#: retry window, so that a single slow endpoint does not get less time than a series of failing endpoints.
 ANSWER_TIMEOUT_S: Final = 15.0
 
 EndpointT = TypeVar("EndpointT")
@@ -50,11 +51,11 @@ class Attempts(Generic[EndpointT]):
     """The attempts of one connection.
 
     Attributes:
-        retries_left: how many attempts may follow the first.
+        retries_left: the number of further attempts that are allowed.
         repeatable: whether another attempt can follow an error.
         until_s: the time limit for retries, on the caller's clock.
         avoid: the failed endpoints, which the next attempt should avoid.
-        failures: attempts that have failed.
+        failures: the number of failed attempts.
     """
 
     retries_left: int
@@ -69,7 +70,7 @@ class Attempts(Generic[EndpointT]):
         Args:
             error: the failed attempt's error.
             now_s: the caller's clock.
-            endpoint: the endpoint of this attempt, or ``None`` if no other can be tried.
+            endpoint: the endpoint of this attempt, or ``None`` if no other endpoint can be tried.
         """
         self.failures += 1
         if endpoint is None or not self.repeatable(error):

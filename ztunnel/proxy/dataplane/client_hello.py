@@ -20,7 +20,7 @@ class NotTls(Exception):
 
 
 class NeedMore(Exception):
-    """The bytes end before the ClientHello does."""
+    """The bytes are the beginning of a ClientHello. Its end has not arrived."""
 
 
 def parse_client_hello(data: bytes) -> ClientHello:

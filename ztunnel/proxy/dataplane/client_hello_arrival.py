@@ -27,9 +27,9 @@ def first_bytes(data: bytes | memoryview, most_bytes: int) -> FirstBytes:
     """Classify the bytes that a client has sent so far, which can be empty.
 
     Args:
-        data: the connection's bytes from the first one on. They are not consumed.
-        most_bytes: the longest accepted message. A longer one is ``TOO_LONG``, which is known as soon as the
-            message's header has arrived.
+        data: the first bytes of the connection. They are not consumed.
+        most_bytes: the longest accepted ClientHello. The result for a longer ClientHello is ``TOO_LONG``, as soon
+            as its header has arrived.
     """
     size, position, found = len(data), 0, 0
     header = bytearray()
@@ -45,7 +45,7 @@ def first_bytes(data: bytes | memoryview, most_bytes: int) -> FirstBytes:
         position += _RECORD_HEADER
         here = min(length, size - position)
         if wanted is None:
-            # A message can be spread over records, including its header of four octets.
+            # A message, and even its header of four octets, can be split over several records.
             header += data[position : position + min(here, _MESSAGE_HEADER - len(header))]
             if header and header[0] != _CLIENT_HELLO:
                 return FirstBytes.OTHER

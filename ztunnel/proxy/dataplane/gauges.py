@@ -16,7 +16,7 @@ from ztunnel.runtime.log_writer import LogWriter
 
 
 class Generations(Protocol):
-    """The part of :class:`ztunnel.proxy.dataplane.handover.service.Handover` that is used here."""
+    """The part of :class:`ztunnel.proxy.dataplane.handover.service.Handover` that this module uses."""
 
     @property
     def generations(self) -> int:
@@ -40,7 +40,7 @@ def process_gauges(
         half_open: the process's connections whose handshake has not finished.
         descriptors: the process's limit of file descriptors.
         writer: writes the process's log lines.
-        handover: hands the process's connections over to another process. ``None`` if that is off.
+        handover: hands the process's connections over to another process. ``None`` if hand-overs are off.
     """
     holder, poller = held_sockets.holder(), half_open.poller
     rows: tuple[tuple[str, str, str, Callable[[], float]], ...] = (
@@ -55,7 +55,7 @@ def process_gauges(
         ("ztunnel_task_restarts", "counter",
          "Background tasks of the main process that failed and were started again",
          lambda: tasks.restarts.value),
-        # These counts grow if there is a leak per connection, pod or change; ``make soak`` watches them.
+        # If connections, pods or changes leak memory, these counts grow. ``make soak`` watches these counts.
         ("ztunnel_sockets", "gauge", "Sockets of the data path, listeners included", lambda: poller.registered),
         ("ztunnel_fibers", "gauge", "Coroutines of open connections", tasks.fibers_running),
         ("ztunnel_tasks", "gauge", "Coroutines of everything else", lambda: len(asyncio.all_tasks())),
@@ -77,8 +77,9 @@ def configuration_gauges(
 
     Args:
         clock: the wall clock.
-        staleness_s: returns the seconds since the control plane was last connected, or 0 while it is connected.
-        updated_ago_s: returns the seconds since the control plane's last message, or None before the first.
+        staleness_s: returns the seconds without a connection to the control plane, or 0 while connected.
+        updated_ago_s: returns the seconds since the control plane's last message, or None before the first
+            message.
     """
 
     def updated_s() -> float:

@@ -2,9 +2,9 @@
 at a time.
 
 An accepted connection stays here as one small object until the kernel has received its whole ClientHello, which is
-peeked at and not read. Only then its handshake begins, which needs a TLS object and a fiber, some 80 KiB. One
-handshake starts per loop iteration, round-robin over pods and over the sources within a pod. A storm on one pod
-therefore delays neither the bytes of established connections nor other pods' handshakes.
+peeked at and not read. Only then the handshake begins, which needs a TLS object and a fiber, some 80 KiB. One
+handshake starts per loop iteration, round-robin over pods and over the sources within a pod. So a flood of
+connections to one pod delays neither the bytes of established connections nor other pods' handshakes.
 
 ::
 
@@ -12,10 +12,10 @@ therefore delays neither the bytes of established connections nor other pods' ha
                  (timeout, limits: closed)     (limits: oldest closed)
 
 Every unfinished handshake is charged to its source, its pod and the process. A source that left many handshakes
-unfinished must wait. While others wait, a stalled handshake is ended after a second.
+unfinished must wait. A stalled handshake is ended after a second if other handshakes are waiting.
 
-Under overload, connections wait first. If that is not enough, the oldest connection of the same source is closed,
-else the oldest of the same pod, else the oldest of the pod with the most half-open connections.
+Under overload, connections first wait. If the limit of a source, a pod or the process is reached, the oldest
+connection is closed: of the same source, of the same pod, or of the pod with the most half-open connections.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _RETRY_S: Final = 0.02
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 4.0
 _FORGIVEN_S: Final = 40.0
-#: The number of sources per pod that are remembered, without any open connection, for their past unfinished
-#: handshakes.
+#: The number of sources per pod without open connections whose past unfinished handshakes are remembered.
 _KEPT_SOURCES: Final = 256
 
 TOO_MANY_OF_SOURCE: Final = "too many half-open connections of this source"
@@ -58,11 +57,11 @@ GONE: Final = "peer closed the connection during the TLS handshake"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalfOpenLimits:
-    """Bounds on connections before the end of their handshake.
+    """Limits on connections before the end of their handshake.
 
-    A handshake takes one or two milliseconds of a core, so 64 concurrent ones are more than any honest source
-    needs. ``unfinished_*`` are a burst and a rate per second of handshakes that ended without authentication: 200
-    a second from all sources are a sixth of a core.
+    A handshake takes one or two milliseconds of a core, so 64 concurrent handshakes are more than any honest
+    source needs. ``unfinished_*`` are a burst and a rate per second of handshakes that ended without
+    authentication. 200 such handshakes per second, from all sources, take a sixth of a core.
     """
 
     per_source: int = 512
@@ -72,7 +71,7 @@ class HalfOpenLimits:
     handshakes_per_pod: int = 128
     handshakes: int = 256
     patience_s: float = 1.0
-    """The age in seconds after which a running handshake is ended if another one waits."""
+    """The age in seconds after which a running handshake is ended if another handshake waits."""
     hello_bytes: int = 16_384
     timeout_s: float = HANDSHAKE_TIMEOUT_S
     unfinished_of_source: tuple[float, float] = (100.0, 50.0)
@@ -96,10 +95,10 @@ class HalfOpenLimits:
 
 
 class Cancellable(Protocol):
-    """Work that can be ended: a fiber or a task."""
+    """A fiber or a task that can be cancelled."""
 
     def cancel(self) -> object:
-        """End it."""
+        """Cancel the fiber or task."""
 
 
 #: Begins the handshake of an accepted socket, becomes the socket's owner, and returns a handle for cancelling.
@@ -130,8 +129,8 @@ class PendingHandshake:
     Attributes:
         sock: a non-blocking socket. The limiter owns it until the handshake begins.
         peer: the client's address.
-        owner: the owner's key for this connection.
-        queued: whether its handshake is queued.
+        owner: the front end's object for this connection.
+        queued: whether the connection's handshake is queued.
         over: whether the connection has left the limiter.
     """
 
@@ -161,7 +160,7 @@ class PendingHandshake:
         self.owner = owner
         self.source = source
         self.since_s = 0.0
-        """When the connection was accepted or, if later, when its handshake began."""
+        """When the handshake began, or before that, when the connection was accepted."""
         self.over = self.queued = False
         self._limiter = limiter
         self._registered = False
@@ -169,11 +168,13 @@ class PendingHandshake:
 
     @property
     def in_handshake(self) -> bool:
-        """Whether its handshake has started."""
+        """Whether the connection's handshake has started."""
         return self._running is not None
 
     def proved(self) -> float:
-        """Record that the handshake has authenticated the peer; idempotent. The first call returns its seconds."""
+        """Record that the handshake has authenticated the peer. Idempotent. The first call returns the handshake's
+        duration in seconds.
+        """
         return self._limiter.leave(self, proved=True)
 
     def offended(self) -> None:
@@ -214,7 +215,7 @@ class PendingHandshake:
         else:
             self.sock.close()
 
-    # Of the poller
+    # Called by the poller
 
     def on_event(self, mask: int) -> None:
         if not self.over and self._running is None:
@@ -230,7 +231,7 @@ Finished = Callable[[float, bool], object]
 
 
 def _not_counted(seconds: float, succeeded: bool) -> None:
-    """No-op: the default if handshakes are not counted."""
+    """Do nothing. The default of :data:`Finished`, if handshakes are not counted."""
 
 
 class HalfOpen:
@@ -258,20 +259,22 @@ class HalfOpen:
         return self.size
 
     def limiter(self, begin: Begin, rejected: Rejected, *, timeout_s: float | None = None) -> HandshakeLimiter:
-        """Return the limiter of one pod. Its owner closes it."""
+        """Return the limiter of one pod. The caller closes the limiter."""
         limiter = HandshakeLimiter(self, begin, rejected, timeout_s or self.limits.timeout_s)
         self._limiters[limiter] = None
         return limiter
 
     def shed(self) -> bool:
-        """Close the oldest half-open connection of the pod with the most. Return False if there is none."""
+        """Close the oldest half-open connection of the pod with the most half-open connections. Return False if
+        there are none.
+        """
         fullest = max(self._limiters, key=len, default=None)
         if fullest is None or not len(fullest):
             return False
         fullest.reject_oldest(TOO_MANY)
         return True
 
-    # For limiters
+    # Called by limiters
 
     def changed(self, by: int) -> None:
         """Change the number of pending handshakes, and start the timer for their time limits."""
@@ -288,7 +291,7 @@ class HalfOpen:
         self.poller.requeue(self)
 
     def may_begin(self, now_s: float) -> bool:
-        """Take one unfinished handshake from the budget of the process. Return False if the budget is used up."""
+        """Charge one unfinished handshake to the budget of the process. Return False if the budget is used up."""
         return self._unfinished.affords(now_s)
 
     def gives_way(self, now_s: float) -> bool:
@@ -296,7 +299,8 @@ class HalfOpen:
         whether it was ended.
         """
         fullest = max(self._limiters, key=lambda each: len(each.running), default=None)
-        # There are possibly none: handshakes of a stopped pod are counted until their fibers end.
+        # A pod without running handshakes is possible, because the process counts a stopped pod's handshakes until
+        # their fibers end.
         return fullest is not None and bool(fullest.running) and fullest.gives_way(fullest.running, now_s)
 
     def refund(self) -> None:
@@ -336,7 +340,7 @@ class HalfOpen:
         self.changed(0)
 
     def close(self) -> None:
-        """Stop the timers; idempotent. Limiters are closed by their owners."""
+        """Stop the timers. Idempotent. The owners of limiters close these."""
         for timer in (self._timer, self._retry):
             if timer is not None:
                 timer.cancel()
@@ -354,7 +358,7 @@ class HandshakeLimiter:
         half_open: the process's half-open connections.
         begin: starts a handshake. It must eventually call :meth:`PendingHandshake.proved` or
             :meth:`PendingHandshake.ended`.
-        rejected: called with each connection that is closed here, and the reason.
+        rejected: called with each connection that the limiter closes, and the reason.
         timeout_s: the longest wait for a ClientHello.
 
     Attributes:
@@ -407,7 +411,7 @@ class HandshakeLimiter:
         if not pending.over:
             try:
                 pending.watch(self._poller)
-            except OSError as error:  # epoll cannot watch it (max_user_watches), so nothing would ever wake it up
+            except OSError as error:  # epoll cannot watch the socket (max_user_watches), so close the connection
                 self.reject(pending, f"cannot be watched: {plain_reason(error)}")
         return pending
 
@@ -436,7 +440,7 @@ class HandshakeLimiter:
         elif found is FirstBytes.TOO_LONG:
             self.reject(pending, TOO_LONG)
         else:
-            # Bytes that are not TLS are queued too: the handshake reports their error.
+            # A connection with other bytes than TLS is queued, too, so that the handshake reports the error.
             pending.queued = True
             source = pending.source
             if not source.queue:
@@ -445,7 +449,7 @@ class HandshakeLimiter:
             self._all.pump()
 
     def begin_one(self, now_s: float) -> bool:
-        """Begin one handshake, of the next source that may start one. Return False if no source may."""
+        """Begin one handshake, of the next source that is allowed to. Return False if no source is allowed to."""
         if not self._unfinished.affords(now_s):
             return False
         if not self._all.may_begin(now_s):
@@ -487,7 +491,7 @@ class HandshakeLimiter:
         return self._all.handshakes < limits.handshakes or self._all.gives_way(now_s)
 
     def gives_way(self, running: dict[PendingHandshake, None], now_s: float) -> bool:
-        """End the oldest of some handshakes if it is older than ``patience_s``. Return whether it was ended."""
+        """End the oldest handshake in ``running`` if it is older than ``patience_s``. Return whether it was."""
         pending = next(iter(running))
         if now_s - pending.since_s < self._limits.patience_s:
             return False
@@ -495,9 +499,10 @@ class HandshakeLimiter:
         return True
 
     def offended(self, source: _Source) -> None:
-        """Make a source wait before its next handshake, each time twice as long, within limits.
+        """Make a source wait before its next handshake. The waiting time doubles with each violation, up to a
+        limit.
 
-        The waiting time is reset after ten times its length without another violation.
+        It is reset after ten times its length without another violation.
         """
         now_s = self._poller.loop.time()
         if now_s - source.waits_until_s > _FORGIVEN_S:
@@ -548,7 +553,7 @@ class HandshakeLimiter:
         return seconds
 
     def sweep(self, now_s: float) -> None:
-        """Close connections whose ClientHello did not arrive in time. Started handshakes have their own limit."""
+        """Close connections whose ClientHello did not arrive in time. Started handshakes have a separate limit."""
         until_s = now_s - self._timeout_s
         for pending in list(self._pending):
             if pending.in_handshake:
@@ -558,12 +563,12 @@ class HandshakeLimiter:
             self.reject(pending, NO_HELLO)
 
     def close(self) -> None:
-        """Close all connections whose handshake has not started, and reject new ones. Idempotent.
+        """Close all connections whose handshake has not started, and reject new connections. Idempotent.
 
         Started handshakes end with their fibers.
         """
         self._closed = True
-        self._begin = _begins_nothing  # drops the reference that would keep the pod alive
+        self._begin = _begins_nothing  # the previous function would keep the pod's objects in memory
         self._all.removed(self)
         for pending in list(self._pending):
             if not pending.in_handshake:

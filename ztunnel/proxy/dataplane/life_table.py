@@ -1,18 +1,18 @@
 """Defines the states of a connection and what each external event does to it in each state, as one table. Pure.
 
 A *life* is any live part of a connection: an accepted socket, a tunnel connection in either direction, a request
-on one, each half of a tunnel within the node, a relay. It moves through :class:`State` from top to bottom and
-skips states that it does not need. :data:`TABLE` has one :class:`Action` for each state and event.
-``docs/life.md`` prints it; ``make life`` walks it in both front ends.
+on a tunnel connection, each half of a node-local tunnel, a relay. A life moves through :class:`State` from top to
+bottom and skips states that it does not need. :data:`TABLE` has one :class:`Action` for each state and event.
+``docs/life.md`` prints the table, and ``make life`` tests it in both front ends.
 
-The rule behind the table: **an open connection is allowed by the current policies and revocation lists**, or is
-within a grace period stated by its :class:`Verdict`. Two rules ensure it:
+The table ensures that **an open connection is allowed by the current policies and revocation lists**, or is within
+a grace period stated by its :class:`Verdict`. To judge a life means to check it by the current policies:
 
-* A life is judged at each event that can change its verdict (:attr:`Action.JUDGE`), once all *facts* that policies
-  read are known, for example the peer's identity.
-* Until then its verdict waits: it is judged when the facts are complete, by the policies current *then*
-  (:attr:`Action.AWAIT_FACTS`). So no life captures a policy, a chain or a revocation list before the wait that
-  precedes its verdict.
+* Once all *facts* that policies read (for example the peer's identity) are known, a life is judged at each event
+  that can change its verdict (:attr:`Action.JUDGE`).
+* Before that, an event does not judge the life. It is judged when the facts are complete, by the policies current
+  *then* (:attr:`Action.AWAIT_FACTS`). So no life keeps a policy, a filter chain or a revocation list while it
+  waits for facts.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ class State(Key):
     ACCEPTED = "accepted"
     """A socket was accepted. Its destination is not known yet: listener filters, SOCKS or a look-up sets it."""
     FILTERED = "filtered"
-    """The destination is known and, in Envoy's dialect, the filter chain; the handshake waits for its turn."""
+    """The destination and, in Envoy's dialect, the filter chain are known. The handshake is queued."""
     HANDSHAKE = "handshake"
     """The TLS handshake with the peer is running, so the peer's identity is not known yet."""
     IDENTIFIED = "identified"
-    """All facts that policies need are known. The first verdict waits for a policy that has not arrived."""
+    """All facts that policies read are known. The first verdict waits for a policy that has not arrived."""
     HELD = "held"
-    """Policy allows it, or will judge it later. It waits for an addon's answer or for a delay set by an addon."""
+    """Policy allows the connection, or will judge it later. The connection waits for an addon's answer, or for a
+    delay set by an addon.
+    """
     DIALING = "dialing"
-    """Policy allows it; the connection to the next hop is being opened."""
+    """Policy allows the connection. The connection to the next hop is being opened."""
     OPEN = "open"
     """Bytes flow, or a tunnel connection serves requests."""
     JOINED = "joined"
     """Like open, for the inbound half of a node-local tunnel, which does not use the network."""
     DRAINING = "draining"
-    """Like open; the peer has been sent GOAWAY, and a grace period runs."""
+    """Like open, but the peer has been sent GOAWAY, and a grace period runs."""
     CLOSED = "closed"
     """The connection has ended. All its resources are released, and it is in no table."""
 
@@ -53,7 +55,7 @@ class Event(Key):
     """An external event that can affect connections."""
 
     POLICIES = "policies"
-    """Policies that may apply have changed: those of the mesh, of Calico, or of a filter received by ECDS."""
+    """Policies have changed: policies of the mesh, of Calico, or of a filter received by ECDS."""
     REVOCATIONS = "revocations"
     """The revocation lists have changed."""
     CERTIFICATE = "certificate"
@@ -65,7 +67,7 @@ class Event(Key):
     CONFIGURATION = "configuration"
     """The listener, or the filter chain, was replaced by a new version."""
     DRAIN = "drain"
-    """A grace period begins: of the process, the pod, the listener, or a replaced chain."""
+    """A grace period begins: of the process, the pod, the listener, or a replaced filter chain."""
     DEADLINE = "deadline"
     """The grace period is over."""
     STOP = "stop"
@@ -80,11 +82,14 @@ class Action(Enum):
     AWAIT_FACTS = "judge when the facts are complete"
     """No action yet. Once the facts are complete, the connection is judged by the policies current then."""
     JUDGE = "judge now"
-    """Judge by the current policies: end it with the verdict's reason, or keep it until the verdict's time."""
+    """Judge the life by the current policies. Then end it with the verdict's reason, or keep it until the
+    verdict's time.
+    """
     LEAVE = "ask to leave"
     """Send GOAWAY if the protocol has it. The connection can then end by itself before the deadline."""
     FINISH = "close in order"
-    """Close with END_STREAM, close_notify and FIN, so that an application can distinguish this from a crash."""
+    """Close with END_STREAM, close_notify and FIN, so that an application can distinguish the close from a crash.
+    """
     CLOSE = "close"
     """Close at once."""
 
@@ -116,7 +121,7 @@ TABLE: Final[dict[tuple[State, Event], Action]] = {
         State.ACCEPTED: _BEFORE_FACTS,
         State.FILTERED: _BEFORE_FACTS,
         State.HANDSHAKE: _BEFORE_FACTS,
-        # Its verdict is pending: it is judged when the missing policy arrives or the grace period ends.
+        # The verdict is pending. The life is judged when the missing policy arrives or the grace period ends.
         State.IDENTIFIED: _BEFORE_FACTS,
         State.HELD: _WITH_FACTS,
         State.DIALING: _WITH_FACTS,
@@ -133,9 +138,9 @@ class Verdict(NamedTuple):
     """Whether policy allows a connection now.
 
     Attributes:
-        reason: why the connection must end, as its access log line states it. Empty if it is allowed.
-        until_s: the event-loop time at which the connection is judged again, because a named policy has not
-            arrived. Infinite if it stays allowed until the next event.
+        reason: why the connection must end, for its access log line. Empty if it is allowed.
+        until_s: the event-loop time at which the connection is judged again, because a policy named by the
+            workload has not arrived. Infinite if the connection stays allowed until the next event.
     """
 
     reason: str = ""

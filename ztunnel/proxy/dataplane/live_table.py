@@ -1,14 +1,15 @@
-"""One table of all connections of this process that are open or being opened. Each entry owns the resources it
-opened.
+"""One table of all connections of this process that are open or being opened. Each entry, called a life, owns the
+resources that it opened.
 
 :class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction. Changes
-reach connections only through :meth:`LiveTable.review` and :meth:`Lives.review`: they look up
-:data:`~ztunnel.proxy.dataplane.life_table.TABLE` for each life, and carry out its action. A front end supplies
-only :meth:`Life.judge` and the functions that end a life.
+reach connections only through :meth:`LiveTable.review` and :meth:`Lives.review`. For each life, a review looks up
+the action in :data:`~ztunnel.proxy.dataplane.life_table.TABLE` and carries it out. A front end supplies only
+:meth:`Life.judge` and the functions that end a life.
 
 A life is registered on construction, before policies are checked, so a policy change in between still finds it.
 The way to end a life changes over time (first by cancelling the dialling fiber, later by aborting the relay), so
-the entry stores the current function. While it has none, it stores the reason until a function is set.
+the entry stores the current function. If a life is ended while no function is set, the entry stores the reason,
+and the next function is called with it at once.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ Abort = Callable[[str], object]
 
 LifeT = TypeVar("LifeT", bound="Life")
 
-#: The number of lives that a review checks at a time. Other connections wait about a millisecond meanwhile
-#: (``bench/review.py``).
+#: The number of lives that a review checks per loop iteration, which delays other connections by about a
+#: millisecond (``bench/review.py``).
 SLICE: Final = 128
 #: The reason for ending a connection whose policy check raised an unexpected error (fail closed).
 UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
@@ -51,12 +52,12 @@ class Life:
 
     Args:
         group: the group to register in.
-        abort: ends the connection until :meth:`opened` sets another function for that.
+        abort: ends the connection, until :meth:`opened` sets another function.
 
     Attributes:
-        state: the step that the connection has reached. Front ends move it forward.
-        reason: why this side ended it, or empty.
-        leaving: whether the peer is to be sent GOAWAY. During a handshake this waits for the handshake's end.
+        state: the state that the connection has reached. Front ends advance it.
+        reason: why this proxy ended the connection. Empty otherwise.
+        leaving: whether the peer is to be sent GOAWAY. During a handshake, GOAWAY is sent once it is complete.
     """
 
     __slots__ = ("_abort", "_finish", "_group", "_leave", "_owned", "leaving", "reason", "state")
@@ -72,16 +73,16 @@ class Life:
         self._group: Lives[Any] | None = group
         group._entries[self] = None
 
-    # What front ends supply
+    # Supplied by front ends
 
     def judge(self) -> Verdict:
-        """Return whether current policy allows this life. Called only in states with complete facts.
+        """Return whether the current policies allow this life. Called only in states with complete facts.
 
-        The front end also counts and logs a refusal, because a refused life ends.
+        The front end's method also counts and logs a refusal. The caller then ends the life.
         """
         return ALLOWED
 
-    # How it ends
+    # The end
 
     def own(self, release: Callable[[], object]) -> None:
         """Call ``release`` when the life closes, in reverse order of registration."""
@@ -105,13 +106,13 @@ class Life:
     ) -> None:
         """Enter :attr:`State.OPEN` or :attr:`State.JOINED`.
 
-        An earlier call of :meth:`leave` or :meth:`end` takes effect at once.
+        If :meth:`leave` or :meth:`end` was called earlier, it takes effect now.
 
         Args:
-            abort: ends it at once.
+            abort: ends the connection at once.
             state: the state to enter.
-            leave: asks the peer to end gracefully. ``None`` if the protocol cannot.
-            finish: ends it gracefully. ``None`` uses ``abort``.
+            leave: asks the peer to end the connection. ``None`` if the protocol cannot do this.
+            finish: ends the connection gracefully. ``None`` uses ``abort``.
         """
         self.state = _DRAINING if self.leaving else state
         self._finish, self._leave = finish, leave
@@ -174,7 +175,7 @@ class Lives(Generic[LifeT]):
         table: the table that contains this group.
 
     Attributes:
-        on_close: called with each closed life, unless None.
+        on_close: called with each life that closes, unless it is None.
     """
 
     __slots__ = ("_emptied", "_entries", "_table", "_timer", "_until_s", "on_close")
@@ -192,7 +193,7 @@ class Lives(Generic[LifeT]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[LifeT]:
-        """Iterate over a copy, because ending an entry may remove it."""
+        """Iterate over a copy, because ending an entry can remove it."""
         return iter(list(self._entries))
 
     def _remove(self, life: LifeT) -> None:
@@ -215,8 +216,8 @@ class Lives(Generic[LifeT]):
 
         Args:
             event: the event that occurred.
-            reason: the reason given to connections that the event ends. A verdict has its own reason.
-            concerned: returns whether the event concerns a life. ``None``: it concerns all.
+            reason: the reason for connections that the event itself ends. A verdict has its own reason.
+            concerned: returns whether the event concerns a life. ``None``: the event concerns all lives.
         """
         self._table._start(self._walk(event, reason, concerned))
 
@@ -226,7 +227,7 @@ class Lives(Generic[LifeT]):
                 if concerned is None or concerned(life):
                     self._meet(life, event, reason)
             except Exception:
-                # Memory can be short. The review must reach the others, which a policy can have denied.
+                # Continue after any error, for example a lack of memory: policies can deny other connections.
                 log.exception("a connection cannot be ended")
             yield
 
@@ -259,7 +260,7 @@ class Lives(Generic[LifeT]):
             self._look_again(verdict.until_s)
 
     def _look_again(self, until_s: float) -> None:
-        """Schedule a review of all entries at ``until_s``. An earlier time replaces a later one."""
+        """Schedule a review of all entries at ``until_s``, replacing the scheduled time."""
         self._stop_timer()
         self._until_s = until_s
         self._timer = asyncio.get_running_loop().call_at(until_s, self._time_is_over)
@@ -312,7 +313,7 @@ class LiveTable:
         # The first slice runs at once: in a small mesh, ended lives are closed before the update is acknowledged.
         # Earlier reviews finish first, so that each life receives events in order.
         self._walks.append(walk)
-        # Otherwise a scheduled or running review also processes this walk.
+        # If a review is already scheduled or running, it also processes this walk.
         if self._handle is None and not self._walking:
             self._continue()
 
@@ -340,7 +341,7 @@ class LiveTable:
 
 
 async def all_emptied(*groups: Lives[Any]) -> None:
-    """Wait until all groups are empty at the same time, because a life in one can create a life in another."""
+    """Wait until all groups are empty at once. A life in one group can create a life in another group."""
     while any(groups):
         for group in groups:
             await group.emptied()

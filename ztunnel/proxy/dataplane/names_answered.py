@@ -1,7 +1,7 @@
-"""Remembers which names pods resolved to an address, so that connections there can be named. Pure.
+"""Remembers which names pods resolved to an address, to name connections to this address. Pure.
 
-One address can have many names, and one name many addresses. Names are untrusted input, so all tables are bounded:
-they evict a pod's oldest addresses, and the pod that sent no query for the longest time.
+One address can have many names, and one name many addresses. Names are untrusted input, so all tables are bounded.
+A full table evicts a pod's oldest addresses, or the pod that has sent no query for the longest time.
 """
 
 from __future__ import annotations

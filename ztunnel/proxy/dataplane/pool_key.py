@@ -1,4 +1,4 @@
-"""The key of a connection pool (tunnels with equal keys may share a connection), and the function that dials a
+"""The key of a connection pool (tunnels with equal keys can share a connection), and the function that dials a
 connection.
 """
 
@@ -17,9 +17,9 @@ OptionsT = TypeVar("OptionsT")
 
 
 class PoolKey(NamedTuple, Generic[CredentialsT, OptionsT]):
-    """The key that tunnels must share to use the same connection.
+    """The key of a pooled connection. Tunnels with equal keys can use the same connection.
 
-    A tuple, because one is created and hashed for every connection.
+    It is a tuple for speed, because a key is created and hashed for every connection.
 
     Attributes:
         address: the address of the far end.
@@ -55,8 +55,7 @@ async def dial_connection(
         Exception: any error of ``context_for`` and ``open_socket``. TlsError, PeerSilent, ConnectionBroken: the
         handshake failed.
     """
-    # The context is created first, because this can fail (OpenSSL refuses a key), and there is no socket to leak
-    # yet.
+    # Create the context before the socket: if this fails (OpenSSL refuses a key), there is no socket to close.
     context = context_for()
     sock = await open_socket()
     began_s = poller.loop.time()

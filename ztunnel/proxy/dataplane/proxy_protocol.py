@@ -18,9 +18,9 @@ class ProxyHeader:
 
     Attributes:
         version: 1 or 2.
-        size: its length in bytes.
+        size: the header's length in bytes.
         source: the original source. ``None`` for LOCAL and UNKNOWN: use the socket's own addresses.
-        destination: the original destination, or ``None`` likewise.
+        destination: the original destination. ``None`` in the same cases.
     """
 
     version: int
@@ -109,9 +109,10 @@ _VERSION_2_PROXY = 0x21
 
 
 def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: str | None) -> bytes:
-    """Return a version 2 header like the Rust ztunnel's to a sandwiched waypoint (``application_tunnel``).
+    """Return a version 2 header like the one that the Rust ztunnel sends to a sandwiched waypoint
+    (``application_tunnel``).
 
-    One header cannot hold addresses of two families. In that case it has AF_UNSPEC and no addresses.
+    One header cannot hold addresses of two families. If the families differ, it has AF_UNSPEC and no addresses.
 
     Args:
         source: the peer address of the tunnel's TCP connection.
@@ -132,13 +133,14 @@ def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: 
 
 
 LOCAL_HEADER: Final = SIGNATURE_2 + bytes((0x20, 0, 0, 0))
-"""A version 2 header of a connection that the proxy opens for itself."""
+"""A version 2 header (LOCAL) for a connection that the proxy opens for its own purposes."""
 
 
 def header_of_version(version: int, source: SocketAddress, destination: SocketAddress) -> bytes:
     """Return the header of a proxied connection in the form of Envoy's ``upstream_proxy_protocol``.
 
-    Addresses of two families do not fit into one header: UNKNOWN in version 1, AF_UNSPEC in version 2.
+    One header cannot hold addresses of two families. If the families differ, it has UNKNOWN in version 1, or
+    AF_UNSPEC in version 2.
 
     Args:
         version: 1 or 2.

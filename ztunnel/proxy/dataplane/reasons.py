@@ -1,7 +1,7 @@
 """Names why connections fail, and at which stage: the labels of ``ztunnel_connection_errors_total``.
 
-Errors raised by the front ends carry their reason. For errors raised by libraries, :func:`reason_of` returns it.
-docs/troubleshooting.md explains each value.
+Errors raised by the front ends have a reason. For errors raised by libraries, :func:`reason_of` returns the
+reason. docs/troubleshooting.md explains each value.
 """
 
 import errno

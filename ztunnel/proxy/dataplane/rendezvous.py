@@ -1,8 +1,8 @@
 """Sends messages with file descriptors over a Unix stream socket, between a proxy process and its successor.
 
-A frame is its length (4 bytes), the number of its descriptors (2 bytes) and the message. Descriptors travel as
-ancillary data in stream order, so they cannot overtake their frame. The kernel passes at most 253 per call, so a
-frame with more needs several calls.
+A frame is its length (4 bytes), the number of its descriptors (2 bytes) and the message. Descriptors are sent as
+ancillary data, and arrive in order with their frame. The kernel passes at most 253 descriptors per call, so a
+frame with more descriptors needs several calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from ztunnel.runtime.sockets import PeerProcess, ready
 
 MAX_BYTES: Final = 64 * 1024 * 1024
-"""The longest message in bytes: more than all flow-control windows of a connection and its output buffer."""
+"""The longest message in bytes: more than a connection's flow-control windows and output buffer together."""
 MAX_DESCRIPTORS: Final = 4096
 _HEADER: Final = struct.Struct("!IH")
 _PER_CALL: Final = 250
@@ -83,7 +83,7 @@ class Rendezvous:
             while left:
                 batch, size = waiting[:_PER_CALL], len(left)
                 if len(waiting) > len(batch):
-                    size = 1  # keep bytes of this frame to send the remaining descriptors with
+                    size = 1  # leave bytes of this frame for the calls that send the remaining descriptors
                 try:
                     if batch:
                         sent = socket.send_fds(self._socket, [left[:size]], batch, socket.MSG_NOSIGNAL)

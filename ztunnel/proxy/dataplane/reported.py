@@ -15,8 +15,8 @@ async def reported(
 ) -> None:
     """Wait for ``opening``, and call ``done`` once, with its result or its error.
 
-    Both arguments are ``None`` after a cancellation or an error that is not one of ``expected``; this error is
-    also raised.
+    After a cancellation, or an error that is not ``expected``, both arguments of ``done`` are ``None``, and the
+    error is raised.
     """
     try:
         opened = await opening

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from dns.resolver import Answer as DnsAnswer
 
 
-#: The time to live of names from a hosts file, which specifies none, in seconds.
+#: The time to live of names from a hosts file, in seconds. The file itself contains no time to live.
 _HOSTS_TTL_S: Final = 5.0
 #: Envoy's value for answers of getaddrinfo(3).
 _NO_TTL_S: Final = 60.0
-#: Defaults from Envoy's documentation of ``CaresDnsResolverConfig``, used if only one of the two is set.
+#: Defaults from Envoy's documentation of ``CaresDnsResolverConfig``, used if only the other value is set.
 _QUERY_TIMEOUT_S: Final = 5.0
 _TRIES: Final = 4
 
@@ -45,8 +45,8 @@ class ResolveFailed(Exception):
     """A name could not be resolved.
 
     Attributes:
-        absent: whether the servers answered that the name, or its address, does not exist. If not, earlier results
-            can be kept.
+        absent: whether the servers answered that the name, or an address of the name, does not exist. After other
+            failures, earlier results can be kept.
     """
 
     def __init__(self, reason: str, *, absent: bool = False) -> None:
@@ -55,15 +55,15 @@ class ResolveFailed(Exception):
 
 
 class Resolver:
-    """Resolves names as the rest of the host does: ``/etc/hosts``, then the name servers and the search list of
-    ``/etc/resolv.conf``.
+    """Resolves names like other programs of the host: by ``/etc/hosts``, then by the name servers and the search
+    list of ``/etc/resolv.conf``.
 
-    Like in glibc, a candidate of the search list that fails, is refused or gets no answer does not end the
-    look-up.
+    As in glibc, the look-up continues with the next name of the search list if a query fails, is refused or gets
+    no answer.
 
     Args:
-        hosts: the file of names with fixed addresses; read again whenever it changes.
-        resolv_conf: the file of name servers; read once.
+        hosts: the file with the addresses of names, read again whenever it changes.
+        resolv_conf: the file with the name servers, read once.
         port: the port of the name servers in ``resolv_conf``.
         lifetime_s: the default time limit per search-list candidate and address family.
         settings: differences from the host's resolver configuration.
@@ -98,7 +98,7 @@ class Resolver:
 
         Args:
             name: a DNS name, or an IP address, which is returned unchanged.
-            family: ``V4_ONLY``, ``V6_ONLY``, ``AUTO`` (IPv6 first, IPv4 if there is none), ``V4_PREFERRED`` or
+            family: ``V4_ONLY``, ``V6_ONLY``, ``AUTO`` (IPv6, or IPv4 for a name without IPv6), ``V4_PREFERRED`` or
                 ``ALL``.
 
         Raises:
@@ -168,11 +168,11 @@ class Resolver:
         return loaded
 
     async def _first(self, name: str, kind: RdataType) -> DnsAnswer:
-        """Return the answer to the first candidate that has one.
+        """Return the answer for the first candidate of the search list that has an answer.
 
         Raises:
-            dns.exception.DNSException, OSError: no server has an answer. The error is the first failure other than
-            NXDOMAIN, because the name of a failed query can exist.
+            dns.exception.DNSException, OSError: no server has an answer. The first failure other than NXDOMAIN is
+                raised, because the name of a failed query can exist.
         """
         import dns.exception
         import dns.name
@@ -199,7 +199,7 @@ class Resolver:
         raise first
 
     def _named_in_hosts(self, name: str) -> tuple[str, ...]:
-        """Return the addresses of a name in the hosts file, in its order."""
+        """Return the addresses of a name in the hosts file, in the file's order."""
         state = file_state(self._hosts)
         if state != self._hosts_state:
             self._hosts_state = state
@@ -233,7 +233,9 @@ def _of_family(hosts: tuple[str, ...], family: str) -> tuple[str, ...]:
 
 
 def _candidates(name: Name, search: Iterable[Name], ndots: int) -> list[Name]:
-    """Return the names to query, in glibc's order: the name itself first if it has at least ``ndots`` dots."""
+    """Return the names to query, in glibc's order. A name with at least ``ndots`` dots comes before its
+    expansions.
+    """
     import dns.name
 
     plain = name.concatenate(dns.name.root)

@@ -24,7 +24,7 @@ class Upstream(Generic[LifeT]):
         end: the endpoint that the relay reads and writes.
         hops: the further connection-table entries of the same connection in this process, outermost first. They
             end with this upstream.
-        ended_by_peer: whether the host, not this side, closed the connection: it sent a reset, or ended last. Set
+        ended_by_peer: whether the host, not this proxy, closed the connection, by a reset or by ending last. Set
             before the upstream closes.
         in_use: whether the upstream was still carrying a request when it ended.
         moved: whether the connection continues in another process, which counts its end.
@@ -48,8 +48,9 @@ class Upstream(Generic[LifeT]):
     def relayed(self, ended: RelayEnd, downstream: End) -> bool:
         """Record which side ended the relay with ``downstream``. Return whether a request was still in progress.
 
-        As in Envoy's counters, the host has closed the connection if the host reset it, or ended its direction
-        after the client's. A request is complete if both directions ended without a reset, error or time-out.
+        As in Envoy's counters, the host has closed the connection if it reset the connection, or ended its
+        direction after the client. A request is complete if both directions ended without a reset, error or
+        time-out.
         """
         cut = self.end.source is SourceState.CUT
         in_order = ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT

@@ -11,9 +11,9 @@ class HandoverCounts:
     """The numbers of connections that moved to another process or stayed, since this process started.
 
     Attributes:
-        connections: the number of pod connections, and of tunnel connections that carry none, by result and
-            reason. The result is ``given`` or ``kept`` if this process offered them, else ``taken`` or
-            ``declined``.
+        connections: the number of pod connections, and of tunnel connections without tunnels, by result and
+            reason. The result is ``given`` or ``kept`` for connections offered by this process, and ``taken`` or
+            ``declined`` for connections offered to this process.
         paused_s: the sum of all pauses.
     """
 
@@ -23,7 +23,7 @@ class HandoverCounts:
         self._pauses = [0] * (len(PAUSE_BUCKETS) + 1)  # the last bucket counts longer pauses
 
     def count(self, result: str, reason: str, number: int) -> None:
-        """Count connections by result and reason. A reason is cut at its first colon, so that there are few."""
+        """Count connections by result and reason. A reason is cut at its first colon, to have few label values."""
         key = result, reason.partition(":")[0]
         self.connections[key] = self.connections.get(key, 0) + number
 
@@ -52,7 +52,7 @@ class HandoverCounts:
         return sum(self._pauses)
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
-        """Iterate over (upper bound, number of pauses up to it)."""
+        """Iterate over pairs: an upper bound, and the number of pauses up to this bound."""
         seen = 0
         for bound, count in zip(PAUSE_BUCKETS, self._pauses, strict=False):
             seen += count

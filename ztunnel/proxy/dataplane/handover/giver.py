@@ -1,4 +1,4 @@
-"""The giving side of a hand-over: offers the open connections one by one, and releases each accepted one."""
+"""The giving side of a hand-over: offers open connections unit by unit, and releases accepted units."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from ztunnel.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
 
-#: The time limit for the taker's answer to an offer, in seconds. The unit is paused meanwhile. A taker needs about
-#: a millisecond.
+#: The time limit for the taker's answer to an offer, in seconds. Meanwhile the offered unit is paused. A taker
+#: usually answers within a millisecond.
 ANSWER_S: Final = 2.0
 #: The pause before units that could not move yet (opening requests, incomplete TLS records) are offered again, in
 #: seconds.
@@ -65,13 +65,13 @@ class Unit(Protocol):
 
     @property
     def key(self) -> int:
-        """A key that every list of movable units gives to this unit."""
+        """Identifies this unit: equal in every list that :data:`MovableUnits` returns."""
 
     def freeze(self) -> Frozen:
         """Stop the unit and read its state.
 
         Raises:
-            Unmovable: the unit cannot move, or not now.
+            Unmovable: the unit cannot move, or cannot move yet.
             OSError: the unit's socket is being closed.
         """
 
@@ -79,7 +79,7 @@ class Unit(Protocol):
         """Return the offer of a frozen unit; ``now_s`` is monotonic."""
 
     def went(self) -> None:
-        """Complete this process's share of the accounting. The other process writes the access log lines."""
+        """Complete the accounting of this process. The other process writes the access log lines."""
 
 
 #: Returns the current units, and the number of connections without a unit, by reason.
@@ -92,7 +92,7 @@ class _Offering:
 
     Attributes:
         reason: why the unit stays in this process. Empty if it was handed over.
-        frozen_s: the monotonic time when the unit was stopped. ``None`` if it was not.
+        frozen_s: the monotonic time when the unit was stopped. ``None`` before that.
         given: whether the unit has left this process.
         carrier: whether the unit has a tunnel connection.
         pause_s: the time from ``frozen_s`` until the end of the slice.
@@ -107,13 +107,13 @@ class _Offering:
 
     @property
     def connections(self) -> int:
-        """The number of the unit's pod connections, or 1 for a tunnel connection that carries none."""
+        """The number of the unit's pod connections, or 1 for a tunnel connection without tunnels."""
         return max(1, self.unit.entries)
 
 
 @dataclass(slots=True)
 class Result:
-    """The result of a hand-over: which pod and tunnel connections moved, and why the rest stayed."""
+    """The result of a hand-over: which pod and tunnel connections moved, and why other connections stayed."""
 
     given: int = 0
     carriers: int = 0
@@ -135,7 +135,7 @@ class Result:
         return self.stays.total()
 
     def pause_ms(self, part: float) -> float:
-        """Return a quantile of the moved units' pauses, in milliseconds. 1 is the longest."""
+        """Return a quantile of the moved units' pauses, in milliseconds. ``part`` is from 0 to 1, the longest."""
         ordered = sorted(self.pauses_s)
         return ordered[min(len(ordered) - 1, int(len(ordered) * part))] * 1000 if ordered else 0.0
 
@@ -202,9 +202,9 @@ class Giver:
                 future.exception()
 
     async def give(self, again_s: float) -> Result:
-        """Offer every movable unit once, then offer the rest repeatedly for ``again_s``.
+        """Offer every movable unit once. Then, for ``again_s``, repeatedly offer the units that have stayed.
 
-        The time is counted from the end of the first pass, which takes longer with many connections.
+        The time ``again_s`` begins after the first pass, which takes longer with many connections.
 
         Returns:
             Which connections moved, and which stay after the last pass.
@@ -245,7 +245,7 @@ class Giver:
             await asyncio.sleep(_AGAIN_S)
 
     async def finish(self, result: Result) -> None:
-        """Tell the taker that no more offers follow for now.
+        """Send the taker :class:`Finished`: no more offers follow for now.
 
         Raises:
             TakerGone: the taker has ended.
@@ -262,7 +262,7 @@ class Giver:
         return offers
 
     async def _give_slice(self, offers: list[_Offering]) -> None:
-        """Offer units at the same time, while neither process serves its other connections."""
+        """Offer units concurrently, while neither process serves other connections."""
         began_s = self._clock.monotonic()
         try:
             await self._begin_slice()
@@ -280,7 +280,7 @@ class Giver:
         self._ended_s = ended_s
 
     async def _offer_all(self, offers: list[_Offering]) -> None:
-        """Offer units at the same time, and note the results."""
+        """Offer units concurrently, and note the results."""
         async with asyncio.TaskGroup() as group:
             for each in offers:
                 group.create_task(self._offer(each), name="offer")
@@ -296,7 +296,7 @@ class Giver:
             self._lose()
 
     async def _begin_slice(self) -> None:
-        """Wait until the taker reads only offers. No connection is paused before that.
+        """Wait until the taker reads only offers. Until then, no connection is paused.
 
         Raises:
             TakerGone: the taker has disconnected, or does not answer.
@@ -314,7 +314,7 @@ class Giver:
             raise TakerGone from None
 
     def _lose(self) -> None:
-        """Disconnect the taker. At EOF it closes its descriptors of units that stay here."""
+        """Disconnect the taker, which then closes its descriptors of units that stay in this process."""
         self.gone = True
         self._channel.end()
 

@@ -14,10 +14,10 @@ The *giver* has connections, and the *taker* continues them::
                                ...
                                <---   Finished
 
-A unit is paused between its offer and the giver's :class:`Go` or :class:`Keep`. After :class:`Go` the taker owns
-it. Without an answer in time the giver keeps it and sends :class:`Keep`. A taker that receives neither, because
-the giver is gone, discards the unit. During a slice neither process serves other connections, so that an offer
-does not wait for their bytes.
+A unit (a tunnel connection with its relays, or a single relay) is paused between its offer and the giver's
+:class:`Go` or :class:`Keep`. After :class:`Go` the taker owns the unit. If the taker does not answer in time, the
+giver keeps the unit and sends :class:`Keep`. If the giver ends before sending either message, the taker discards
+the unit. During a slice neither process serves other connections, so that offers are not delayed by their bytes.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ SLICE_S: Final = 0.1
 
 
 class Greeting(Struct, frozen=True, kw_only=True, tag=True):
-    """The first message of each side.
+    """The first message of each side, giver and taker.
 
     Attributes:
         version: the program's version, for logs.
-        schema, oldest: the newest schema version that the side sends, and the oldest version that it can read.
-        pods: the number of pods that the taker serves; in Envoy's dialect, the number of its listeners.
-        dialect: the dialect of the side's configuration.
-        slices: whether the side reads :class:`SliceBegins` and :class:`SliceEnds`. Otherwise a giver sends none.
+        schema, oldest: the schema version of the sender's messages, and the oldest version that the sender can
+            read.
+        pods: the number of pods that the sender serves. In Envoy's dialect, the number of listeners.
+        dialect: the dialect of the sender's configuration, Istio or Envoy.
+        slices: whether the sender can read :class:`SliceBegins` and :class:`SliceEnds`. If a taker cannot, the
+            giver sends neither.
     """
 
     version: str
@@ -62,17 +64,17 @@ class TakeNow(Struct, frozen=True, tag=True):
 
 
 class Busy(Struct, frozen=True, kw_only=True, tag=True):
-    """The giver has another taker, or cannot hand over to this one. The channel closes."""
+    """The giver has another taker, or cannot hand over to this taker. The channel closes."""
 
     reason: str
 
 
 class Offer(Struct, frozen=True, kw_only=True):
-    """One unit. Its file descriptors are sent along with the message. Each dialect adds its own fields.
+    """Offers one unit. Its file descriptors are sent along with the message. Each dialect adds further fields.
 
     Attributes:
         number: the unit's number in the following messages.
-        unit: the state of its engine, TLS and sockets.
+        unit: the state of the unit's HTTP/2 engine, TLS and sockets.
     """
 
     number: int
@@ -80,20 +82,22 @@ class Offer(Struct, frozen=True, kw_only=True):
 
     @property
     def connections(self) -> int:
-        """The number of pod connections, or 1 for a tunnel connection that carries none."""
+        """The number of pod connections, or 1 for a tunnel connection without tunnels."""
         return max(1, len(self.unit.relays))
 
 
 class SliceBegins(Struct, frozen=True, tag=True):
-    """The taker answers :class:`Ready` and reads only offers until :class:`SliceEnds`, at most :data:`SLICE_S`."""
+    """Begins a slice. The taker answers :class:`Ready` and reads only offers until :class:`SliceEnds`, at most for
+    :data:`SLICE_S`.
+    """
 
 
 class Ready(Struct, frozen=True, tag=True):
-    """The taker reads the offers of a slice."""
+    """The taker has stopped serving other connections, and reads the offers of a slice."""
 
 
 class SliceEnds(Struct, frozen=True, tag=True):
-    """Both processes serve their other connections again."""
+    """Ends a slice: both processes serve their other connections again."""
 
 
 class Taken(Struct, frozen=True, tag=True):
@@ -131,7 +135,7 @@ class Finished(Struct, frozen=True, kw_only=True, tag=True):
 FromGiver: TypeAlias = Greeting | Busy | SliceBegins | Offer | Go | Keep | SliceEnds | Finished
 FromTaker: TypeAlias = Greeting | TakeNow | Ready | Taken | Declined
 
-#: Parses a message from the giver; raises :class:`Unreadable` if the bytes are not one.
+#: Parses a message from the giver; raises :class:`Unreadable` if the bytes are not a valid message.
 ReadGiver: TypeAlias = Callable[[bytes], FromGiver]
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -19,7 +19,8 @@ class Shown(Protocol):
 
 
 def page(handover: Shown | None, shut_down: Callable[[], object], request: PageRequest) -> Page:
-    """Return the state. A POST makes the process hand its connections over to the waiting successor, and exit.
+    """Return the hand-over state. A POST makes the process hand its connections over to the waiting successor, and
+    exit.
 
     Args:
         handover: the process's hand-over. ``None`` if hand-overs are off.

@@ -1,9 +1,9 @@
-"""Both sides of a hand-over in one process: it takes connections from its predecessor, and later gives its own to
-its successor.
+"""Both sides of a hand-over in one process: it takes connections from its predecessor, and later gives its
+connections to its successor.
 
-The processes meet at a Unix socket in a shared folder. When a process is ready, it connects to the socket. The
-process listening there is its predecessor, which hands over its connections when it drains. After the predecessor
-has ended, this process listens itself.
+The processes connect through a Unix socket in a shared folder. When a process is ready, it connects to this
+socket, on which its predecessor listens. The predecessor hands over its connections when it drains. Once the
+predecessor has ended, this process listens on the socket.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: How long connections that cannot move yet are offered again before they are drained, in seconds.
+#: For this many seconds, connections that cannot move yet are offered again. Then they are drained.
 GIVE_S: Final = 2.0
 _GREETING_S: Final = 5.0
 #: The delay before a busy predecessor is asked again.
 _BUSY_S: Final = 1.0
-#: The delay before an unusable folder is tried again.
+#: The delay before the process tries again to listen in an unusable folder.
 _UNUSABLE_S: Final = 15.0
 #: The delay before connections that could not move are offered again while this process drains.
 _AGAIN_S: Final = 0.25
@@ -74,14 +74,14 @@ def protect_secrets() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """How a front end hands over its connections and continues received ones.
+    """The functions with which a front end hands over its connections and continues received connections.
 
     Attributes:
         dialect: the dialect's name. Connections never move between processes of different dialects.
         read: parses a giver's messages.
         movable_units: returns the units that can move from this process.
         make: rebuilds the unit of an offer.
-        carried: returns the number of pods or listeners, for the other process's log.
+        carried: returns the number of this process's pods or listeners, for the other process's log.
     """
 
     dialect: str
@@ -136,13 +136,13 @@ class Handover:
         self._last = ""
 
     def begin(self) -> None:
-        """Take over connections from the predecessor, then wait for a successor. Called when this process carries
+        """Take over connections from the predecessor, then wait for a successor. Called once this process serves
         its pods.
         """
         self._tasks.keep(self._run, "rendezvous")
 
     async def close(self) -> None:
-        """End both roles. Connections that the other process has not released stay in that process."""
+        """End both roles. Connections that the predecessor has not released stay in the predecessor."""
         if self._listener is not None:
             # Remove the socket now: once the channel closes, the successor binds its own socket at this path.
             self._listener.remove()
@@ -199,7 +199,7 @@ class Handover:
                 await asyncio.sleep(_UNUSABLE_S)
 
     async def _take_from_predecessor(self) -> bool:
-        """Take connections from the listening process. Return True if no process listens, or if it has ended."""
+        """Take connections from the listening process. Return True once no process listens there any more."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             sock.connect(str(self.path))
@@ -222,7 +222,7 @@ class Handover:
             log.error("the hand-over ends: the predecessor sent an unreadable message error=%s", error)
             return False
         except OSError:
-            return False  # the caller tries again, and by then the predecessor has disconnected
+            return False  # the predecessor has disconnected when the caller tries again
         finally:
             self._poller.resume()
             taker.close()
@@ -374,7 +374,7 @@ class Handover:
         )
 
     async def give_late(self) -> None:
-        """Repeatedly offer the connections that have stayed, also to a later successor, until cancelled."""
+        """Offer the remaining connections again and again, to this or a later successor, until cancelled."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             giver = self._giver

@@ -6,9 +6,9 @@ from typing import Final
 class SliceSize:
     """Chooses the number of connections offered per slice, from the duration of the previous slice.
 
-    The target duration is 5 ms. On busy processors it is half of the time since the previous slice, at most 50 ms:
-    there, even a slice of one connection waits for a processor several times, and a hand-over of 10,000
-    connections in such slices would take minutes.
+    The target duration is 5 ms. On busy processors it is half of the time since the previous slice, at most 50 ms.
+    On these, even a slice of one connection waits for a processor several times, so small slices would make a
+    hand-over of 10,000 connections take minutes.
     """
 
     #: Both processes together need about 5 ms of CPU for 16 plain connections.
@@ -21,7 +21,7 @@ class SliceSize:
         self.connections = self.FEWEST
 
     def ended(self, took_s: float, gap_s: float) -> None:
-        """Adapt to a slice that took ``took_s`` and began ``gap_s`` after the end of the previous one."""
+        """Adapt to a slice that took ``took_s`` and began ``gap_s`` after the end of the previous slice."""
         aim_s = min(max(self._SHORT_S, gap_s / 2), self._LONG_S)
         if took_s > aim_s:
             self.connections = max(self.FEWEST, self.connections // 2)

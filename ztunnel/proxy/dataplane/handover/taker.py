@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Declining(Exception):
-    """This process cannot continue an offered unit. The text gives the reason."""
+    """This process cannot continue an offered unit. The text states the reason."""
 
 
 class Pending(Protocol):
@@ -47,7 +47,7 @@ class Taker:
         statistics: receives the counts.
 
     Attributes:
-        taken: the number of pod connections that continue here.
+        taken: the number of pod connections that this process has taken over.
     """
 
     def __init__(self, make: Make, statistics: HandoverCounts) -> None:
@@ -57,10 +57,10 @@ class Taker:
         self.taken = 0
 
     async def consider(self, offer: Offer, parcel: Parcel) -> str:
-        """Build the unit described by an offer. It then waits until the giver releases it.
+        """Build the unit described by an offer. The unit then waits until the giver releases it.
 
         Returns:
-            The reason why the unit cannot be built, or empty if it was.
+            The reason why the unit cannot be built, or an empty string if it was built.
         """
         socks: list[socket.socket] = []
         try:
@@ -79,7 +79,7 @@ class Taker:
         return ""
 
     def begin(self, number: int) -> None:
-        """Continue a unit: the giver has released it."""
+        """Continue a unit, because the giver has released it."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             self.taken += pending.entries
@@ -87,7 +87,7 @@ class Taker:
             pending.start()
 
     def forget(self, number: int) -> None:
-        """Discard a unit: the giver keeps it."""
+        """Discard a unit, because the giver keeps it."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             pending.discard()
