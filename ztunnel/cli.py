@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import json
 import logging
 import os
@@ -179,6 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
     # Roots with a serial number of 0 are common, and each would cause this warning.
     warnings.filterwarnings("ignore", message="Parsed a serial number which wasn't positive", category=UserWarning)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names and reasons can have characters that the terminal's encoding does not have.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(argv)
         sys.stdout.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 
 from tests.commands import ztunnel
 from tests.hbone.certificates import Authority
+from tests.limits import WAIT_S
 from ztunnel.cli import COMMANDS, GROUPS, _parser, complete_for_kubectl, main
 
 
@@ -79,6 +81,20 @@ def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
         assert running.stderr is not None
         assert running.stderr.read() == b""
         assert running.wait(30) == 141
+
+
+@pytest.mark.parametrize("form", ["table", "yaml"])
+def test_a_name_that_the_terminal_cannot_show_is_escaped(form: str, tmp_path: Path) -> None:
+    dump = tmp_path / "dump.json"
+    workload = {"name": "caf\u00e9\ud800", "namespace": "shop", "workloadIps": ["10.0.0.1"]}
+    dump.write_text(json.dumps({"workloads": [workload], "certificates": []}))
+    words = [sys.executable, "-m", "ztunnel", "config" if form == "yaml" else "workloads", "-f", str(dump)]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    if form == "yaml":
+        words += ["workloads", "-o", "yaml"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=WAIT_S, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"caf\xe9" in done.stdout
 
 
 def test_help_and_version_go_to_standard_output() -> None:

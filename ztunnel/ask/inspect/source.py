@@ -282,3 +282,5 @@ def _parsed(text: str, name: str) -> Any:
     except ValueError as error:
         where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
         raise AskFailed(f"{name}: not JSON{where}") from None
+    except RecursionError:
+        raise AskFailed(f"{name}: JSON that is nested too deeply") from None

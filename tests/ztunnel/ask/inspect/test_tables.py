@@ -244,7 +244,13 @@ def test_commands_name_the_address_where_no_admin_server_listens(capsys: Output)
 
 
 @pytest.mark.parametrize(
-    ("content", "error"), [(None, "No such file"), (b"\xff\xfe", "not UTF-8 text at byte 0"), (b"{", "not JSON")]
+    ("content", "error"),
+    [
+        (None, "No such file"),
+        (b"\xff\xfe", "not UTF-8 text at byte 0"),
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "JSON that is nested too deeply"),
+    ],
 )
 def test_an_unreadable_dump_is_named_with_the_reason(
     content: bytes | None, error: str, tmp_path: Path, capsys: Output
