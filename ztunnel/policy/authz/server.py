@@ -135,6 +135,7 @@ class PolicyServer:
         try:
             flow = decode_request(message)
         except ConfigError as error:
+            self.answers[Code.INVALID_ARGUMENT] += 1
             return encode_response(Code.INVALID_ARGUMENT, str(error))
         verdict = self.answer(flow)
         if old and verdict.allowed and flow.method is None:

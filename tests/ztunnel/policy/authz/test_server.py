@@ -194,10 +194,11 @@ def test_policies_may_be_too_old(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_request_are_an_invalid_argument(tmp_path: Path) -> None:
     async def main() -> None:
-        async with serving(tmp_path, Snapshot(2)) as (_, channel):
+        async with serving(tmp_path, Snapshot(2)) as (server, channel):
             answer = decode_response(await channel.unary(CHECK_METHODS[0], b"\xff", timeout_s=5))
             assert answer[0] == 3
             assert (await check(channel, GET))[0] == 0
+            assert server.answers == {Code.INVALID_ARGUMENT: 1, Code.OK: 1}
 
     run(main)
 
