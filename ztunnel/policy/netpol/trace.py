@@ -15,7 +15,7 @@ from tproxy.render import nf_tables as nf
 from tproxy.render import nftables
 from tproxy.render.nftables_dump import read_rule
 from tproxy.render.text import rule_text
-from tproxy.render.trace import GROUP, TraceEvent, handles, read_event, verdict_text
+from tproxy.render.trace import GROUP, Header, TraceEvent, handles, read_event, verdict_text
 from tproxy.resources import Chain, Hook, HookPoint, Rule, Table
 from tproxy.wire import text
 from xds.model import calico as c
@@ -24,6 +24,8 @@ from ztunnel.policy.netpol.table_builder import TABLE
 #: The table that marks packets while a trace runs.
 TRACE_TABLE = "ztunnel-netpol-trace"
 _MARKS_AT = -300
+#: The number of packets whose headers are remembered.
+_MOST_HEADERS = 1024
 _HEADER = struct.Struct("=IHHII")
 _NAMES = {number: name for name, number in c.PROTOCOLS.items()}
 
@@ -104,11 +106,18 @@ class _Rules:
         self._netns = netns
         self._texts: dict[int, str] = {}
         self._packet = -1
+        #: Headers of the last packets. The events of packets on different processors come mixed.
+        self._headers: dict[int, Header] = {}
 
     def lines(self, event: TraceEvent) -> Iterator[str]:
-        if event.header is not None and event.packet != self._packet:
+        if event.header is not None:
+            self._headers.pop(event.packet, None)  # a number is used again after the packet's end
+            self._headers[event.packet] = event.header
+            if len(self._headers) > _MOST_HEADERS:
+                del self._headers[next(iter(self._headers))]
+        header = self._headers.get(event.packet)
+        if header is not None and event.packet != self._packet:
             self._packet = event.packet
-            header = event.header
             name = _NAMES.get(header.protocol, str(header.protocol))
             ports = f":{header.source_port}", f":{header.destination_port}"
             one, other = ports if header.destination_port else ("", "")
