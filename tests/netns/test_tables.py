@@ -4,7 +4,10 @@ import asyncio
 import contextlib
 import errno
 import os
+import socket
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from tests.generated import examples
 from tests.tproxy.tables import HOOK, tables
 from tproxy import expressions as e
+from tproxy.aio import rtnetlink
 from tproxy.aio.kernel import BlockingKernel
-from tproxy.aio.netlink import NETLINK_NETFILTER, NetlinkSocket
+from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.aio.table import BlockingTable, KeptTable
 from tproxy.diff import table_steps
@@ -152,3 +156,15 @@ def test_more_refusals_than_the_receive_buffer_holds_are_one_error(elsewhere: Ne
         request = nftables.nft_message(nftables.NFT_GETTABLE, 0, nftables.DUMP)
         with NetlinkSocket(NETLINK_NETFILTER, elsewhere) as fresh:
             assert link.dump(request) == fresh.dump(request)
+
+
+def test_a_dump_that_fails_after_its_start_is_an_error(elsewhere: Netns) -> None:
+    """The kernel reports an unknown device of an address dump in NLMSG_DONE, without NLMSG_ERROR before it."""
+    everything = rtnetlink.dump_request(rtnetlink.RTM_GETADDR)
+    ipv4 = socket.AF_INET.to_bytes(1, sys.byteorder)
+    of_device = replace(everything, body=ipv4 + everything.body[1:4] + (1 << 30).to_bytes(4, sys.byteorder))
+    with NetlinkSocket(NETLINK_ROUTE, elsewhere) as link:
+        for _ in range(2):
+            with pytest.raises(KernelRefused) as refused:
+                link.dump(of_device)
+            assert refused.value.code == errno.ENODEV

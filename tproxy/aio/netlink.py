@@ -92,6 +92,8 @@ class NetlinkSocket:
 
         Raises:
             DumpInterrupted: the dumped table changed during each of ``_DUMP_ATTEMPTS`` attempts.
+            NeedCapability: EPERM or EACCES.
+            KernelRefused: any other errno, also if the dump failed after some bodies.
         """
         # A dump is delivered in several reads, and the kernel holds no lock between them. It flags a dump during
         # which the table changed (NLM_F_DUMP_INTR). Such a dump can lack objects, so it is repeated.
@@ -180,10 +182,12 @@ class NetlinkSocket:
                 if sequence != self._sequence:
                     continue
                 interrupted |= bool(flags & _NLM_F_DUMP_INTR)
-                if kind == _NLMSG_DONE:
-                    return bodies, interrupted
-                if kind == _NLMSG_ERROR:
+                if kind in (_NLMSG_DONE, _NLMSG_ERROR):
+                    # A dump that fails after its start ends with NLMSG_DONE, which has the error
+                    # (netlink_dump_done in net/netlink/af_netlink.c). Objects are then missing.
                     code = -struct.unpack_from("=i", body)[0]
+                    if kind == _NLMSG_DONE and not code:
+                        return bodies, interrupted
                     if code == errno.EINTR:
                         return bodies, True
                     raise _refusal(message, code)
