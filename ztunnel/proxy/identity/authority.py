@@ -202,13 +202,28 @@ def _refuse_exposed(path: Path) -> None:
 
 
 def _write_new(path: Path, content: bytes, mode: int) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    """Create a file whole or not at all, because a part of it would stop every later start.
+
+    Raises:
+        FileExistsError: another process has created it.
+        OSError: it cannot be written.
+    """
+    making = path.with_name(f".{path.name}.{os.getpid()}")
+    making.unlink(missing_ok=True)  # an earlier process with this number was killed
+    descriptor = os.open(making, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
-    except OSError:
-        path.unlink()  # a part of it would stop every later start
-        raise
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            os.link(making, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            making.rename(path)
+    finally:
+        making.unlink(missing_ok=True)
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -2,7 +2,10 @@
 
 import contextlib
 import resource
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +14,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from tests.limits import WAIT_S
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.envoy.secrets.verify import check_secret
 from ztunnel.proxy.identity.authority import CaError, CertificateAuthority, now, token_secret
@@ -91,6 +95,35 @@ def test_a_start_that_cannot_write_a_file_leaves_no_part_of_it(tmp_path: Path, m
         start()
     start()
     assert {path.name for path in tmp_path.iterdir()} == names
+
+
+@pytest.mark.parametrize("most_bytes", [10, 50, 300], ids=["token", "key", "certificate"])
+def test_a_start_killed_while_it_writes_a_file_stops_no_later_start(tmp_path: Path, most_bytes: int) -> None:
+    program = f"""if True:
+        import resource, signal
+        from pathlib import Path
+        from ztunnel.proxy.identity.authority import CertificateAuthority, now, token_secret
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # the kernel's, at the write that exceeds the limit
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))
+        if {most_bytes} == 10:
+            token_secret(Path({str(tmp_path)!r}))
+        CertificateAuthority.open(Path({str(tmp_path)!r}), "cluster.local", now())
+    """
+    killed = subprocess.run([sys.executable, "-c", program], timeout=WAIT_S, check=False)
+    assert killed.returncode == -signal.SIGXFSZ
+    secret = token_secret(tmp_path)
+    authority = CertificateAuthority.open(tmp_path, "cluster.local", now())
+    assert token_secret(tmp_path) == secret
+    assert CertificateAuthority.open(tmp_path, "cluster.local", now()).root_pem == authority.root_pem
+
+
+def test_of_two_starts_at_once_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    token_secret(tmp_path)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # as the other process saw it
+    with pytest.raises(CaError, match="file exists"):
+        token_secret(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["token-key"]
 
 
 @contextlib.contextmanager
