@@ -79,9 +79,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Envoy's default timeouts, which cut tunnels; off unless a switch enables them.
+#: Envoy's default timeouts. Disabled unless a switch enables them, because they end tunnels.
 _ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
-#: Ports of tunnels that lead back to this proxy: directly, and by the node's NAT rule for node-local ones.
+#: Destination ports of tunnels to this proxy, with its listening port: 15008, and 15088 by the node's NAT rule.
 _SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
 
 
@@ -313,7 +313,7 @@ class Proxy:
         )
 
     def _replace_asked(self) -> None:
-        """Handle SIGUSR2."""
+        """Handle SIGUSR2: start a successor process."""
         from ztunnel.runtime.process import start_successor
 
         self._successor = start_successor(self._successor, moves=self.handover is not None)
@@ -347,7 +347,7 @@ class Proxy:
         if ads is None:
             return None
         target = self.bootstrap.targets[ads.cluster]
-        tls_of(target, self._surroundings)  # faults are reported now, not at the first attempt
+        tls_of(target, self._surroundings)  # raises an error now, not at the first connection attempt
         return AdsClient(
             target.address,
             self.bootstrap.message.node,
@@ -367,7 +367,7 @@ class Proxy:
         self.unknown_fields.value += count
 
     def _retire_cluster(self, cluster: LiveCluster) -> None:
-        """Retire a replaced or removed cluster: it gets no new work, and its connections end by themselves."""
+        """Retire a replaced or removed cluster: it gets no new connections, and open connections continue."""
         self._tasks.start(self._close_cluster(cluster), f"retiring {cluster.model.name}")
 
     async def _close_cluster(self, cluster: LiveCluster) -> None:
@@ -444,7 +444,7 @@ class Proxy:
                 await stack.enter_async_context(self.ads)
             self._add_static()
             start = self._tasks.start(self._start(), "start")
-            # Ending the process is better than being unready for ever, because a supervisor notices the end.
+            # End the process instead of staying unready for ever, because a supervisor restarts an ended process.
             start.add_done_callback(
                 lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
             )

@@ -68,7 +68,7 @@ class Findings:
     files: tuple[str, ...] = ()
 
     def checked(self) -> str:
-        """Return a summary of the checked configuration for a person."""
+        """Return a readable summary of the checked configuration."""
         files = f", and {', '.join(self.files)}" if self.files else ""
         return f"{self.resources} resources, {self.contexts} TLS contexts{files}"
 
@@ -80,7 +80,7 @@ def findings_of_file(path: str) -> Findings:
         message = parse_bootstrap(path, faults)
     except ConfigError as error:
         return Findings([f"{path}: {error}"])
-    read = len(faults)  # the parts that could be read are checked anyway
+    read = len(faults)  # despite these faults, the parts that could be read are checked
     bootstrap = read_bootstrap(message, faults)
     found = findings_of(bootstrap, path, unread=faults[:read])
     return replace(found, faults=[*(f"{path}: {fault}" for fault in faults), *found.faults])
@@ -93,9 +93,9 @@ def findings_of(
 
     Args:
         bootstrap: the bootstrap.
-        place: its name in faults.
+        place: the name of the bootstrap in faults.
         unread: the faults found when reading the text. Static resources with such faults are not checked further,
-            because their omitted parts would be reported as missing.
+            because parts that could not be read would be reported as missing.
     """
     check = _Check(bootstrap)
     static = bootstrap.message.static_resources
@@ -132,7 +132,7 @@ class _Check:
         self._static: dict[str, Secret] = {}
         self._by_file: dict[tuple[str, str], Secret] = {}
         self._contexts: list[tuple[str, Role, ContextModel]] = []
-        #: The places that wait for a filter from a file, and their readers, by file and name.
+        #: By file and filter name, the places where a filter from this file is used, with the reader of each.
         self._extensions: dict[tuple[str, str], list[tuple[Discovered, Callable[..., object]]]] = {}
 
     def findings(self) -> Findings:
@@ -181,7 +181,7 @@ class _Check:
             place: the path of the list, without the index.
             bodies: the resources.
             at_fault: see :func:`_at_fault`.
-            file: the file of the resources, for secrets. Empty for static ones.
+            file: the file of the resources, for secrets. Empty for static resources.
         """
         for index, body in enumerate(bodies):
             if f"{place.rpartition(': ')[2]}[{index}]" in at_fault:
@@ -194,7 +194,7 @@ class _Check:
                 self.faults.append(f"{where}: {error}")
 
     def contexts(self) -> None:
-        """Build every TLS context with the secrets found so far. Secrets from a stream are missing."""
+        """Build every TLS context with the secrets found in files. Secrets from a stream are not available."""
         for place, role, model in self._contexts:
             try:
                 build(role, model, self._find)
@@ -233,7 +233,7 @@ class _Check:
                 raise ConfigError(f"no resource of this proxy: {message.DESCRIPTOR.full_name}")
 
     def _extension(self, message: core_pb2.TypedExtensionConfig, file: str) -> None:
-        """Check a discovered filter like every listener that references it."""
+        """Check a discovered filter for each listener that references it."""
         body = unpack(message.typed_config, message.name)
         kind = body.DESCRIPTOR.full_name
         for wanted, read in self._extensions.get((file, message.name), ()):
@@ -242,7 +242,7 @@ class _Check:
             read(body, self._surroundings)
 
     def _compiled(self, compiles: Callable[[], Model], place: str) -> Model | None:
-        """Return the result, or None with every fault recorded."""
+        """Return the result, or record every fault and return None."""
         model, faults = every_fault(compiles)
         self.faults.extend(f"{place}: {fault}" for fault in faults)
         return model

@@ -104,8 +104,8 @@ class LiveRbac:
 
         Args:
             info: the connection.
-            facts: the policy's input: the connection's facts, in a tunnel with the application as destination.
-            lines: limits log lines about denials. ``None``: denials are not logged here, but by an access log.
+            facts: the policy's input: the connection's facts. For a tunnel, the destination is the application.
+            lines: limits log lines about denials. ``None``: log no line, because an access log reports denials.
             live: whether the connection is already open, and is checked again after a policy change.
 
         Raises:
@@ -144,7 +144,7 @@ class LiveHeader:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """An object of ``set_filter_state``, ready to be evaluated."""
+    """One entry of a ``set_filter_state`` filter, ready to be evaluated."""
 
     key: str
     render: Renderer
@@ -176,8 +176,9 @@ class LiveTcpProxy:
 
     def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
         self.model = model
-        #: The time limit for opening an upstream. In Envoy both timers already run while it connects. They also
-        #: limit the wait for a CONNECT's answer, which a cluster's connect timeout does not cover.
+        #: The time limit for opening an upstream. As in Envoy, the idle and the duration timer run already while
+        #: the upstream connects. They also limit the wait for a CONNECT's answer, to which a cluster's connect
+        #: timeout does not apply.
         self.opening_limit_s = min(model.idle_timeout_s or math.inf, model.max_duration_s or math.inf)
         self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
         self.scope = tcp_scope(stats, model.stat_prefix)
@@ -194,7 +195,8 @@ class LiveTcpProxy:
             if not isinstance(part, str)
         )
         if model.tunneling is not None:
-            # A missing value is empty, not "-": a hostname is refused then, and a header left out.
+            # A missing value is an empty text, not "-". A tunnel with an empty hostname is refused, and an empty
+            # header is omitted.
             self.hostname = renderer(model.tunneling.hostname, missing="")
             self.headers = tuple(
                 LiveHeader(header.name, renderer(header.value, missing=""), header.action, header.keep_empty)
@@ -202,7 +204,7 @@ class LiveTcpProxy:
             )
 
 
-#: Envoy's buffer gauges. This proxy does not count buffered bytes, so they stay 0.
+#: Envoy's gauges of buffered bytes, which stay 0, because this proxy does not count these bytes.
 _BUFFERED = tuple(Declared(f"downstream_cx_{way}_bytes_buffered", Gauge) for way in ("rx", "tx"))
 _TCP_COUNTED = (*declared_in(LiveTcpProxy), *_BUFFERED)
 
@@ -215,7 +217,7 @@ class _Counted(NamedTuple):
     by_class: tuple[Counter, ...]
 
 
-#: Statistics with the same value as another one, because every connection and request here is HTTP/2.
+#: Statistics that are equal to another statistic, because every connection and request here is HTTP/2.
 _DERIVED = (
     Declared("rq_total", Counter, lambda counted: counted.requests.value),
     Declared("downstream_rq_http2_total", Counter, lambda counted: counted.requests.value),
@@ -274,7 +276,7 @@ class LiveConnectionManager:
         self.connection_came(secured=secured)
 
     def connection_came(self, *, secured: bool) -> None:
-        """Update the gauges for a connection taken over from another process, which has counted it as new."""
+        """Update the gauges for a connection that another process has counted as new and handed over."""
         self.cx_active.stored += 1
         self.cx_ssl_active.stored += secured
 
@@ -284,7 +286,7 @@ class LiveConnectionManager:
         self.cx_ssl_active.stored -= secured
 
     def connection_ended(self, *, by_peer: bool, in_use: bool) -> None:
-        """Count the end of a connection, which can have open requests. The caller also calls
+        """Count the end of a connection, which can have open requests. The caller must also call
         :meth:`connection_went`.
         """
         self.cx_destroy.value += 1
@@ -368,16 +370,16 @@ class LiveChain:
     """One filter chain.
 
     Attributes:
-        rbac, limits, filter_state: its filters by kind. Filters from ECDS come after the inline ones.
+        rbac, limits, filter_state: the chain's filters by kind. Filters from ECDS come after inline filters.
         sinks: the loggers of the terminal filter.
-        takes_internal: whether it can serve an internal listener: it has a TCP proxy and no TLS.
+        takes_internal: whether the chain can serve an internal listener, because it has a TCP proxy and no TLS.
         is_complete: whether each filter from ECDS has received its configuration, or has a default.
 
     Args:
-        on_secret: called after a secret of its TLS context was replaced.
+        on_secret: called after a secret of the chain's TLS context was replaced.
 
     Raises:
-        ConfigError: its TLS context cannot be built; see
+        ConfigError: the chain's TLS context cannot be built; see
             :class:`~ztunnel.proxy.envoy.secrets.contexts.LiveContext`.
     """
 
@@ -426,9 +428,9 @@ class LiveChain:
         self.takes_internal = self.proxy is not None and self.tls is None
 
     def discover(self, place: int, found: ChainFilter | None) -> None:
-        """Apply a filter's configuration from ECDS. ``None``: it was removed, and the default applies."""
+        """Apply a filter's configuration from ECDS. ``None``: the configuration was removed. Use the default."""
         found = found if found is not None else self.model.discovered[place].default
-        # A further subscription can deliver the same configuration again, which must not reset a limit's counts.
+        # Another subscription can deliver an equal configuration, which must not reset the counts of a limit.
         if found != self._found[place]:
             self._found[place] = found
             self._discovered[place] = self._make((found,)) if found is not None else None
@@ -439,7 +441,7 @@ class LiveChain:
         return self._discovered[place] is None
 
     def _put_together(self) -> None:
-        """Combine inline filters and those from ECDS into the lists used for new connections."""
+        """Combine inline filters and filters from ECDS into the lists used for new connections."""
         all_filters = [self._inline, *(each for each in self._discovered if each is not None)]
         self.rbac = tuple(rbac for each in all_filters for rbac in each.rbac)
         self.limits = tuple(limit for each in all_filters for limit in each.limits)
@@ -447,20 +449,20 @@ class LiveChain:
         self.is_complete = all(each is not None for each in self._discovered)
         #: Whether a filter reads the port of a tunnel's application; see :meth:`judge_port`.
         self.reads_port = any(rbac.reads_port for rbac in self.rbac)
-        #: Whether :meth:`admit` may refuse.
+        #: Whether :meth:`admit` can refuse a connection.
         self.gated = bool(self.limits) or not self.is_complete
 
     @cached_property
     def _lines(self) -> LineLimit:
-        """Limits log lines about denials, per chain: denials to one pod cannot suppress another pod's lines."""
+        """Limits log lines about denials per chain, so that denials to one pod suppress no lines of another."""
         return self._decisions.line_limit()
 
     def admit(self, info: StreamInfo) -> None:
-        """Run the connection-limiting filters before any byte is read, even of a handshake, like Envoy.
+        """Run the connection-limiting filters, like Envoy before any byte is read, even of a handshake.
 
         Raises:
             TooMany: a limit is reached.
-            Incomplete: a filter's configuration has not arrived. The filter could deny the connection.
+            Incomplete: the configuration of a filter, which could deny the connection, has not arrived.
         """
         if not self.is_complete:
             raise Incomplete()
@@ -468,7 +470,7 @@ class LiveChain:
             limit.check(info)
 
     def hold(self, info: StreamInfo) -> None:
-        """Count a connection that another process has admitted towards the chain's limits."""
+        """Count a connection towards the chain's limits that another process has admitted."""
         for limit in self.limits:
             limit.hold(info)
 
@@ -480,8 +482,8 @@ class LiveChain:
 
         Args:
             info: the connection.
-            port_known: whether the destination port is the application's. It is not before a tunnel's request;
-                filters that read the port then run later, in :meth:`judge_port`.
+            port_known: whether the destination port is the application's port. For a tunnel connection this is
+                false: filters that read the port run later, in :meth:`judge_port`.
             live: whether the connection is already open, and is checked again after a policy change.
 
         Raises:
@@ -489,7 +491,7 @@ class LiveChain:
         """
         if not self.rbac:
             return
-        # A connection manager's loggers write a line per request, and none for a connection without requests.
+        # A connection manager's loggers write a line per request, but no line for a connection without requests.
         logged = self._listener_logs or (self.proxy is not None and self.proxy.sinks)
         lines = None if logged else self._lines
         for rbac, facts in self.asked(info.facts, port_known=port_known):

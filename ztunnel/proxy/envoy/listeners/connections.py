@@ -1,7 +1,8 @@
 """The open connections of this proxy: accepted connections, their requests and further hops.
 
-Each is an entry of the process's connection table (:mod:`ztunnel.proxy.dataplane.live_table`). Drains and
-changes of policies or revocation lists are applied by reviews of the table.
+Each connection, request or hop is an entry of the process's connection table
+(:mod:`ztunnel.proxy.dataplane.live_table`). Reviews of the table apply drains and changes of policies or
+revocation lists.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class HopAddons(Protocol):
     async def connecting(
         self, hop: LiveHop, host: Host, *, tunnelled: bool
     ) -> tuple[frozenset[tuple[str, str]], ...] | None:
-        """Ask the addons about a connection with a chosen host."""
+        """Ask the addons about a connection whose host is chosen."""
 
     async def accepting(self, hop: LiveHop, application: SocketAddress | None) -> None:
         """Ask the addons about a connection to an application."""
 
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
-        """Store the facts about another host, for later hooks."""
+        """Store the facts about a host chosen for a further attempt, for later hooks."""
 
     def explained(self, info: StreamInfo, host: Host, inbound: bool) -> dict[str, Any]:
         """Return the addons' predicted verdicts on a connection."""
@@ -79,10 +80,10 @@ class HopAccount(Protocol):
 
 
 class LiveHop(Life):
-    """One hop: an accepted connection, one behind an internal listener, or the inbound half of a node-local
-    tunnel.
+    """One hop: an accepted connection, a connection behind an internal listener, or the inbound half of a
+    node-local tunnel.
 
-    Its access lines are written once, when it closes.
+    The hop's access lines are written once, when it closes.
 
     Args:
         group: the group to register in.
@@ -90,20 +91,20 @@ class LiveHop(Life):
         owner: the listener that counts the hop.
         clock: measures the duration.
         abort: see :class:`~ztunnel.proxy.dataplane.live_table.Life`.
-        port_known: whether the destination port is the application's. It is not before a tunnel's request; filters
-            that read the port then use :attr:`application`.
+        port_known: whether the destination port is the application's port. If not, as in a tunnel, filters that
+            read the port use :attr:`application`.
 
     Attributes:
-        owner: the version of the listener that accepted the hop, which can be an older version.
+        owner: the listener that accepted the hop, in the version of that time.
         chain: the filter chain, once it is chosen.
         cluster: the upstream cluster, once it is chosen.
         filter_sinks: loggers of the TCP proxy or connection manager. They come before ``listener_sinks``.
         application: the application named by a tunnel's request, once it is known.
         also: further checks of the hop, for example by Calico's policies.
-        addons: the addons to inform of the hop's end. ``None``: none are loaded, or another hop informs them.
+        addons: the addons to inform of the hop's end. ``None``: no addons are loaded, or another hop informs them.
         account: counts the connection's end. ``None``: another hop counts it.
         asked: the addons' verdicts. ``None`` if no addon was asked.
-        relay: copies the bytes. ``None`` until it runs, and always ``None`` for inner hops.
+        relay: the relay that copies the bytes. ``None`` until it runs, and always ``None`` for inner hops.
         upstream: the relay's upstream, which holds the hops behind this one.
         moved: whether the hop continues in another process, which then writes its access lines and counts its end.
     """
@@ -170,7 +171,7 @@ class LiveHop(Life):
         return ALLOWED
 
     def require(self, *, live: bool = False) -> None:
-        """Check the hop against the listener's active version, because its chain can be of an earlier version.
+        """Check the hop against the listener's active version, because the hop's chain can be older.
 
         A peer whose certificate was revoked since its handshake is refused, too.
 
@@ -178,7 +179,7 @@ class LiveHop(Life):
             live: whether the hop was allowed before and is checked again.
 
         Raises:
-            Refused: the hop is not allowed, or no chain serves it any more.
+            Refused: the hop is not allowed, or no filter chain matches it any more.
         """
         chain = self.current_chain()
         tls = self.info.tls
@@ -193,7 +194,7 @@ class LiveHop(Life):
         """Note the application named by a tunnel's request, and run the filters that read its port.
 
         Raises:
-            Refused: the hop is not allowed, or no chain serves it any more.
+            Refused: the hop is not allowed, or no filter chain matches it any more.
         """
         self.application = application
         chain = self.current_chain()
@@ -257,7 +258,7 @@ class InnerHop(LiveHop):
     """A hop behind an internal listener, counted by this listener.
 
     Args:
-        came: whether it was taken over from another process, which has counted it as new.
+        came: whether the hop came from another process, which has counted it as new.
     """
 
     __slots__ = ()
@@ -286,15 +287,15 @@ class InnerHop(LiveHop):
 
 
 class LiveRequest(LiveHop):
-    """A request of a tunnel connection, counted by the connection manager of its chain.
+    """A request of a tunnel connection, counted by the connection manager of the connection's filter chain.
 
     Filters that do not read the port have already checked the connection.
 
     Args:
-        chain: the filter chain of its connection.
+        chain: the filter chain of the request's connection.
         account: see :class:`LiveHop`.
-        carried: the open requests of its connection. The request is in this table until it closes.
-        came: whether it was taken over from another process, which has counted it as new.
+        carried: the open requests of the same connection. The request is in this table until it closes.
+        came: whether the request came from another process, which has counted it as new.
     """
 
     __slots__ = ("_carried", "manager")
@@ -344,17 +345,18 @@ class LiveRequest(LiveHop):
 
 
 class LiveConnection(LiveHop):
-    """One accepted connection, counted by its listener and for its pod from the beginning to the end.
+    """One accepted connection, counted for its listener and its pod from the beginning to the end.
 
     Args:
-        pod: the address of its pod: the client, or for incoming tunnels the destination.
+        pod: the address of the connection's pod: the client, or for incoming tunnels the destination.
         release: closes the accepted socket.
-        came: whether it was taken over from another process, which has counted it as new.
+        came: whether the connection came from another process, which has counted it as new.
 
     Attributes:
         id: unique in the process.
         counts: bytes moved so far, while bytes are relayed.
-        tunnels: the HTTP/2 connection, once it serves requests; ``None`` if its chain ends no tunnels.
+        tunnels: the HTTP/2 connection, once it serves requests. ``None`` if the filter chain terminates no
+            tunnels.
     """
 
     __slots__ = ("_addons", "_pod", "_quota", "counts", "id", "tunnels")
@@ -406,10 +408,10 @@ class LiveConnection(LiveHop):
             self.addons = self._addons
 
     def admit(self) -> None:
-        """Check a connection whose chain ends in a TCP proxy filter, and count it there.
+        """Check a connection whose chain ends in a TCP proxy filter, and count it for this filter.
 
         Raises:
-            Refused: it is not allowed.
+            Refused: the connection is not allowed.
         """
         self.require()
         self.state = State.DIALING
@@ -445,11 +447,11 @@ class LiveConnection(LiveHop):
 class PodQuota:
     """Limits accepted connections per pod when the process runs short of file descriptors.
 
-    A listener of this dialect accepts for all pods of the node. So a pod with too many connections cannot be left
-    waiting in its accept queue, as in an Istio mesh. Its next connections are closed while others' are served.
+    A listener of this dialect accepts for all pods of the node. So new connections of a pod with too many cannot
+    wait in an accept queue of their own, as in an Istio mesh. They are closed, while other pods' are served.
 
     Args:
-        descriptors: the process's descriptors. While they are not ``crowded``, every pod is admitted.
+        descriptors: the process's descriptors. Unless they are ``crowded``, every connection is admitted.
     """
 
     def __init__(self, descriptors: Descriptors) -> None:
@@ -457,7 +459,7 @@ class PodQuota:
         self._used: dict[str, int] = {}
 
     def admits(self, pod: str) -> bool:
-        """Return whether one more connection of a pod can be served. False while its share is used up."""
+        """Return whether one more connection of a pod can be served. False while the pod's share is used up."""
         descriptors = self.descriptors
         return not descriptors.crowded or not descriptors.has_most(self._used.get(pod, 0), len(self._used))
 
@@ -478,7 +480,7 @@ class Connections(Lives[LiveConnection]):
     """The accepted connections, oldest first, and the counter of ids.
 
     Args:
-        quota: counts them by pod.
+        quota: counts connections by pod.
 
     Attributes:
         ids: the ids of the next connections, unique in this process.

@@ -17,12 +17,12 @@ from ztunnel.proxy.envoy.upstream.original_dst import ORIGINAL_DST_OVERRIDE
 _LOCAL_METADATA = "envoy.filters.listener.original_dst"
 _BAGGAGE_METADATA = "envoy.filters.listener.workload_metadata"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-#: Any token is a method, in any case (RFC 9110, 9.1).
+#: A method can be any token, in upper or lower case (RFC 9110, 9.1).
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class FilterClosed(Exception):
-    """A listener filter closes the connection. The text has the reason.
+    """A listener filter closes the connection. The text states the reason.
 
     Attributes:
         failure: the reason in metrics.
@@ -53,7 +53,8 @@ def due(
 ) -> Iterator[tuple[str, model.ListenerFilter]]:
     """Yield the enabled listener filters of a connection with their names, in order.
 
-    The caller runs each filter before taking the next, because a filter can change the port that disables another.
+    The caller runs each filter before taking the next, because a filter can change the port, and other filters can
+    be disabled for the changed port.
 
     Args:
         filters: the listener's filters. ``None`` stands for a filter not yet delivered by ECDS.
@@ -77,9 +78,9 @@ def due(
 def annotate(entry: model.ListenerFilter, info: StreamInfo, name: str) -> None:
     """Run a filter that reads no bytes, for an accepted or an internal connection.
 
-    On a socket, :func:`restore` implements ``OriginalDst``. On an internal connection it reads the metadata and
-    filter state that an ``internal_upstream`` transport socket passed on. Missing and unparsable values are
-    ignored, like in Envoy.
+    On a socket, :func:`restore` implements ``OriginalDst``. On an internal connection, this function does: it
+    reads the metadata and filter state that an ``internal_upstream`` transport socket passed on. As in Envoy,
+    missing and unparsable values are ignored.
 
     Raises:
         FilterClosed: the filter needs bytes, but an internal connection has none.
@@ -120,7 +121,7 @@ def restore(end: PlainSocket, info: StreamInfo, *, transparent: bool) -> None:
     Args:
         end: the accepted socket.
         info: the connection, whose destination is still the socket's local address.
-        transparent: whether the socket's local address is the dialled address, unless NAT changed it.
+        transparent: whether the listener is transparent, so that without NAT the local address is the dialled one.
     """
     own = info.destination
     dialled = sockets.tracked_address(end.sock, 6 if ":" in own.host else 4)

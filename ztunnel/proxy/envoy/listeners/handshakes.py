@@ -1,8 +1,8 @@
 """Schedules and limits listeners' handshakes; see :mod:`ztunnel.proxy.dataplane.handshake_limiter`.
 
-A connection enters the limiter after its listener filters, if its filter chain requires TLS. The limits per pod
-use the address that the client dialled. Envoy has no such limits: there, clients that never finish a handshake
-with one pod can exhaust all memory and descriptors.
+A connection enters the limiter after its listener filters, if its filter chain requires TLS. For the limits per
+pod, a pod is the address that the client dialled. Envoy has no such limits: clients that never finish a handshake
+with one pod can use up all its memory and descriptors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hbone.errors import HboneError
 from ztunnel.proxy.dataplane.handshake_limiter import STALLED, HalfOpen, HandshakeLimiter, PendingHandshake
 from ztunnel.proxy.dataplane.live_table import Life
 
-#: The number of limiters (one per dialled address and timeout) above which unused ones are dropped.
+#: Above this number of limiters (one per dialled address and timeout), unused limiters are dropped.
 _KEPT: Final = 256
 
 
@@ -24,7 +24,7 @@ class Rejected(HboneError):
 
 
 class _Waiting:
-    """One connection in a handshake limiter; can end it while its handshake runs."""
+    """One connection in a handshake limiter. Lets the limiter end the connection during its handshake."""
 
     __slots__ = ("connection", "turn")
 
@@ -40,7 +40,7 @@ class Handshakes:
     """Schedules all listener handshakes of a process.
 
     Args:
-        half_open: limits the connections in their handshake; its owner closes it.
+        half_open: limits the connections that are in their handshake. The caller closes it.
     """
 
     def __init__(self, half_open: HalfOpen) -> None:
@@ -50,11 +50,11 @@ class Handshakes:
     async def turn(
         self, sock: socket.SocketType, connection: Life, source: str, destination: str, timeout_s: float
     ) -> PendingHandshake:
-        """Wait until a connection's ClientHello has arrived and its handshake may begin.
+        """Wait until a connection's ClientHello has arrived and the limiter allows its handshake to begin.
 
         Args:
-            sock: the socket, closed if the handshake must not begin.
-            connection: the connection's table entry, ended if the handshake must make room for another one.
+            sock: the socket, closed if the handshake is refused.
+            connection: the connection's table entry, ended if the handshake must make room for another handshake.
             source: the client's address.
             destination: the address that the client dialled.
             timeout_s: the longest wait for the ClientHello.
@@ -85,7 +85,7 @@ class Handshakes:
             if len(self._limiters) >= _KEPT:
                 self._forget_one()
             limiter = self._half_open.limiter(self._begins, self._rejected, timeout_s=timeout_s)
-        self._limiters[key] = limiter  # the last to be forgotten
+        self._limiters[key] = limiter  # moves it to the end, because the first unused ones are dropped
         return limiter
 
     def _forget_one(self) -> None:

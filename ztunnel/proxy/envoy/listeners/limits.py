@@ -1,4 +1,4 @@
-"""Limits the connections of a filter chain: how many are open, and how fast new ones are accepted."""
+"""Limits the number of a filter chain's open connections, and the rate of new connections."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ class LiveConnectionLimit:
         self._held = 0
 
     def check(self, info: StreamInfo) -> None:
-        """Reserve a place for a connection, released at its end.
+        """Reserve a place for a connection. The place is released when the connection ends.
 
         Raises:
             TooMany: the limit is reached.
@@ -39,7 +39,7 @@ class LiveConnectionLimit:
         info.held = (*info.held, self._release)
 
     def hold(self, info: StreamInfo) -> None:
-        """Reserve a place for a connection admitted by another process, even above the limit."""
+        """Reserve a place, even above the limit, for a connection that another process has admitted."""
         if self.model.enabled:
             self._active.stored += 1
             self._held += 1
@@ -78,7 +78,7 @@ class LiveRateLimit:
         self._filled_at = now
         if self._tokens < 1:
             self._limited.value += 1
-            info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)  # sic: Envoy's filter sets no other
+            info.flags.add(Flag.UPSTREAM_RETRY_EXHAUSTED)  # an odd flag, but the one that Envoy's filter sets
             raise TooMany()
         self._tokens -= 1
 

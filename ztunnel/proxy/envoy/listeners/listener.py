@@ -1,8 +1,8 @@
 """Listeners at run time: sockets, filters, chains and counters.
 
-Updates follow Envoy: a change of chains or matcher alone is made in place (unchanged chains keep their
-connections, changed chains drain). Any other change creates a new listener that takes over the sockets while the
-old one drains as a whole.
+Updates work as in Envoy. If only filter chains or the matcher change, the listener is updated in place: unchanged
+chains keep their connections, and changed chains drain. Any other change creates a new listener, which takes over
+the sockets while the old listener drains.
 """
 
 import logging
@@ -42,7 +42,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
         (option.level, option.name, option.value) for option in model.socket_options if option.state == "prebind"
     ]
     if ":" in address.host:
-        # Like in Envoy, which accepts IPv4 on an IPv6 address only if configured.
+        # As in Envoy, an IPv6 address accepts IPv4 only if configured.
         early.append((socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if model.ipv4_compat else 1))
     sock = sockets.listen(
         address.host,
@@ -51,7 +51,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
         reuse_port=model.reuse_port,
         freebind=model.freebind,
         socket_options=early,
-        # Bound now, so that the listener is refused if the port is in use. It listens when all its resources are
+        # Bind now, so that the listener is refused if the port is in use. It listens once all its resources are
         # warm.
         backlog=0,
     )
@@ -81,13 +81,14 @@ class LiveListener:
         body: the message as received, for dumps.
         sockets: the accepting sockets. They move to the successor on an update.
         draining: whether it was replaced or removed. Its open connections continue.
-        successor: the version that has replaced it. ``None`` also if it was removed.
+        successor: the version that has replaced this version. ``None`` if there is none, or the listener was
+            removed.
         filters: listener filters in order. ``None`` stands for a filter not yet delivered by ECDS.
         reads_bytes: whether a filter waits for bytes of the client.
-        ends_tunnels: whether a chain terminates tunnels, so that its clients are other nodes.
+        ends_tunnels: whether a filter chain terminates tunnels, so that the clients are other nodes.
 
     Raises:
-        ConfigError: a chain's TLS context cannot be built. Names the chain's path.
+        ConfigError: a chain's TLS context cannot be built. The error has the chain's path.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class LiveListener:
 
     @property
     def latest(self) -> "LiveListener":
-        """The active version, or the last one if the listener was removed."""
+        """The active version, or the last version if the listener was removed."""
         latest = self
         while latest.successor is not None:
             latest = latest.successor
@@ -172,7 +173,7 @@ class LiveListener:
 
     @property
     def live_chains(self) -> list[LiveChain]:
-        """All chains, the default one last."""
+        """All filter chains, the default chain last."""
         return list(self.chains.values())
 
     def chain_for(self, facts: ConnectionFacts) -> LiveChain | None:
@@ -181,7 +182,9 @@ class LiveListener:
         return self.chains[id(chain)] if chain is not None else None
 
     def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
-        """Return a listener filter's configuration: with ECDS the delivered or default one, or ``None``."""
+        """Return a listener filter's configuration: inline, delivered by ECDS, or the default. ``None`` if it has
+        not arrived and there is no default.
+        """
         if isinstance(entry.filter, DiscoveredFilter):
             return self._discovered.get(entry.name, entry.filter.default)
         return entry.filter
@@ -199,12 +202,12 @@ class LiveListener:
         self.reads_bytes = any(isinstance(found, ReadsBytes) for _, found in self.filters)
 
     def opened(self, *, moved: bool = False) -> None:
-        """Count a new connection; ``moved``: another process has counted it as new."""
+        """Count a new connection. With ``moved``, another process has already counted it as new."""
         self.cx_total.value += not moved
         self.cx_active.stored += 1
 
     def closed(self, *, moved: bool = False) -> None:
-        """Count the end of a connection here; ``moved``: another process will count its end."""
+        """Remove a connection from the gauges, and count its end, unless with ``moved`` another process will."""
         self.cx_active.stored -= 1
         self.cx_destroy.value += not moved
 

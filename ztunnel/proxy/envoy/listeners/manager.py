@@ -1,4 +1,4 @@
-"""Manages all listeners: static ones, those from LDS, and the replacement of one version by the next."""
+"""Manages all listeners, from the bootstrap and from LDS, and replaces each version by the next version."""
 
 import asyncio
 import logging
@@ -64,7 +64,7 @@ RDS_URL = registry.type_url(route_pb2.RouteConfiguration)
 class Delivered:
     """The versions of a resource from ECDS or RDS, for dumps.
 
-    ``good`` is current since ``at``; ``failure`` is a later version that was refused.
+    ``good`` is the current version, since the time ``at``. ``failure`` is a later version that was refused.
     """
 
     good: Resource | None = None
@@ -75,7 +75,7 @@ class Delivered:
 def wanted_sources(model: Listener) -> set[ConfigSource]:
     """Return the sources of a listener's routes and extension configurations, and the targets of its access logs.
 
-    Secrets are not included: each chain subscribes to its own.
+    Secrets are not included, because each filter chain subscribes to its secrets itself.
     """
     sources = {
         entry.filter.source for entry in model.listener_filters if isinstance(entry.filter, DiscoveredFilter)
@@ -91,7 +91,7 @@ def wanted_sources(model: Listener) -> set[ConfigSource]:
 
 
 def _log_services(logs: Iterable[AnyAccessLog]) -> Iterator[ConfigSource]:
-    """Yield the streams to log services as sources, because each of them needs a static cluster, too."""
+    """Yield log services as configuration sources, because these also need a static cluster."""
     return (GrpcSource(log.stream.cluster, False) for log in logs if isinstance(log, GrpcAccessLog))
 
 
@@ -210,7 +210,7 @@ class ListenerManager:
             seen = {resource.name for resource in update.resources}
             known = (*self._table, *self._warming.values(), *self.failures.values())
             gone |= {each.name for each in known if each.name not in seen}
-        # First, like in Envoy: a new listener can have the address of a listener that the update removes.
+        # Remove listeners first, like Envoy: a new listener can have the address of a removed listener.
         for name in gone - self._static:
             self._remove(name)
         for resource in update.resources:
@@ -243,11 +243,11 @@ class ListenerManager:
             return
         current = self._warming.get(resource.name) or self._table.get(resource.name)
         if current is not None and current.body == resource.body:  # comparing .value would copy it
-            current.body, current.version = resource.body, resource.version  # frees the old body's whole response
+            current.body, current.version = resource.body, resource.version  # the old body kept its response alive
             return
         big = current is not None and len(current.chains) > _MANY_CHAINS
         if big or len(resource.body.value) > _BIG_BYTES:
-            # The outbound listener of a big mesh takes a second to compile; connections are served meanwhile.
+            # The outbound listener of a big mesh takes a second to compile, so a thread compiles it.
             model = await asyncio.to_thread(self._compile, resource.body)
         else:
             model = self._compile(resource.body)
@@ -273,7 +273,7 @@ class ListenerManager:
             self._secrets.check(chain.secret_refs)
 
     def _refuse_duplicate_address(self, model: Listener) -> None:
-        # port 0 selects a free port for each listener
+        # Port 0 is left out, because it selects a free port for each listener.
         wanted = {address for address in model.addresses if address.port}
         for other in (*self._table, *self._warming.values()):
             if other.name != model.name and (both := wanted.intersection(other.model.addresses)):
@@ -283,9 +283,9 @@ class ListenerManager:
                 )
 
     def _make(self, model: Listener, body: AnyMessage, version: str) -> LiveListener:
-        """Return a version of a listener with bound sockets. It does not accept yet.
+        """Return a version of a listener with bound sockets, which does not accept yet.
 
-        If only chains or the matcher have changed, unchanged chains are kept.
+        If only filter chains or the matcher have changed, unchanged chains are kept.
         """
         old = self._table.get(model.name)
         in_place = old is not None and old.model.content == model.content
@@ -330,7 +330,7 @@ class ListenerManager:
 
     def _warm(self, listener: LiveListener) -> None:
         name = listener.name
-        # Subscribe before the task starts, because an error here rejects the resource that is being applied.
+        # Subscribe before the task starts, so that an error rejects the resource that is being applied.
         waits = self._subscribe(listener)
         superseded = self._warming.pop(name, None)
         if superseded is not None:
@@ -347,8 +347,8 @@ class ListenerManager:
                 del self._warming[listener.name]
                 self._promote(listener)
         except Exception as error:
-            # This is a bug. The response was acknowledged earlier and can no longer be refused. The proxy's start
-            # waits for every warming listener, and must not wait for this one.
+            # This is a bug of this program. The response was acknowledged earlier and can no longer be refused.
+            # Discard the listener, because the proxy's start waits for every warming listener.
             log.exception("listener %s cannot become active", listener.name)
             reason = f"internal error: {type(error).__name__}: {error}"
             self._failed(listener.name, listener.body, reason, listener.version)
@@ -362,7 +362,7 @@ class ListenerManager:
     def _subscribe(self, listener: LiveListener) -> list[asyncio.Event]:
         """Subscribe to the listener's resources from ECDS and RDS.
 
-        The events are set when each has arrived or its time limit has passed.
+        Each resource has an event, set when the resource has arrived or its time limit has passed.
         """
         events: list[asyncio.Event] = []
         subscriptions = self._subscriptions.setdefault(listener, [])
@@ -439,7 +439,7 @@ class ListenerManager:
             chain.discover(place, None)
             self.extensions.pop(wanted.name, None)
         found.set()
-        # Open connections must be allowed by the current filters. Envoy applies them to new connections only.
+        # Check open connections by the new filter configuration, too. Envoy uses it for new connections only.
         self._connections.review_all(Event.POLICIES, concerned=lambda hop: hop.chain is chain)
 
     def _secret_changed(self, chain: LiveChain) -> None:
@@ -526,13 +526,13 @@ class ListenerManager:
             log.info("listener %s replaced, the old one drains", new.name)
 
     def start(self) -> None:
-        """Start listening on all warm listeners. Others start when they are warm."""
+        """Start listening on all warm listeners. Warming listeners start once they are warm."""
         self._listening = True
         for listener in self._table:
             self._start(listener)
 
     async def warmed(self) -> None:
-        """Wait until every listener received so far is warm, superseded or refused."""
+        """Wait until every listener received so far is warm, replaced or refused."""
         while self._warming:
             await self._warmed_one.wait()
 
@@ -619,7 +619,7 @@ class ListenerManager:
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
         """Stop accepting at once; open connections continue (``/drain_listeners``, shutdown).
 
-        Listeners without ``keep`` never accept again, nor do their later versions.
+        Listeners for which ``keep`` returns false never accept again, nor do their later versions.
         """
         earlier = self._may_listen
         self._may_listen = lambda listener: earlier(listener) and keep(listener)

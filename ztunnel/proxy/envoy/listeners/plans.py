@@ -1,12 +1,13 @@
 """Plans: the decisions shared by all accepted connections of one client address to one destination.
 
 A plan has the results of the listener filters, the listener that the connection is handed to, and its filter
-chain. They depend only on the listeners and on addresses. So every change of the listeners drops all plans, and a
-filter configuration from ECDS drops the plans made with the earlier one. The first connection to a destination is
-decided without a plan, and makes it for later connections. Policies, limits, hosts and certificates change
-independently, so each connection looks them up.
+chain. These depend only on the listeners and on addresses. So every change of the listeners drops all plans, and a
+new filter configuration from ECDS drops the plans made with the earlier configuration. The decisions about the
+first connection to a destination are stored as a plan for later connections. Policies, limits, hosts and
+certificates change independently, so they are looked up for each connection.
 
-Decisions that depend on more than addresses have no plan: filters that wait for bytes, matchers of client ports.
+Decisions that depend on more than addresses have no plan, for example with filters that wait for bytes, or
+matchers of client ports.
 """
 
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ class TunnelRequest(NamedTuple):
         headers: the headers other than pseudo-headers.
         fields: all fields of the request.
         block: the encoded fields.
-        trace: its ``traceparent``, or an empty text.
+        trace: the request's ``traceparent``, or an empty text.
     """
 
     authority: str
@@ -49,11 +50,11 @@ class Plan:
     """The values shared by the connections of one client address to one destination.
 
     Attributes:
-        listener: the listener that carries the connection. It can be another one than the accepting listener.
-        chain: its filter chain.
+        listener: the listener that carries the connection. The accepting listener can be another listener.
+        chain: the filter chain of the connection.
         local: the local address of the accepted socket.
-        destination, restored, options, metadata: the facts left by the listener filters.
-        filters, own_filters: the filters of this listener and of the accepting one when the plan was made.
+        destination, restored, options, metadata: the facts that the listener filters have determined.
+        filters, own_filters: the filters of ``listener`` and of the accepting listener when the plan was made.
         request: the request for a tunnel, if it is equal for all these connections; see
             :meth:`~ztunnel.proxy.envoy.path.connect.Connector.begin`.
     """
@@ -95,7 +96,7 @@ class Plan:
             connection_id: unique in this process.
             accepting: the accepting listener.
             port: the client's port.
-            clock: the clock of its start.
+            clock: the clock for the start time.
         """
         source = SocketAddress(self.host, port)
         return StreamInfo(
@@ -126,7 +127,7 @@ class Plans:
         self._made: dict[Key, Plan] = {}
 
     def plan(self, key: Key) -> Plan | None:
-        """Return the plan of a connection, or ``None`` if it has none yet."""
+        """Return the plan of a connection, or ``None`` if there is no plan."""
         if self._version != self._listeners.version:
             self._made.clear()
             return None
@@ -141,7 +142,7 @@ class Plans:
 
         Args:
             key: the connection's key.
-            listener: the listener that it was handed to.
+            listener: the listener that the connection was handed to.
             chain: the chosen chain.
             info: the connection, as the listener filters have left it.
         """

@@ -1,6 +1,6 @@
 """The table of active listeners, by name, address and port.
 
-Only the listener manager changes it. The data path looks listeners up in it.
+Only the listener manager changes the table. The data path looks up listeners in the table.
 """
 
 from collections.abc import Collection, Iterator
@@ -29,11 +29,11 @@ class ListenerTable:
         return iter(self._active.values())
 
     def get(self, name: str) -> LiveListener | None:
-        """Return the listener of that name."""
+        """Return the listener with this name."""
         return self._active.get(name)
 
     def put(self, listener: LiveListener) -> None:
-        """Add a listener, or replace the one of its name."""
+        """Add a listener, or replace the listener with the same name."""
         self._active[listener.name] = listener
         self._index()
 
@@ -49,7 +49,7 @@ class ListenerTable:
         self._by_port = {address.port: listener for address, listener in self._by_address.items()}
 
     def internal(self, name: str) -> LiveListener | None:
-        """Return the internal listener of that name."""
+        """Return the internal listener with this name."""
         listener = self._active.get(name)
         return listener if listener is not None and listener.model.internal else None
 
@@ -60,8 +60,8 @@ class ListenerTable:
     def hand_off(self, destination: SocketAddress, own: LiveListener) -> LiveListener:
         """Return the listener for a connection that ``own`` accepted, by its original destination.
 
-        With ``use_original_dst`` this is the listener bound to the exact address, else the one bound to the port's
-        wildcard address, else ``own``.
+        If ``own`` has ``use_original_dst``, this is the listener bound to the exact address, or else the listener
+        bound to the port's wildcard address, or else ``own``.
         """
         found = self._by_address.get(destination)
         if found is None and destination.port in self._by_port:

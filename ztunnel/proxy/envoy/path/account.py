@@ -31,7 +31,7 @@ from ztunnel.runtime.clock import Clock
 _WIDTH: Final = 10
 #: The number of open connections handled per loop iteration: about a millisecond of work.
 _SLICE: Final = 1000
-#: The longest text from a peer that is recorded.
+#: The length to which recorded texts from a peer are limited.
 _MOST_TEXT: Final = 512
 #: Names that istiod gives to the policies of its RBAC filters.
 _ISTIO_POLICY: Final = re.compile(r"ns\[(.*)\]-policy\[(.*)\]-rule\[\d+\]")
@@ -41,9 +41,9 @@ class Account:
     """Counts and records the ended connections of one process.
 
     Args:
-        capacity: entries that the flight recorder keeps; 0 keeps none.
+        capacity: the number of entries in the flight recorder. 0 disables it.
         clock: the clock of end times.
-        node, cluster: names of this node and its cluster, for flows.
+        node, cluster: the names of this node and its cluster, for flows.
 
     Attributes:
         ring: the flight recorder.
@@ -82,11 +82,11 @@ class Account:
         if not ring.capacity:
             return
         secured = bool(ends.client and ends.server and (inbound or info.connected))
-        # Use the application's port, which is in the authority, instead of the tunnel's port.
+        # Use the application's port, from the authority, instead of the tunnel's port.
         destination = info.facts.destination
         if not ends.tunnel:
             destination = (hop.application if inbound else None) or ends.host or destination
-        # Stored as one shared value, because these texts rarely differ between connections of two workloads.
+        # Store the texts as one shared value, because they rarely differ between connections of two workloads.
         refs = ring.text(
             (
                 ends.client,
@@ -124,7 +124,7 @@ class Account:
         failures, denials = self.times.failures()
         opened, moved = sum(each.count for each in self.times.lengths.values()), self.moved_bytes
         for number, hop in enumerate([*connections, *connections.hops], 1):
-            tunnel = isinstance(hop, LiveConnection) and hop.owner.ends_tunnels  # its requests are counted instead
+            tunnel = isinstance(hop, LiveConnection) and hop.owner.ends_tunnels  # count its requests instead
             opened += hop.account is not None and not tunnel
             if hop.relay is not None:
                 counts = hop.relay.counts
@@ -157,7 +157,7 @@ class Account:
         )
 
     def _side(self, workload: Workload, identity: str) -> Side:
-        """Describe one side of a connection. A workload known only by its identity is named after its service
+        """Describe one side of a connection. If only the identity of a workload is known, its name is the service
         account.
         """
         name = workload.name or workload.service_account

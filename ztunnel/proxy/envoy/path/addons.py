@@ -5,14 +5,14 @@ hook               when
 =================  ====================================================================================
 ``connecting``     a TCP proxy has chosen a host and not dialled yet. Not called for listeners with
                    ``traffic_direction`` INBOUND, nor for hops behind internal listeners
-``accepting``      an application is chosen: for a tunnel that ends here, or by a TCP proxy of an
-                   INBOUND listener. Policies have allowed it
-``opened``         the relay runs
-``closed``         the access lines are written, after ``opened``
-``refused``        the access lines are written, without ``opened``
+``accepting``      policies have allowed the connection, and an application is chosen: for a tunnel
+                   that ends here, or by a TCP proxy of an INBOUND listener
+``opened``         the relay has started
+``closed``         the access lines are written, and ``opened`` was called
+``refused``        the access lines are written, and ``opened`` was not called
 =================  ====================================================================================
 
-Fewer facts are known than in an Istio mesh: each side is described by its certificate's identity and its proxy's
+Fewer facts are known than in an Istio mesh. A side is described by its certificate's identity and its proxy's
 baggage, and an endpoint by its metadata. The service is the cluster's name.
 """
 
@@ -47,7 +47,7 @@ class StreamAddons:
 
     Args:
         host: calls the addons.
-        decisions: records their denials.
+        decisions: records the addons' denials.
     """
 
     def __init__(self, host: AddonHost, decisions: Decisions) -> None:
@@ -55,13 +55,13 @@ class StreamAddons:
         self._decisions = decisions
 
     async def connecting(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> tuple[Labels, ...] | None:
-        """Ask the addons about a connection with a chosen host.
+        """Ask the addons about a connection whose host is chosen.
 
         Returns:
             The endpoint labels to prefer when choosing a host again. ``None``: keep the host.
 
         Raises:
-            Denied: an addon denies it.
+            Denied: an addon denies the connection.
         """
         if hop.owner.model.direction == "inbound":
             await self.accepting(hop, None)
@@ -76,7 +76,7 @@ class StreamAddons:
         """Ask about a connection to an application.
 
         Raises:
-            Denied: an addon denies it.
+            Denied: an addon denies the connection.
         """
         asked = hop.asked = Asked(self.host, self._inbound(hop.info, application))
         await self.host.decide(self.host.accepting, hop, asked)
@@ -139,7 +139,7 @@ class StreamAddons:
             Denied: an addon denies the connection.
         """
         if asked.addon:
-            # A copy, because the tunnels of one connection share its facts, but each has its own log line.
+            # Copy the facts: the tunnels of a connection share them, but each tunnel has its own log line.
             info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: {"name": asked.addon}})
         denied = asked.outcome.denied
         if denied:
@@ -195,7 +195,7 @@ _TUNNEL: Final = "tunnel"
 
 
 def without_labels(prefer: Iterable[Labels], hosts: Iterable[Host]) -> frozenset[Host]:
-    """Return the hosts that preferences exclude. Empty if no preference fits any host. Pure.
+    """Return the hosts that preferences exclude, or an empty set if no preference fits any host. Pure.
 
     Each preference narrows the remaining hosts. A preference that fits no remaining host has no effect.
     """

@@ -10,12 +10,12 @@ target                             evaluated policies
 an application, for a tunnel that  ingress of the dialled pod, with the peer's certificate
 ends here
 a tunnel                           egress of the dialling pod, with the port in the CONNECT
-any other address                  egress of the dialling pod and ingress of the dialled pod, where the pod
-                                   is known. If neither is, rules for an unknown pod
+any other address                  egress of the dialling pod and ingress of the dialled pod, for pods that
+                                   are known. If neither pod is known, rules for an unknown pod
 =================================  ==================================================================
 
 The identity at the far end of a tunnel is proven only by the later handshake, so rules about the destination's
-service account allow nothing here.
+service account never allow a connection here.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Enforcer:
             await self._admit(hop, _where_it_begins(hop.info, proxy, address, self._policies.guard.knows))
 
     async def _admit(self, hop: LiveHop, questions: tuple[_Question, ...]) -> None:
-        """Check the policies' answers to all questions, and store the questions for later reviews of the hop.
+        """Check each flow in ``questions`` by the policies, and store ``questions`` for later reviews of the hop.
 
         A later attempt replaces the stored questions.
 
         Raises:
-            Denied: a question is denied.
+            Denied: a flow is denied.
         """
         info = hop.info
         for direction, flow in questions:
@@ -88,7 +88,7 @@ class Enforcer:
                 self._decisions.denied(info, info.facts, denied.details)
                 raise denied
         hop.also = (partial(self._verdict, questions, info),)
-        # The answer to an earlier question can be outdated after waiting for a later one.
+        # Check all again: policies can have changed while this waited for a later decision.
         denial = self._denial(questions, info)
         if denial is not None:
             raise denial
@@ -102,7 +102,7 @@ class Enforcer:
         """Check a hop taken over from another process, now and at each policy change, by its current host.
 
         Raises:
-            Refused: the current configuration cannot express its question to the policies.
+            Refused: with the current configuration, the hop's flow for the policies cannot be determined.
         """
         info, address = hop.info, host.endpoint.address
         chain = hop.chain
@@ -135,11 +135,11 @@ class Enforcer:
 
 
 def _note(info: StreamInfo, decision: Decision) -> None:
-    """Write the rule that decided to the connection's dynamic metadata."""
+    """Write the deciding rule to the connection's dynamic metadata."""
     told = {name.removeprefix("policy."): value for name, value in decision.fields}
     if decision.staged:
         told["dry_run"] = decision.staged
-    # A copy, because the tunnels of one connection share its facts, but each has its own log line.
+    # Copy the facts: the tunnels of a connection share them, but each tunnel has its own log line.
     info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: told})
 
 
@@ -155,7 +155,7 @@ def explained(
     Args:
         guard: evaluates the policies.
         info: the connection.
-        proxy: the TCP proxy that opens it. ``None`` at the end of a tunnel.
+        proxy: the TCP proxy that opens the connection. ``None`` at the end of a tunnel.
         address: the next socket's address.
         own: the identities that the tunnel's end presents.
     """
@@ -177,8 +177,8 @@ def explained(
 def _at_its_end(info: StreamInfo, address: SocketAddress, own: Sequence[str]) -> tuple[_Question, ...]:
     peer, principal = info.facts.peer, ""
     if peer is not None:
-        # Never empty for a tunnel without an identity: an empty principal means plain text, which a rule can allow
-        # by address alone.
+        # A tunnel never gets an empty principal, even without an identity: an empty principal means plain text,
+        # which a rule can allow by address alone.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return ((c.Direction.INGRESS, connection(info.source, address, principal, own[0] if own else "")),)
 

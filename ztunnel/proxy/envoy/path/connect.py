@@ -1,8 +1,9 @@
 """Opens the upstream of a hop and its TCP proxy: picks a cluster and a host, opens a socket or a tunnel.
 
-An endpoint that is an internal listener continues in-process: the inner hop is a second :class:`LiveHop` with its
-own counters and log line, but no bytes pass between the two. With the node-local shortcut, a tunnel to a pod of
-this node continues in-process at that pod's inbound chain. The chain checks it like a tunnel from the network.
+If the endpoint is an internal listener, the connection continues in this process: the inner hop is a second
+:class:`LiveHop` with its own counters and log line, but no bytes are copied between the two hops. With the
+node-local shortcut, a tunnel to a pod of this node continues in this process at the pod's inbound filter chain,
+which checks it like a tunnel from the network.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-#: Labels that a host must have all of, see :mod:`ztunnel.proxy.addons.decide`.
+#: A set of labels. A preferred host has all labels of the set; see :mod:`ztunnel.proxy.addons.decide`.
 Labels = frozenset[tuple[str, str]]
 #: A further check of a host before the connection is opened. It raises ``Denied``.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
@@ -81,10 +82,10 @@ class Connector:
         poller: this loop's poller.
         rng: picks among weighted clusters.
         keep_client_address: whether tunnels behind an internal listener keep the client's address, which Envoy
-            loses there (``tunnel_source``).
+            loses (``tunnel_source``).
         times: records the durations of handshakes.
-        early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it
-            buffers them.
+        early_data: whether to send the first bytes of a connection along with its CONNECT, to peers that announce
+            that they buffer these bytes.
         admit: a further check of a host. ``None`` disables it.
     """
 
@@ -120,7 +121,7 @@ class Connector:
 
         Args:
             hop: the connection.
-            proxy: its filter.
+            proxy: the TCP proxy filter of the connection.
             client: the downstream end, for sending its first bytes along with a CONNECT.
             begun: the first attempt, from :meth:`begin`.
 
@@ -131,7 +132,7 @@ class Connector:
         tunnelled = tunnels(proxy, info) if begun is None else begun.tunnelled
         cluster = self._cluster_of(hop, proxy, tunnelled=tunnelled) if begun is None else begun.cluster
         subset = proxy.subsets.get(info.cluster, model.metadata_match)
-        # Like Envoy's ``max_connect_attempts``: limited by number, with a back-off, but without a time limit.
+        # As with Envoy's ``max_connect_attempts``, there is a limit of attempts and a back-off, but no time limit.
         attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
         prefer: tuple[Labels, ...] = ()
         while True:
@@ -179,7 +180,7 @@ class Connector:
         """Choose the cluster of a hop.
 
         Raises:
-            NoCluster: it does not exist.
+            NoCluster: the cluster does not exist.
         """
         info = hop.info
         info.tunnelled = tunnelled
@@ -209,14 +210,15 @@ class Connector:
     ) -> Opening | None:
         """Begin the first attempt of :meth:`open`, as far as this is possible without waiting.
 
-        If the result is ``requested``, ``answered`` is called later; then call :meth:`opened`, or :meth:`stop` and
-        :meth:`open`. Otherwise call :meth:`open` with the result at once.
+        If the result is ``requested``, ``answered`` is called later. The caller then calls :meth:`opened`, or,
+        after an error, :meth:`stop` and :meth:`open`. If the result is not ``requested``, the caller calls
+        :meth:`open` with the result at once.
 
         Args:
             hop, proxy, client: see :meth:`open`.
             answered: see :meth:`hbone.aio.pool.Pool.open_on`.
             abort: ends the connection until the tunnel is answered.
-            plan: stores the request for a tunnel, if all connections of the plan make the same one.
+            plan: stores the request for a tunnel, if all connections of the plan make an equal request.
 
         Returns:
             None if addons or policies decide about each host, so that the attempt has not begun.
@@ -260,7 +262,7 @@ class Connector:
         answered: OnAnswer,
         plan: Plan | None,
     ) -> None:
-        """Request a tunnel on an open connection, if one has room and the far end is not in this process.
+        """Request a tunnel on an open connection that has room, unless the far end is in this process.
 
         Raises:
             Refused: see :func:`_asked` and :meth:`TunnelPools.key_of`.
@@ -352,7 +354,7 @@ class Connector:
     # Internal listeners
 
     async def _enter(self, opening: Opening, address: InternalAddress, client: End | None) -> ClusterUpstream:
-        """Continue at an internal listener. Its failures read ``Invalid argument``, like in Envoy."""
+        """Continue at an internal listener. As in Envoy, a failure's text is ``Invalid argument``."""
         if opening.inner is not None:
             hop, proxy = opening.inner.hop, opening.inner.proxy
         else:
@@ -374,7 +376,7 @@ class Connector:
         """Enter an internal listener.
 
         Raises:
-            UpstreamFailed: it does not exist, or refuses the connection.
+            UpstreamFailed: the listener does not exist, or refuses the connection.
         """
         outer, cluster, transport = opening.hop.info, opening.cluster, opening.transport
         if transport.context is not None:
@@ -451,7 +453,7 @@ class Connector:
         transport: LiveTransport,
         tunnel: Tunnel,
     ) -> ClusterUpstream:
-        """Return the upstream of an answered tunnel, and note its facts."""
+        """Return the upstream of an answered tunnel, and store the tunnel's facts."""
         info, connection, context = hop.info, tunnel.connection, transport.context
         if connection.handshake_s:
             self._times.first_request(connection, info.trace.encode(), hop.clock.wall())
@@ -511,7 +513,7 @@ def _asked(info: StreamInfo, cluster: LiveCluster, proxy: LiveTcpProxy, plan: Pl
     """Return the request for a hop's tunnel, and note it in ``info``.
 
     Args:
-        plan: stores the request, if all connections of the plan make the same one.
+        plan: stores the request, if all connections of the plan make an equal request.
 
     Raises:
         Overflow: the cluster has too many requests.
@@ -531,8 +533,8 @@ def _asked(info: StreamInfo, cluster: LiveCluster, proxy: LiveTcpProxy, plan: Pl
 
 
 def _can_stay(info: StreamInfo, transport: LiveTransport) -> bool:
-    """Return whether a tunnel can stay in this process. It cannot with a PROXY header, which only listener filters
-    read, because node-local tunnels begin behind the listener filters.
+    """Return whether a tunnel can stay in this process. A tunnel with a PROXY header cannot, because only listener
+    filters read the header, and node-local tunnels bypass these.
     """
     return transport.proxy_version is None and not info.options.first_bytes
 
@@ -562,7 +564,7 @@ def _end_inner(opening: Opening, hop: LiveHop, error: Refused) -> Refused:
     hop.close()
     opening.counted.ended(by_peer=True, in_use=True)
     if isinstance(error, Denied):
-        return error  # not a failure of this host: another attempt would be denied as well
+        return error  # this is no failure of the host, and another attempt would be denied as well
     final = isinstance(error, UpstreamFailed) and error.final
     return UpstreamFailed(INVALID_ARGUMENT, final=final, failure=error.failure)
 

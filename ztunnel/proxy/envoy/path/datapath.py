@@ -1,9 +1,10 @@
 """START HERE: the path of one connection, from accept to its last log line.
 
-:meth:`Datapath.accepted` is called for each socket. Its callees follow top to bottom: listener filters, filter
-chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (carries bytes to a cluster, plainly or
-in a tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (terminates tunnels). All errors
-become response flags at the end of ``_serve``. Closing the connection's table entry counts and logs it.
+:meth:`Datapath.accepted` is called for each socket. The methods below follow in the order of their calls: listener
+filters, filter chain, then either :class:`~ztunnel.proxy.envoy.path.tcp_proxy.TcpProxies` (carries bytes to a
+cluster, plainly or in a tunnel) or :class:`~ztunnel.proxy.envoy.path.tunnel_server.TunnelServer` (terminates
+tunnels). All errors become response flags at the end of ``_serve``. When a connection's table entry closes, the
+connection is counted and logged.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Datapath:
-    """Carries accepted connections to their end; its owner closes it.
+    """Carries accepted connections to their end. The owner of this object closes it.
 
     Args:
         listeners: the table for hand-off between listeners.
@@ -160,7 +161,7 @@ class Datapath:
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
-                # As in Envoy, the connection manager's loggers write a line per request, and none for the
+                # As in Envoy, the connection manager's loggers write a line per request, but no line for the
                 # connection.
                 info.protocol = "HTTP/2"
                 await self._tunnels.serve(connection, listener, chain, end)
@@ -193,7 +194,7 @@ class Datapath:
 
     @staticmethod
     async def _admit(chain: LiveChain, info: StreamInfo) -> None:
-        """Apply the chain's connection limits. A connection above them is held for the configured delay first."""
+        """Apply the chain's connection limits. A connection above a limit is closed after the configured delay."""
         try:
             chain.admit(info)
         except TooMany as error:
@@ -209,7 +210,7 @@ class Datapath:
         accepted_for = info.facts.destination
         await self._run_limited(listener, end, info, transparent=transparent)
         if listener.model.use_original_dst and info.restored and info.facts.destination != accepted_for:
-            # A PROXY header has named another destination. Like in Envoy, only one hand-over is possible.
+            # A PROXY header has named another destination. As in Envoy, only one hand-off is possible.
             named = self._listeners.hand_off(info.facts.destination, listener)
             if named is not listener:
                 listener = named
@@ -219,7 +220,7 @@ class Datapath:
     async def _run_limited(
         self, listener: LiveListener, end: PlainSocket, info: StreamInfo, *, transparent: bool
     ) -> None:
-        """Run the filters of a listener within its limit of time.
+        """Run the filters of a listener within the listener's time limit.
 
         Raises:
             FilterClosed: a filter or the time limit ends the connection.
@@ -262,7 +263,7 @@ class Datapath:
 
     @staticmethod
     def _choose_chain(connection: LiveConnection, info: StreamInfo) -> LiveChain:
-        # Use the listener's active version, because it can have been replaced while filters waited for bytes.
+        # Use the active version of the listener, which can have changed while filters waited for bytes.
         chain = connection.owner.latest.chain_for(info.facts)
         if chain is None:
             raise NoFilterChain()

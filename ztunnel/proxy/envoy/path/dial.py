@@ -121,8 +121,8 @@ class Dialler:
         return self._opened(cluster, host, counted, PlainSocket(sock, self._poller, fresh=True))
 
     def _began(self, cluster: LiveCluster) -> CountedConnection:
-        """Count a connection that is being opened. It is counted before the first await, so that a burst cannot
-        exceed the limits.
+        """Count a connection that is being opened. Called before the first await, so that a burst of connections
+        cannot exceed the limits.
 
         Raises:
             Overflow: the cluster has too many connections.
@@ -194,7 +194,8 @@ class Dialler:
     ) -> socket.socket:
         """Connect a socket, and send the first bytes of ``options``.
 
-        A TCP socket has the cluster's socket options, and the client's address if ``options`` contain it.
+        A TCP socket has the cluster's socket options, and the client's address if ``options`` contain this
+        address.
 
         Raises:
             TproxyError: the connection was refused or reset, or the host is unreachable or did not answer within
@@ -255,7 +256,7 @@ class Dialler:
 
 def _source_of(cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions) -> tuple[str | None, bool]:
     """Return the address to connect from, and whether it belongs to this host (``upstream_bind_config``)."""
-    # If a pod connects to itself, do not use the client's address: source and destination would be the same.
+    # If a pod connects to itself, do not use the client's address: source and destination would be equal.
     source = options.source if options.source != address.host else None
     return source or cluster.model.bind_source or None, source is None
 
@@ -274,7 +275,7 @@ def _keepalive_of(cluster: LiveCluster) -> sockets.Keepalive | None:
 def _connect_now(
     cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions
 ) -> tuple[socket.SocketType, bool]:
-    """Return a socket, and whether it is already connected. If not, it is being connected.
+    """Return a socket, and whether it is already connected. If not, the connect is in progress.
 
     Raises:
         TproxyError: the connection was refused at once, or the host is unreachable.
@@ -324,7 +325,7 @@ class CountedConnection:
     def failed(self, error: BaseException) -> None:
         """Count a connection that could not be established.
 
-        It counts as ended by the host, unless this side timed out, could not bind, or was cancelled.
+        The host counts as having ended it, unless this proxy timed out, could not bind, or was cancelled.
         """
         cause = error.__cause__ if isinstance(error, UpstreamFailed) else error
         bind = isinstance(cause, KernelRefused) and cause.code in _OF_BIND
@@ -354,14 +355,14 @@ _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 def count_request(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection, which also counts as one request, like in Envoy."""
+    """Count an open connection. As in Envoy, it also counts as one request."""
     cluster.stats.rq_total.value += 1
     host.cx_total += 1
     count_open(cluster, host)
 
 
 def count_open(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection in the gauges only, because the process that opened it has counted it as new."""
+    """Count an open connection in the gauges only. Another process has opened it, and counted it as new."""
     cluster.stats.rq_active.stored += 1
     host.cx_active += 1
     cluster.breaker.connections += 1

@@ -1,5 +1,5 @@
-"""Runs the server side of a client's TLS handshake: waits until it may begin, stores the peer's identity, counts
-failures.
+"""Runs the server side of a client's TLS handshake: waits until the limiter allows it, stores the peer's identity,
+and counts failures.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def context_of(listener: LiveListener, chain: LiveChain) -> TlsContext | None:
 async def handshake_turn(
     handshakes: Handshakes, connection: LiveConnection, chain: LiveChain, sock: socket.SocketType
 ) -> PendingHandshake:
-    """Wait until a connection's handshake may begin. Closes the socket if it is refused.
+    """Wait until a connection's handshake is allowed to begin. If the handshake is refused, close the socket.
 
     Raises:
         Rejected: a limit of half-open connections is reached.
@@ -74,7 +74,8 @@ async def accept_tls(
     end: PlainSocket,
     poller: Poller,
 ) -> TlsSocket:
-    """Run the server side of a TLS handshake, for chains without tunnels. The connection owns the returned socket.
+    """Run the server side of a TLS handshake, for filter chains without tunnels. The connection owns the returned
+    socket.
 
     Raises:
         Refused: the handshake failed, or a secret of the chain has not arrived.

@@ -1,9 +1,9 @@
 """Explains the path that a hypothetical connection would take: makes the data path's decisions and records them.
 Pure.
 
-It uses the data path's objects and functions without counting, opening sockets or calling a balancer: every
-possible endpoint is followed. This module cannot know to which listener the kernel redirects a packet, so the
-question can name the listener.
+This module uses the data path's objects and functions without counting, opening sockets or calling a balancer.
+Instead of choosing an endpoint, it follows every possible endpoint. It cannot know to which listener the kernel
+redirects a packet, so the question can name the listener.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from ztunnel.proxy.envoy.upstream.host import Host
 
 Answer = dict[str, Any]
 
-#: The largest number of nested internal listeners, which ends a loop between them.
+#: The largest number of nested internal listeners. The limit ends a loop of internal listeners.
 _MOST_HOPS = 4
-#: The number of a filter's policies to print. The rest are only counted.
+#: The number of policies to print per filter. Further policies are only counted.
 _MOST_TOLD: Final = 32
 _DAY_S: Final = 86400
 
@@ -54,7 +54,7 @@ class Question:
 
     Attributes:
         identity: the client's identity, if the connection arrives in a tunnel.
-        listener: name of the accepting listener. If it is empty, :func:`first_listener` finds one.
+        listener: the name of the accepting listener. If it is empty, :func:`first_listener` finds the listener.
     """
 
     source: SocketAddress
@@ -147,7 +147,7 @@ def client_address(given: str) -> SocketAddress:
     """Return the source of a question: an IP address, with or without a port.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is not an IP address with or without a port.
     """
     try:
         return SocketAddress(canonical(ipaddress.ip_address(given.strip("[]"))), 0)
@@ -159,7 +159,7 @@ def first_listener(question: Question, listeners: Sequence[LiveListener]) -> tup
     """Return the socket listener that accepts the connection, and the reason.
 
     Raises:
-        LookupError: no listener would accept it.
+        LookupError: no listener would accept the connection.
     """
     outside = [listener for listener in listeners if not listener.model.internal]
     if question.listener:
@@ -204,7 +204,8 @@ class _Explainer:
             return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
         missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
         if missing:
-            # The filter could deny. As in the data path, the chain serves no connection until it has arrived.
+            # The missing filter could deny the connection, so the filter chain serves no connection until it
+            # arrives.
             return answer | {
                 "missing_filters": missing,
                 "verdict": "closed: the configuration of a filter has not arrived",
@@ -260,8 +261,8 @@ class _Explainer:
     def _cluster(
         self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int, end: LiveChain | None = None
     ) -> Answer:
-        """Explain the choice of a host in a cluster. ``end`` is the chain that terminated a tunnel to it, if
-        any.
+        """Explain the choice of a host in a cluster. ``end`` is the filter chain that terminated the tunnel, if
+        there is a tunnel.
         """
         cluster = self._configuration.cluster(name)
         answer: Answer = {"cluster": name}
@@ -357,7 +358,7 @@ class _Explainer:
     def _inbound(
         self, authority: str, identity: str, outer: StreamInfo, depth: int, client: LiveContext
     ) -> Answer | None:
-        """Explain the far end of a tunnel if it is on this node. Return ``None`` if not."""
+        """Explain the far end of a tunnel. Return ``None`` if it is not on this node."""
         try:
             destination = SocketAddress.parse(authority)
         except ValueError:
@@ -367,7 +368,7 @@ class _Explainer:
             if not listener.model.internal and _ends_tunnels(listener):
                 info = _accepted(question, listener)
                 chain = listener.chain_for(info.facts)
-                # other chains close connections to pods that are not on this node
+                # Ignore filter chains that only close connections to pods of other nodes.
                 if chain is not None and chain.manager is not None:
                     refused = self._handshake(client, chain)
                     hop = self.hop(listener, info, depth + 1)
@@ -487,7 +488,7 @@ def _policies(asked: Iterable[tuple[LiveRbac, ConnectionFacts]]) -> tuple[list[A
 def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
     """Return each policy's result with the deciding clause."""
     listed = [(policy, holds(policy.condition, facts)) for tier in rules.tiers for policy in tier.policies]
-    # Matching policies decide, so they are listed first, then others up to the limit.
+    # Matching policies decide, so they are listed first. The other policies follow, up to the limit.
     listed.sort(key=lambda each: not each[1])
     told: Answer = {
         "judged": [
@@ -508,7 +509,7 @@ def _judged(rules: PolicyList, facts: ConnectionFacts) -> Answer:
 def _candidates(
     cluster: LiveCluster, info: StreamInfo, subset: Mapping[str, object] | None
 ) -> tuple[list[tuple[Host, int]], list[Answer], str]:
-    """Return the hosts that can be chosen and their priorities, why others cannot, and how a host is chosen."""
+    """Return the hosts that can be chosen, with priorities, why other hosts cannot, and how a host is chosen."""
     if cluster.model.discovery is Discovery.ORIGINAL_DST:
         hosts, because = _original(cluster, info)
         return hosts, [], because

@@ -78,7 +78,8 @@ class InternalListeners:
         *,
         keep_options: bool,
     ) -> Entry | None:
-        """Open a connection to an internal listener. ``None`` if no such listener or matching chain exists.
+        """Open a connection to an internal listener. Return ``None`` if the listener or a matching filter chain
+        does not exist.
 
         Args:
             address: the endpoint.
@@ -163,8 +164,10 @@ class InternalListeners:
     ) -> ClusterUpstream | None:
         """Open a tunnel within this process, if its far end is a pod of this node.
 
-        Both certificates are checked as in a handshake: the client's by the inbound chain's TLS context, and the
-        server's by the client's TLS context. Then the inbound chain's policies and request handling run unchanged.
+        Both certificates are checked as in a handshake: the client's certificate by the inbound chain's TLS
+            context,
+        and the server's certificate by the client's TLS context. Then the inbound chain's policies and request
+        handling run unchanged.
 
         Returns:
             The connection to the application, or ``None`` if the tunnel must go over the network.
@@ -239,7 +242,7 @@ class InternalListeners:
         """Open the inbound half of a node-local tunnel, in its own fiber.
 
         Raises:
-            UpstreamFailed: carries the answer that the client would get over the network.
+            UpstreamFailed: the request was refused. Has the answer that the client would get over the network.
             TunnelBroken: the inbound half was ended while it dialled the application, but not by a policy.
         """
         manager = chain.manager
@@ -306,7 +309,7 @@ def facts_behind(
     """Return the facts about a connection that an internal listener has accepted.
 
     Args:
-        outer: the facts about the hop that connects to it.
+        outer: the facts about the hop that connects to the listener.
         metadata: the metadata passed on by the endpoint's transport socket.
         shared: the filter state passed on by the transport socket; see ``ConnectionFacts.shared_state``.
     """

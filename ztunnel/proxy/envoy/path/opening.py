@@ -1,4 +1,4 @@
-"""A hop's attempt to reach a host that was begun without a coroutine."""
+"""A hop's attempt to reach a host, as far as it was made without a coroutine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Opening:
         inner: the attempt of the next hop, behind an internal listener.
         counted: the connection to the internal listener.
         tunnel: the requested tunnel. Only the last hop has one.
-        requested: whether this hop or the last hop behind it has requested a tunnel.
+        requested: whether this hop, or the last hop behind this hop, has requested a tunnel.
         error: why the attempt has failed. ``None`` if a coroutine can still make the attempt.
-        began_s: when the filter's own time limit began, by the loop's clock. ``None``: it has none, or it begins
-            with the coroutine that continues.
-        timed_out: whether this time limit has passed.
+        began_s: when the filter's own time limit began, by the loop's clock. ``None``: the filter has no time
+            limit, or it begins with the coroutine that continues.
+        timed_out: whether the filter's time limit has passed.
     """
 
     __slots__ = (
@@ -75,13 +75,13 @@ class Opening:
         return self if self.inner is None else self.inner.last
 
     def take_error(self) -> BaseException:
-        """Return the error and clear it, because its traceback will refer to frames that refer to this object."""
+        """Return the error and clear it. Otherwise this object and the error's traceback would form a cycle."""
         error, self.error = self.error, None
         assert error is not None
         return error
 
     def aborts_by(self, abort: Abort) -> None:
-        """Set ``abort`` as the function that ends the hops behind internal listeners."""
+        """Make ``abort`` the function that ends the hops behind internal listeners."""
         inner = self.inner
         while inner is not None:
             inner.hop.aborts_by(abort)

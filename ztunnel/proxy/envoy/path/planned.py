@@ -1,17 +1,18 @@
 """Carries a connection with a plan as an event-driven object instead of a coroutine, as long as it only waits for
-its peer.
+the tunnel's far end.
 
 ===========  =======================================  ==================================================
 step         called when                              what it does
 ===========  =======================================  ==================================================
-begin        it was accepted, and has a plan          entry, policy, cluster, host, CONNECT. Without an
-                                                      open tunnel connection a coroutine continues
-answer       the 200 has arrived                      counts it, starts the relay
+begin        a connection with a plan was accepted    creates the entry, checks policies, chooses cluster
+                                                      and host, sends the CONNECT. Without an open tunnel
+                                                      connection a coroutine continues
+answer       the 200 has arrived                      counts the connection, starts the relay
 refusal      another answer arrived, or none in time, a coroutine continues with the failed attempt
              or the tunnel broke
-end          the relay has ended                      closes, writes the access line
+end          the relay has ended                      closes both ends, writes the access line
 abort        a policy, a revocation list, a drain or  a coroutine ends the attempt
-             a stop has ended it before its answer
+             a stop ended it before its answer
 ===========  =======================================  ==================================================
 
 The poller runs each step after a loop iteration's reads, like a fiber, so no scratch buffer is in use.
@@ -51,7 +52,7 @@ class Owner(Protocol):
 
         Args:
             connection: the connection.
-            client: its client's socket.
+            client: the client's socket.
             opening: the first attempt. ``None``: it has not begun.
         """
 
@@ -118,11 +119,11 @@ class PlannedConnection(LiveConnection):
             owner: continues in a coroutine; see :class:`Owner`.
             proxies: provides the steps shared with coroutines.
             group: the group to register in.
-            info: the facts about it, see :meth:`~ztunnel.proxy.envoy.listeners.plans.Plan.info`.
-            accepting: the listener that has accepted it.
-            plan: its plan.
-            client: its client's socket.
-            clock: measures its duration.
+            info: the facts about the connection, see :meth:`~ztunnel.proxy.envoy.listeners.plans.Plan.info`.
+            accepting: the listener that has accepted the connection.
+            plan: the connection's plan.
+            client: the client's socket.
+            clock: measures the connection's duration.
         """
         self = cls(owner, proxies, group, info, accepting, plan, client, clock)
         chain, proxy = plan.chain, self._proxy
@@ -131,7 +132,7 @@ class PlannedConnection(LiveConnection):
                 self.move_to(plan.listener)
             self.choose(chain)
             self.admit()
-            # Policies can write metadata, which the request for a tunnel can read.
+            # Policies can write metadata, which can be part of the request for the tunnel.
             known = None if chain.rbac else plan
             opening = proxies.connector.begin(self, proxy, client, self._answered, self._abort_soon, known)
             if opening is None or not opening.requested:

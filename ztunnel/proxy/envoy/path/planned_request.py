@@ -4,12 +4,13 @@ waits for the application.
 ======  =================================================  ================================================
 step    called when                                        what it does
 ======  =================================================  ================================================
-begin   the request has arrived                            entry, route, policy, host, dials the application
-dialled the application has accepted, possibly at once     200, relay
-failed  the application has not accepted                   503, access line
-end     the relay has ended                                closes, writes the access line
-abort   a policy, a revocation list, a drain or a stop     like end, with the reason; 403 for a policy
-        has ended it before its answer, or its client has
+begin   the request has arrived                            creates the entry, chooses the route, checks
+                                                           policies, chooses the host, dials the application
+dialled the application has accepted, possibly at once     answers 200, starts the relay
+failed  the application has not accepted                   answers 503, writes the access line
+end     the relay has ended                                closes both ends, writes the access line
+abort   a policy, a revocation list, a drain, a stop or    like end, with the reason; 403 for a policy
+        the client ended the request before its answer
 ======  =================================================  ================================================
 
 If the application does not accept at once, a coroutine waits and reports the result as an event.
@@ -105,8 +106,8 @@ class PlannedRequest(LiveRequest):
             server: provides the steps shared with coroutines.
             group: the group to register in.
             info: the facts about the request.
-            owner: the listener of its connection.
-            clock: measures its duration.
+            owner: the listener of the request's connection.
+            clock: measures the request's duration.
             chain, account, carried: see :class:`LiveRequest`.
             plan: the plan for the request's head.
             request: the request to answer.

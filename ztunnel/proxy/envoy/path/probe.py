@@ -38,12 +38,12 @@ from ztunnel.runtime.http.client import BadAnswer
 log = logging.getLogger(__name__)
 
 _READ: Final = 8 * 1024
-#: The number of bytes of an answer that are searched for the expected bytes.
+#: The number of bytes at the beginning of an answer in which the expected bytes are searched.
 _MOST_READ: Final = 1 << 20
-#: Methods whose requests have ``content-length: 0`` if they have no body, like in Envoy.
+#: Methods whose requests get ``content-length: 0`` if they have no body, as in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
-#: The errors that mean that a host did not answer.
+#: The errors that count as no answer of a host.
 _SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, BadAnswer)
 
 
@@ -59,7 +59,7 @@ class Prober:
         self._dialler = Dialler(poller)
 
     async def ask(self, cluster: LiveCluster, host: Host) -> CheckResult:
-        """Return the outcome of one check, which takes no longer than its time limit."""
+        """Return the outcome of one check, within the check's time limit."""
         settings = cluster.model.health_check
         assert settings is not None
         try:
@@ -129,7 +129,7 @@ class Prober:
 
 
 def checked_address(host: Host) -> SocketAddress | PipeAddress:
-    """Return the address to probe. Clusters with health checks have no internal listeners as endpoints."""
+    """Return the address to probe, never an internal listener, because such clusters have no health checks."""
     address, own = host.endpoint.address, host.endpoint.check
     assert isinstance(address, (SocketAddress, PipeAddress))
     if own is None:
@@ -159,9 +159,10 @@ def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
 
 
 def _header(cluster: LiveCluster, host: Host, sock: socket.SocketType) -> bytes:
-    """Return the PROXY header of a check. Empty if none is sent.
+    """Return the PROXY header of a check, or no bytes if the cluster uses none.
 
-    A check has no client. Like Envoy's, it has the socket's own addresses in version 1, and LOCAL in version 2.
+    A check has no client. As in Envoy, the header has the socket's own addresses in version 1, and LOCAL in
+    version 2.
     """
     _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)
     version = proxy_version_of(transport)

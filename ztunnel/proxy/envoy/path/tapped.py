@@ -1,8 +1,8 @@
 """Feeds a pod's connections to a tap in Envoy's dialect. Imported only where taps are permitted.
 
-This dialect identifies pods by their addresses, so a tap does too. A connection belongs to the tapped pod if its
-client or its application has the pod's address. A connection between two pods of the node can match at both ends;
-each end is then captured at its own socket.
+This dialect identifies pods by address, so a tap does so, too. A connection belongs to the tapped pod if its
+client or its application has the pod's address. A connection between two pods of the node can match at both ends.
+Each end is then captured at its own socket.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def observed_application(taps: Taps, info: StreamInfo, application: End, tunnel:
     Args:
         taps: this process's taps.
         info: the last hop, whose endpoint is the application.
-        application: the application's end. If it is a tunnel, it leads to another proxy and is not wrapped.
-        tunnel: the other end, if the connection came in a tunnel.
+        application: the application's end. A tunnel is not wrapped, because it leads to another proxy.
+        tunnel: the other end, if the connection arrived in a tunnel.
     """
     address = _dialled(info)
     if address is None or isinstance(application, Tunnel):

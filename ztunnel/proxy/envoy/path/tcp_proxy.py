@@ -71,8 +71,8 @@ class TcpProxies:
 
         Args:
             connection: the connection.
-            chain: its filter chain.
-            downstream: its client's end.
+            chain: the connection's filter chain.
+            downstream: the client's end.
             begun: the first attempt, if it was begun without a coroutine.
 
         Raises:
@@ -81,7 +81,7 @@ class TcpProxies:
         proxy, info = chain.proxy, connection.info
         assert proxy is not None
         capture = self.taps.of(info.source.host) if self.taps is not None else None
-        # First bytes sent along with a CONNECT bypass the relay, so a tap would not see them.
+        # First bytes sent along with a CONNECT bypass the relay, so a tap would miss them.
         first = downstream if capture is None else None
         idle, longest = proxy.model.idle_timeout_s or math.inf, proxy.model.max_duration_s or math.inf
         limit = proxy.opening_limit_s
@@ -116,8 +116,8 @@ class TcpProxies:
 
         Args:
             connection: the connection. Its ``upstream`` is the relay's upstream.
-            proxy: the TCP proxy of its chain.
-            ends: the two ends of the relay, the client's first.
+            proxy: the TCP proxy of the connection's filter chain.
+            ends: the two ends of the relay, the client's end first.
             running: the relay.
         """
         info, upstream = connection.info, connection.upstream
@@ -191,14 +191,14 @@ class TcpProxies:
         upstream: ClusterUpstream,
         ended: RelayEnd | None,
     ) -> None:
-        """Count the bytes of every hop of a relay that is over, and note its end.
+        """After the end of a relay, count the bytes of every hop, and record how the relay ended.
 
         Args:
             connection: the connection.
-            proxy: its filter.
-            downstream: its client's end.
+            proxy: the connection's TCP proxy filter.
+            downstream: the client's end.
             upstream: the relay's upstream, which the caller closes.
-            ended: the relay's end. ``None``: it was cancelled.
+            ended: how the relay ended. ``None``: it was cancelled.
         """
         counts, hops = connection.counts, (connection, *upstream.hops)
         assert counts is not None
@@ -240,8 +240,8 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
             proxy.max_duration.value += 1
             flag, details = Flag.DURATION_TIMEOUT, "max_downstream_connection_duration"
     elif upstream.end.source is SourceState.CUT:
-        # Test which end was cut, not which end stopped first: after a half-close by the client, that is always the
-        # client.
+        # Check which end was cut, not which end stopped first. After the client's half-close, the client would
+        # always be the first.
         lost = isinstance(ended.error, TunnelBroken) and ended.error.code is None
         flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
         broken = lost
@@ -259,7 +259,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
 
 
 def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunnel: Tunnel | None = None) -> End:
-    """Return the end of an upstream, observed if the destination pod is tapped."""
+    """Return the end of an upstream, wrapped by a tap if the destination pod is tapped."""
     from ztunnel.proxy.envoy.path.tapped import (
         observed_application,  # imported here to save memory: most proxies have no taps
     )
@@ -268,7 +268,9 @@ def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunn
 
 
 def _too_late(info: StreamInfo, proxy: LiveTcpProxy, *, by_duration: bool) -> UpstreamFailed:
-    """Count and return the failure of an upstream that did not open in time: flag UF, and DT for the duration."""
+    """Count and return the failure of an upstream that did not open in time. Its flag is UF, with ``by_duration``
+    DT.
+    """
     error = UpstreamFailed("", failure=Reason.TIMEOUT)
     if by_duration:
         proxy.max_duration.value += 1

@@ -1,6 +1,6 @@
 """Terminates tunnels: chooses the route of a CONNECT request and connects to the application.
 
-It serves tunnels from the network and node-local tunnels (``internal.shortcut``) alike.
+Used for tunnels from the network and for node-local tunnels (``internal.shortcut``).
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ class TunnelRules:
     """Checks which targets tunnel requests can name.
 
     Attributes:
-        check_authority: a tunnel can only name the pod that its connection was opened to. If off (like in Envoy),
-        a client with access to one pod of the node can reach every pod, checked only by the first pod's policy.
-        judge_ports: policies see the application's port. If off (like in Envoy), policies see the captured port,
-        15008, so a DENY by port never matches a tunnel.
-        own_ports: returns this proxy's listening ports, to which no tunnel may lead.
+        check_authority: whether a tunnel can only name the pod that its connection was opened to. If not (as in
+            Envoy), a client with access to one pod of the node can reach every pod, checked only by the first
+            pod's policy.
+        judge_ports: whether policies see the application's port. If not (as in Envoy), policies see the captured
+            port, 15008, so a DENY by port never matches a tunnel.
+        own_ports: returns this proxy's listening ports, which no tunnel is allowed to name.
     """
 
     own_ports: Callable[[], Collection[int]]
@@ -92,8 +93,8 @@ class TunnelRules:
     def require_own_address(self, info: StreamInfo, cluster: Cluster) -> int:
         """Check that the request names the pod of its captured connection, and no port of this proxy.
 
-        Without the header named by the configuration, the authority is used: today's ztunnels and waypoints do not
-        send ``x-envoy-original-dst-host``.
+        If the request does not have the header named by the configuration, the authority is used, because today's
+        ztunnels and waypoints do not send ``x-envoy-original-dst-host``.
 
         Returns:
             The named port, or 0 without a check.
@@ -140,18 +141,18 @@ class Application(NamedTuple):
 class RequestPlan:
     """The decisions shared by the requests of a tunnel connection that have equal heads.
 
-    A route depends on the head and the manager's routes. The address check depends on the head, the cluster and
-    this proxy's ports. If the route table or the cluster was replaced, the decision is made again. The ports are
-    checked for each request.
+    A route depends on the head and the connection manager's routes. The address check depends on the head, the
+    cluster and this proxy's ports. If the route table or the cluster was replaced, the decision is made again. The
+    ports are checked for each request.
 
     Attributes:
         authority, headers, trace: the parts of the head as texts.
         route: the chosen route. ``None``: unknown, or it depends on more than the head.
-        routes: the table that it was chosen from.
-        virtual_host: the metadata of its virtual host.
-        cluster: the cluster that the address was checked for.
+        routes: the table that ``route`` was chosen from.
+        virtual_host: the metadata of the route's virtual host.
+        cluster: the cluster for which the address was checked.
         checked: the headers after the check.
-        port: the named port, or 0.
+        port: the port named by the request, or 0.
     """
 
     __slots__ = (
@@ -212,7 +213,7 @@ class Terminator:
         """Connect to a request's application.
 
         Raises:
-            RequestRefused: carries the answer. ``hop`` has the response flags.
+            RequestRefused: the request is refused. The error has the answer, and ``hop`` has the response flags.
         """
         chosen = self.choose(hop, chain)
         try:
@@ -230,7 +231,7 @@ class Terminator:
 
         Args:
             hop: the request.
-            chain: the filter chain of its connection.
+            chain: the filter chain of the request's connection.
             plan: the plan for the request's head, which stores the choices.
 
         Raises:
@@ -255,7 +256,7 @@ class Terminator:
         return Application(route, cluster, host, address)
 
     def _cluster_of(self, hop: LiveHop, chain: LiveChain, plan: RequestPlan | None) -> tuple[Route, LiveCluster]:
-        """Choose a request's route and its cluster, and check the address that it names.
+        """Choose a request's route and its cluster, and check the address that the request names.
 
         Raises:
             RequestRefused: see :meth:`open`.
@@ -369,7 +370,7 @@ def tunnel_route(model: HttpConnectionManager, table: RouteTable | None, info: S
 
     Args:
         model: the configuration of the connection manager that received the request.
-        table: its routes, or ``None`` if they have not arrived.
+        table: the manager's routes, or ``None`` if they have not arrived.
         info: the request.
 
     Raises:
@@ -401,7 +402,7 @@ def _route_in(host: VirtualHost | None, info: StreamInfo) -> Route | None:
 
 
 def _virtual_host(hosts: Sequence[VirtualHost], authority: str) -> VirtualHost | None:
-    """Return the best host, like in Envoy: exact domain, longest ``*.suffix``, longest
+    """Return the best virtual host. As in Envoy, the order is: exact domain, longest ``*.suffix``, longest
     ``prefix.*``, then ``*``.
     """
     name = authority.lower()
@@ -440,7 +441,7 @@ def _matches(route: Route, info: StreamInfo) -> bool:
         if wanted.match is None:
             hit = bool(values)
         elif not values:
-            return False  # like Envoy: without the header, neither a matcher nor its inversion matches
+            return False  # as in Envoy, neither a matcher nor its inversion matches a missing header
         else:
             hit = wanted.match.matches(",".join(values))
         if hit == wanted.invert:

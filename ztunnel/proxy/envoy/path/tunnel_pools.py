@@ -44,8 +44,8 @@ class TunnelPools:
         dialler: opens sockets.
         poller: this loop's poller.
         times: records the durations of handshakes.
-        early_data: send the first bytes of a connection along with its CONNECT if the peer announces that it
-            buffers them.
+        early_data: whether to send the first bytes of a connection along with its CONNECT, to peers that announce
+            that they buffer these bytes.
     """
 
     def __init__(self, dialler: Dialler, poller: Poller, times: ConnectionTimes, *, early_data: bool) -> None:
@@ -63,7 +63,7 @@ class TunnelPools:
     def key_of(
         self, info: StreamInfo, cluster: LiveCluster, transport: LiveTransport, address: SocketAddress
     ) -> TunnelKey:
-        """Return the key of the connections that can carry a tunnel, and note the identities presented there.
+        """Return the pool key of connections that can carry a tunnel, and store the identities presented on them.
 
         Raises:
             UpstreamFailed: the cluster's certificate has not arrived.
@@ -174,7 +174,7 @@ class TunnelPools:
         idle_s: float,
         age_s: float,
     ) -> None:
-        """Share a connection that another process has dialled; see :meth:`hbone.aio.pool.Pool.adopt`."""
+        """Add a connection that another process has dialled to its pool; see :meth:`hbone.aio.pool.Pool.adopt`."""
         self._follow(cluster, key, connection, CountedConnection(cluster, self._poller, age_s))
         pool = self._pools.get(cluster) or self.new(cluster)
         pool.adopt(key, connection, tunnels, idle_s=idle_s)
@@ -190,7 +190,7 @@ class TunnelPools:
 
 
 def client_settings(cluster: LiveCluster, *, early_data: bool) -> ConnectionSettings:
-    """Return the HTTP/2 settings for a cluster: our defaults with the configuration's changes."""
+    """Return the HTTP/2 settings for a cluster: our defaults, changed by the configuration."""
     settings = default_client()
     wanted = cluster.model.http2
     http2 = replace(settings.http2, early_data=early_data)

@@ -45,8 +45,8 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
     authority = proxy.hostname(info)
     if not authority:
         raise UpstreamFailed("tunnel hostname is empty")
-    # Like Envoy: "exists" means in the original request, which has no such headers. Headers that overwrite are set
-    # first, and then headers are added.
+    # As in Envoy, a header "exists" if the original request has it. Here the original request has no such headers.
+    # Headers that overwrite are set first, and then headers are added.
     overwritten: dict[str, str] = {}
     added: list[tuple[str, str]] = []
     for header in proxy.headers:

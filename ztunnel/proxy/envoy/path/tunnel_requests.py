@@ -29,14 +29,16 @@ from ztunnel.runtime.clock import Clock, utc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Envoy's default timeouts, which end tunnels. ``None`` disables one, unless the configuration sets it."""
+    """Envoy's default timeouts, which end tunnels. ``None`` disables a timeout that the configuration does not
+    set.
+    """
 
     route_s: float | None = None
     stream_idle_s: float | None = None
 
 
 class TunnelRequests:
-    """The steps of requests.
+    """The steps of tunnel requests.
 
     Args:
         terminator: finds the application of a request.
@@ -73,7 +75,7 @@ class TunnelRequests:
         info.failure = Reason.CLIENT_GONE
 
     def gave_up(self, request: Request, hop: LiveRequest, manager: LiveConnectionManager) -> None:
-        """Record that a request was cancelled. If policy denied it, it is refused as before dialling."""
+        """Record that a request was cancelled. If a policy denied it, answer as for a denial before dialling."""
         if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
             answer = Answer(403, hop.reason, DENIED, failure=Reason.POLICY_CHANGE)
             self.refuse(request, hop.info, manager, answer)
@@ -81,7 +83,7 @@ class TunnelRequests:
             self.note_cancelled(hop)
 
     def wait(self, work: Coroutine[Any, Any, None]) -> Fiber:
-        """Run a coroutine of a request. The request's connection waits for its end."""
+        """Run a coroutine of a request. The request's connection waits until the coroutine has ended."""
         return Fiber(self._poller, work, "inbound dial")
 
     @staticmethod
@@ -121,7 +123,7 @@ class TunnelRequests:
         upstream: ClusterUpstream,
         running: Relay,
     ) -> list[asyncio.TimerHandle]:
-        """Store a running relay in a request's table entry. The returned list gets the route timeout's timer."""
+        """Store a running relay in a request's table entry. Return a list that gets the route timeout's timer."""
         limit = route.timeout_s if route is not None and route.timeout_s is not None else self._timeouts.route_s
         hop.relay, hop.upstream = running, upstream
         manager.cx_upgrades_active.stored += 1
@@ -148,11 +150,11 @@ class TunnelRequests:
         timers: list[asyncio.TimerHandle],
         ended: RelayEnd | None,
     ) -> None:
-        """Count the bytes of a relay that is over, and note its end.
+        """After the end of a relay, count its bytes, and record how it ended.
 
         Args:
             hop: the request.
-            manager: its connection manager.
+            manager: the request's connection manager.
             tunnel: the client's end.
             upstream: the application's side, which the caller closes.
             timers: from :meth:`relays`.

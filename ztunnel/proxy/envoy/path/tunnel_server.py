@@ -1,4 +1,4 @@
-"""Serves tunnels: an HTTP/2 connection and each of its requests.
+"""Serves incoming tunnel connections (HTTP/2), and the requests on each connection.
 
 :meth:`TunnelServer.serve` handles a connection: handshake, policy check, requests, GOAWAY. ``_request`` handles a
 request: route, policy check, application, bytes. Policies are evaluated before the proxy opens a connection for
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.tap.taps import Taps
 
 
-#: The largest number of plans per tunnel connection. It must be bounded, because the peer chooses the heads.
+#: The largest number of plans per tunnel connection. A bound is needed because the peer chooses the request heads.
 _MOST_PLANS: Final = 64
 
 
@@ -52,11 +52,11 @@ class Served:
     """A tunnel connection, with the state shared by its requests.
 
     Args:
-        chain: its filter chain.
+        chain: the connection's filter chain.
 
     Attributes:
-        connection: its entry in the connection table; set before the first request.
-        carried: its open requests.
+        connection: the connection's table entry, set before the first request.
+        carried: the connection's open requests.
     """
 
     __slots__ = ("_plans", "carried", "chain", "connection")
@@ -69,7 +69,7 @@ class Served:
 
     @property
     def manager(self) -> LiveConnectionManager:
-        """The connection manager of its chain."""
+        """The connection manager of the filter chain."""
         assert self.chain.manager is not None
         return self.chain.manager
 
@@ -93,7 +93,7 @@ class Served:
 
         assert self.connection is not None
         self.connection.tunnels = tunnels
-        self.connection.account = None  # its requests are counted instead
+        self.connection.account = None  # the requests are counted instead of the connection
         self.connection.opened(ended, leave=tunnels.drain, finish=partial(ended, finish=True))
 
 
@@ -228,7 +228,7 @@ class TunnelServer(TunnelRequests):
         """Serve a connection that another process has accepted and admitted, until it ends.
 
         Args:
-            served: the connection. Its table entry is registered and open, and the caller closes it.
+            served: the connection. Its table entry is registered and open, and the caller closes the entry.
             requests: the handler from :meth:`requests_of` that ``tunnels`` was created with.
             tunnels: the HTTP/2 connection, which this call owns. Its open tunnels have other owners.
         """
@@ -246,7 +246,7 @@ class TunnelServer(TunnelRequests):
 
         Args:
             served: the request's connection.
-            hop: the request, whose ``upstream`` is the relay's. Closed by this call.
+            hop: the request, whose ``upstream`` is the relay's upstream. This call closes the request.
             tunnel: the client's end of the relay.
             running: the relay.
             route: the request's route. ``None`` if it was removed.
@@ -272,7 +272,7 @@ class TunnelServer(TunnelRequests):
         """Create a request's connection-table entry, registered with its tunnel connection.
 
         Args:
-            came: whether it was taken over from another process, which has counted it as new.
+            came: whether the request came from another process, which has counted it as new.
         """
         connection, hops, account = served.connection, self._connections.hops, self._connections.account
         assert connection is not None
@@ -313,7 +313,7 @@ class TunnelServer(TunnelRequests):
         return info
 
     def _take_now(self, served: Served, request: Request) -> PlannedRequest | None:
-        """Begin to carry a request without a coroutine. Return ``None`` if it needs one, because addons or
+        """Begin to carry a request without a coroutine. Return ``None`` if it needs a coroutine, because addons or
         policies decide about it.
         """
         head = request.head

@@ -1,4 +1,4 @@
-"""Derives load assignments from others: with resolved names, or with hosts that discovery has already removed."""
+"""Derives load assignments from other assignments: with resolved names, or with hosts removed by discovery."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

@@ -22,11 +22,11 @@ class Picker(Protocol):
     """A load-balancing policy for one fixed list of hosts."""
 
     def pick(self, hash_key: int | None, now: float) -> Host:
-        """Return the next host; ``hash_key`` is the connection's hash, if its filter computes one."""
+        """Return the next host. ``hash_key`` is the connection's hash, if the TCP proxy filter computes a hash."""
 
 
 class Balancer:
-    """Chooses hosts of one cluster; its owner calls :meth:`update` after every change of the host set.
+    """Chooses hosts of one cluster. The owner calls :meth:`update` after every change of the host set.
 
     Attributes:
         panics: the number of choices that ignored health, because too few hosts were healthy.
@@ -51,8 +51,8 @@ class Balancer:
     def _level_loads(self) -> list[LevelLoad]:
         """Return the load of each level.
 
-        Computed for the first choice after an update: most clusters of a big mesh are updated more often than
-        used.
+        Computed when a host is first chosen after an update, because most clusters of a big mesh are updated more
+        often than used.
         """
         if self._loads is None:
             hosts = self._hosts
@@ -80,7 +80,7 @@ class Balancer:
 
         Args:
             now: monotonic seconds.
-            hash_key: the connection's hash, for RING_HASH and MAGLEV; without one they choose at random.
+            hash_key: the connection's hash, for RING_HASH and MAGLEV. Without a hash, the choice is random.
             avoid: hosts of the connection's earlier attempts, chosen only if there is no other usable host.
         """
         level = self._choose_level(hash_key)
@@ -197,7 +197,7 @@ def _equal_weights(hosts: Sequence[Host]) -> bool:
 
 
 class _RoundRobin:
-    """Picks hosts round-robin, starting at a random one, so that proxies do not all choose the same host."""
+    """Picks hosts round-robin from a random start, so that not all proxies choose the same host first."""
 
     def __init__(self, hosts: Sequence[Host], rng: random.Random) -> None:
         self._hosts = hosts

@@ -156,15 +156,16 @@ class LiveCluster:
         self.last_updated = surround.clock.wall()
         self.stats = ClusterStats(surround.stats, model)
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
-        # Built before the statistics are published: if this version is refused, the active version's stay.
+        # Build the contexts before publishing statistics: if this version is refused, the active version's
+        # statistics must stay.
         self._build_contexts(surround)
         self._matched: dict[str, Counter] = {}
-        self._transports: dict[int, LiveTransport] = {}  # by id, too; only transports in use
+        self._transports: dict[int, LiveTransport] = {}  # also by id; has only transports in use
         self.only_transport: LiveTransport | None = None
         self.stats.declare()
         self.breaker = Breaker(model)
         self._hosts = HostSet()
-        #: The number of assigned hosts while their objects are not created yet, else ``None``.
+        #: The number of assigned hosts if their objects are not created yet. ``None`` once they are created.
         self._unmade: int | None = None
         self.warm = Latch()
         self._surround = surround
@@ -228,7 +229,7 @@ class LiveCluster:
     def start(self) -> None:
         """Start discovering endpoints and waiting for secrets. :attr:`warm` is set when both have finished."""
         model = self.model
-        # An earlier version of the cluster can have been discovered in another way.
+        # An earlier version of the cluster can have another type of discovery.
         if model.discovery is Discovery.EDS:
             self.stats.scope.withdraw(UPDATES)
         else:
@@ -278,12 +279,12 @@ class LiveCluster:
         """Stop discovering endpoints and release secrets. The owner drains connections. Idempotent."""
         if self._subscription is not None:
             self._subscription.close()
-            self._subscription = None  # it holds this cluster's method: without a cycle both are freed at once
+            self._subscription = None  # avoids a reference cycle, so that both objects are freed at once
         if self._tasks is not None:
             await self._tasks.close()
         if self.checker is not None:
             await self.checker.close()
-            self.checker = None  # it holds this cluster's methods, as the subscription does
+            self.checker = None  # avoids a reference cycle, too
         for context in self._contexts.values():
             context.close()
 
@@ -315,13 +316,13 @@ class LiveCluster:
             self._assign(assignment)
         self.empty_updates += not update.resources
         if self.model.eds_name in update.removed:
-            self._have_endpoints.set()  # the control plane does not have this cluster's name, so waiting ends
+            self._have_endpoints.set()  # stop waiting, because the control plane does not know this cluster
 
     def _leaves_unmade(self, message: endpoint_pb2.ClusterLoadAssignment, body: AnyMessage) -> bool:
         """Accept an assignment without creating its hosts, if possible. Return whether it was accepted.
         :meth:`_make_hosts` creates the hosts later.
 
-        A node receives the endpoints of every service, but uses only a few services.
+        This saves memory and time: a node receives the endpoints of every service, but uses only a few services.
         """
         made = self._unmade is None and self._hosts.levels
         if (
@@ -377,7 +378,7 @@ class LiveCluster:
         self._dropping = assignment.drop
         leaving: list[Host] = []
         if self.checker is not None and not self.model.ignore_health_on_removal:
-            # Discovery can lag behind: a missing host that passes its health checks still serves.
+            # Discovery can be wrong for some time, so a removed host that passes its health checks stays in use.
             self._wanted = assignment
             wanted = {endpoint.address for endpoint in assignment.endpoints}
             gone = [host for host in self.hosts.hosts if host.endpoint.address not in wanted]
@@ -540,7 +541,7 @@ class LiveCluster:
             drops: whether to apply ``drop_overloads``. Envoy does so for requests, but not in ``tcp_proxy``.
 
         Raises:
-            NoHealthyHost: there is no usable host. This is counted.
+            NoHealthyHost: there is no usable host. The failure is counted here.
         """
         now = self._surround.clock.monotonic()
         host: Host | None = None
@@ -575,7 +576,7 @@ class LiveCluster:
         return balancer.candidates() if balancer is not None else []
 
     def _balancer_for(self, subset: Mapping[str, object] | None) -> Balancer | None:
-        """Return the balancer of a subset by ``lb_subset_config``, or that of all hosts."""
+        """Return the balancer of a subset by ``lb_subset_config``, or the balancer of all hosts."""
         self._make_hosts()
         division = self.model.subsets
         if division is None:
@@ -619,7 +620,7 @@ class LiveCluster:
         return self._live(model)
 
     def transport_of(self, host: Host) -> LiveTransport:
-        """Like :meth:`transport`, for a connection that another process has counted."""
+        """Like :meth:`transport`, but without counting, for a connection that another process has counted."""
         return self._live(self.model.transport_socket_for(host.endpoint.metadata)[1])
 
     def _live(self, model: TransportSocket) -> LiveTransport:
@@ -637,7 +638,7 @@ class LiveCluster:
 
 
 _NO_UPDATES = SubscriptionStats()
-#: Larger assignments get their hosts at once. Creating 100 hosts delays a connection by 2 ms.
+#: Hosts of larger assignments are created at once, because creating 100 hosts later delays a connection by 2 ms.
 _MOST_UNMADE = 100
 
 
@@ -654,7 +655,7 @@ def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
     for index, match in enumerate(model.socket_matches):
         sockets.append((f"transport_socket_matches[{index}].transport_socket", match.socket))
     for place, socket in sockets:
-        # Nested transport sockets are in a field of the same name.
+        # A wrapper has its nested transport socket in a field that is also called ``transport_socket``.
         while isinstance(socket, InternalUpstream | ProxyHeader):
             place, socket = f"{place}.typed_config.transport_socket", socket.inner
         if isinstance(socket, ContextModel):
@@ -662,7 +663,7 @@ def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
 
 
 def live_assignment(cluster: LiveCluster, hosts: HostSet) -> LoadAssignment:
-    """Return ``hosts_shown`` for dumps: as assigned, or one locality per address for ORIGINAL_DST."""
+    """Return ``hosts_shown`` as an assignment for dumps. With ORIGINAL_DST, each address is one locality."""
     groups = []
     for priority, level in enumerate(hosts.levels):
         for group in level.groups:

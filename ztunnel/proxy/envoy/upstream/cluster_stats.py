@@ -81,7 +81,7 @@ class ClusterStats:
             self.ssl_errors.value += 1
 
     def declare(self) -> None:
-        """Show the counters on pages. They replace those of an earlier version of the cluster."""
+        """Show the counters on pages, in place of the counters of an earlier version of the cluster."""
         self.scope.declare(_COUNTED, self)
 
 
@@ -101,7 +101,7 @@ class Breaker:
 
     @property
     def connections_open(self) -> bool:
-        """Whether the limit of connections is reached. ("Open" means that the circuit breaker admits no more.)"""
+        """Whether the limit of connections is reached. (An open circuit breaker admits no further connections.)"""
         return self.connections >= self.limits.max_connections
 
     @property
@@ -130,7 +130,7 @@ STATE = (
 
 
 def remaining(priority: str) -> tuple[Declared, ...]:
-    """Return the values of ``track_remaining``. All connections here have the priority DEFAULT."""
+    """Return the statistics of ``track_remaining``. All connections here have the priority DEFAULT."""
     used = {"cx": "connections", "pending": "pending", "rq": "requests"}
     limits = {"cx": "max_connections", "pending": "max_pending_requests", "rq": "max_requests"}
     place = ("default", "high").index(priority)

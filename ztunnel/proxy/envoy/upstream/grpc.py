@@ -25,7 +25,7 @@ def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | Non
     """Return the TLS context of a cluster, or None for plain text.
 
     Raises:
-        ConfigError: the context is unusable, or would accept any server. Names the path in the bootstrap.
+        ConfigError: the context is unusable, or would accept any server. The error has its path in the bootstrap.
     """
     try:
         cluster = compile_cluster(target.cluster, surroundings)
@@ -58,7 +58,7 @@ class GrpcClusters:
         targets: see :class:`~ztunnel.proxy.envoy.config.bootstrap.BootstrapConfig`.
         surroundings: the files and variables that the configuration refers to.
         stats: counts renewed TLS contexts, per cluster.
-        secrets: returns the source of certificates and roots that are not inline. It is called when the first
+        secrets: returns the source of certificates and roots that are not inline. Called only when the first
             channel is opened, because the secrets can come from another of these clusters.
     """
 

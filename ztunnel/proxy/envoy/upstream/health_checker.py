@@ -106,7 +106,7 @@ class HealthChecker:
             self.settled.set()
 
     async def _check_for_ever(self, host: Host) -> None:
-        # The coroutine is restarted after an internal error; the host then keeps its health.
+        # The coroutine is restarted after an internal error. It then begins with the host's current health.
         settings, state = self._settings, HealthState(failed=host.failed_check)
         if settings.initial_jitter_s:
             await asyncio.sleep(self._chance() * settings.initial_jitter_s)

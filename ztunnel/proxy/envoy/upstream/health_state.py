@@ -1,7 +1,7 @@
 """Decides from the results of health checks whether a host is healthy, and when to probe it again. Pure.
 
-Like in Envoy, a new host is unhealthy until its first check, whose result applies at once. Later, a change needs a
-number of consecutive results (the threshold), but an answer "unhealthy" applies at once.
+As in Envoy, a new host is unhealthy until its first check, whose result applies at once. Later, the health changes
+after a number of consecutive results (the threshold), or at once if the host itself answers that it is unhealthy.
 """
 
 from collections.abc import Callable

@@ -28,7 +28,7 @@ class Host:
     failed_check: bool = False
     """Whether the cluster's health checks have failed."""
     leaving: bool = False
-    """Whether discovery has removed the host. It stays as long as it passes its health checks."""
+    """Whether discovery has removed the host, which stays as long as it passes its health checks."""
 
     @property
     def active(self) -> int:

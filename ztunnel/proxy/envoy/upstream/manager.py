@@ -1,9 +1,9 @@
-"""Manages all clusters: static ones, those from CDS, and the replacement of one version by the next.
+"""Manages all clusters, from the bootstrap and from CDS, and replaces each version by the next version.
 
-A changed cluster warms while the old version serves, and replaces it when warm. The old version's connections
-continue. Clusters are promoted independently: if one cluster's endpoints or secrets never arrive, it delays no
-other cluster, no removal and no later update. If a cluster is refused, its old version stays current, the refusal
-is reported, and the other clusters of the update are applied.
+While a changed cluster warms, the old version serves. Once warm, the new version replaces it, and the old
+version's connections continue. Clusters become active independently: a cluster whose endpoints or secrets never
+arrive delays no other cluster, no removal and no later update. If a cluster is refused, its old version stays
+active, the refusal is reported, and the other clusters of the update are applied.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from ztunnel.runtime.latch import Latch, all_of
 
 log = logging.getLogger(__name__)
 
-#: Clusters created per loop iteration, about 5 ms.
+#: The number of clusters created per loop iteration, which takes about 5 ms.
 _AT_ONCE = 50
 TYPE_URL = registry.type_url(cluster_pb2.Cluster)
 
@@ -49,7 +49,7 @@ class ClusterManager:
     Args:
         surround: the process's services for clusters.
         surroundings: the names that configuration may refer to.
-        retired: called with each replaced or removed cluster, which it drains and closes.
+        retired: called with each replaced or removed cluster. The called function drains and closes the cluster.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ClusterManager:
         return one.name, self._active.get(one.name)
 
     def get(self, name: str) -> LiveCluster | None:
-        """Return the active cluster of a name, or None."""
+        """Return the active cluster with this name, or None."""
         return self._active.get(name)
 
     @property
@@ -104,14 +104,14 @@ class ClusterManager:
         cluster.start()
 
     async def initialised(self) -> None:
-        """Wait until no cluster is warming. Clusters that are removed or replaced meanwhile do not count."""
+        """Wait until no cluster is warming, except for clusters that are removed or replaced meanwhile."""
         for cluster in list(self._active.values()):
             await cluster.warm.wait()
         while self._warming:
             await next(iter(self._warming.values())).warm.wait()
 
     async def receive(self, update: Update) -> Latch:
-        """Apply a CDS update. The returned latch is set once none of its clusters warms any longer.
+        """Apply a CDS update. The returned latch is set once no cluster of the update is warming any more.
 
         Raises:
             UpdateRejected: names each refused cluster. All other clusters are applied.
@@ -171,8 +171,8 @@ class ClusterManager:
         body, version = resource.body, resource.version
         current = self._warming.get(resource.name) or self._active.get(resource.name)
         if current is not None and current.added_via_api and current.body == body:
-            # A state-of-the-world response repeats every cluster when one changes. Keep the new body although it
-            # is equal, because the old one would keep its whole response in memory.
+            # A state-of-the-world response repeats every cluster when one changes. Store the new body although it
+            # is equal, because the old body would keep its whole response in memory.
             current.body, current.version = body, version
             return None
         model = self._compile(body, resource.name)
@@ -207,7 +207,7 @@ class ClusterManager:
             self._retired(old)
 
     def _discard(self, cluster: LiveCluster) -> None:
-        """Retire a version that never became active. Its latch is set, because it no longer warms."""
+        """Retire a version that never became active, and set its latch, because it no longer warms."""
         cluster.warm.set()
         self._retired(cluster)
 

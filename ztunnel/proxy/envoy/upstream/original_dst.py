@@ -30,7 +30,7 @@ class OriginalHosts:
         return (host for host, _ in self._found.values())
 
     def choose(self, info: StreamInfo, now: float) -> Host | None:
-        """Return the host for a connection, created if its address is new, or None without an address."""
+        """Return the host for a connection, created if its address is new. None if there is no address."""
         address = self.address(info)
         if address is None:
             return None

@@ -1,7 +1,7 @@
 """Outlier detection: ejects failing hosts for some seconds. Pure; time is an argument.
 
-Results are counted like those of Envoy's TCP proxy: a connect failure counts as a 5xx, a tunnel refused with 502,
-503 or 504 also as a gateway failure, and a success resets the number of consecutive failures.
+Results are counted as by Envoy's TCP proxy: a connect failure counts as a 5xx, and a tunnel refused with 502, 503
+or 504 also counts as a gateway failure. A success resets the number of consecutive failures.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ class OutlierDetector:
         self.ejections_overflow = 0
 
     def forget(self, host: Host) -> None:
-        """Drop the state of a host that left the cluster; idempotent."""
+        """Drop the state of a host that has left the cluster. Idempotent."""
         if self._monitors.pop(host, None) is not None and host.ejected:
             self.ejections_active -= 1
 

@@ -21,9 +21,9 @@ def spread(
     """Return the load of each priority level.
 
     A level takes ``usable / all * overprovisioning`` of the remaining load, first for healthy hosts on all levels,
-    then for degraded ones. Levels whose usable share is below ``panic_threshold`` percent panic, but only if all
-    levels together cannot take 100 %. If every level panics, load follows the number of hosts. With ``weighted``,
-    usable hosts count by weight, but panic depends on their number.
+    then for degraded hosts. If all levels together cannot take 100 %, each level whose usable share is below
+    ``panic_threshold`` percent panics. If every level panics, the load is proportional to the number of hosts.
+    With ``weighted``, usable hosts count by weight, but panic depends on their number.
     """
     size = _weight if weighted else len
     healthy = [_availability(size(level.healthy), size(level.hosts), overprovisioning) for level in levels]
