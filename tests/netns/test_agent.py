@@ -29,6 +29,7 @@ from ztunnel.node.agent.description import PodDescription, PodFaults
 from ztunnel.node.agent.errors import EnrolFailed
 from ztunnel.node.agent.namespaces import proxied_connections, remove_rules, versions
 from ztunnel.node.agent.node import NodeAgent, Phase
+from ztunnel.node.agent.record import Enrolled, read_record, write_record
 from ztunnel.proxy.istio.zds.manager import PACKET_MARK, PodManager
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.tasks import Tasks
@@ -117,6 +118,18 @@ def namespace(name: str) -> Iterator[Netns]:
             yield space
         finally:
             space.remove_name()
+
+
+@contextlib.contextmanager
+def process(netns: Netns) -> Iterator[int]:
+    """Yield the id of a process in a namespace, which ends at the end."""
+    with netns.entered():
+        running = subprocess.Popen(["sleep", "infinity"])
+    try:
+        yield running.pid
+    finally:
+        running.kill()
+        running.wait()
 
 
 def file_of(*places: Place, **extra: object) -> str:
@@ -406,6 +419,54 @@ def test_what_a_successor_finds(lab: Lab, socket_path: Path, tmp_path: Path) -> 
             assert set(manager.states()) == {MEMBER}
         assert has_rules(member.netns)
         assert not has_rules(neighbour.netns)
+
+    on_loop(body)
+
+
+@pytest.mark.parametrize("reused", [False, True], ids=["ended", "reused"])
+def test_a_pod_whose_recorded_process_has_ended_is_released(
+    lab: Lab, socket_path: Path, tmp_path: Path, reused: bool
+) -> None:
+    path, record = tmp_path / "pods.yaml", tmp_path / "record.json"
+
+    async def body() -> None:
+        member, neighbour = lab.pod("member"), lab.pod("neighbour")
+        async with PodManager(socket_path, Toys()) as manager:
+            with process(member.netns), process(member.netns) as recorded:
+                path.write_text(f"pods: {{member: {{pid: {recorded}}}}}")
+                async with NodeAgent(socket_path, record=record) as agent, following(agent, path):
+                    async with asyncio.timeout(WAIT_S):
+                        await agent.until_enabled(MEMBER)
+                os.kill(recorded, signal.SIGKILL)
+                os.waitid(os.P_PID, recorded, os.WEXITED | os.WNOWAIT)  # reaped at the end
+                if reused:
+                    entry = Enrolled(str(Path("/run/netns", str(neighbour.netns.name))), member.netns.inode)
+                    write_record(record, {MEMBER: entry})
+                path.write_text("pods: {}")
+                async with NodeAgent(socket_path, record=record) as agent, following(agent, path):
+                    await until(lambda: not agent.left_over)
+                    await until(lambda: not manager.active_proxies)
+        assert not has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_a_pod_described_by_another_of_its_processes_keeps_its_proxy(
+    lab: Lab, socket_path: Path, tmp_path: Path
+) -> None:
+    path, record = tmp_path / "pods.yaml", tmp_path / "record.json"
+
+    async def body() -> None:
+        member, toys = lab.pod("member"), Toys()
+        async with PodManager(socket_path, toys):
+            with process(member.netns) as second, process(member.netns) as first:
+                for pid in (first, second):
+                    path.write_text(f"pods: {{member: {{pid: {pid}}}}}")
+                    async with NodeAgent(socket_path, record=record) as agent, following(agent, path):
+                        async with asyncio.timeout(WAIT_S):
+                            await agent.until_enabled(MEMBER)
+                    assert read_record(record) == {MEMBER: Enrolled(pid, member.netns.inode)}
+        assert len(toys.started) == 1
 
     on_loop(body)
 

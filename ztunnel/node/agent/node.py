@@ -41,6 +41,7 @@ from ztunnel.node.agent.namespaces import (
 from ztunnel.node.agent.phase import Phase
 from ztunnel.node.agent.pods_file import PodsFile
 from ztunnel.node.agent.record import Enrolled, read_record, write_record
+from ztunnel.node.agent.scan import is_namespace, process_in
 from ztunnel.node.agent.server import Announced, ZdsServer
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.backoff import Backoff
@@ -570,17 +571,23 @@ class NodeAgent:
         """Remove the rules of recorded pods that left, or moved to another namespace, while no agent ran."""
         for uid in list(self._unseen):
             enrolled = self._recorded[uid]
+            now = wanted.get(uid)
+            if now is not None and is_namespace(now.netns, enrolled.inode):
+                continue
+            # The recorded process can have ended before the pod.
+            where: str | int | None = enrolled.netns
+            if not is_namespace(enrolled.netns, enrolled.inode):
+                where = await self._in_thread(process_in, enrolled.inode)
             try:
-                netns = Netns.open(enrolled.netns)
+                netns = None if where is None else Netns.open(where)
             except TproxyError:
+                netns = None
+            log.info("pod left while no agent ran uid=%s netns=%s", uid, enrolled.netns)
+            if netns is None:
                 await self._forget(uid, None)  # the rules went with their namespace
                 continue
             with netns:
-                same = netns.inode == enrolled.inode
-                if same and uid in wanted and wanted[uid].netns == enrolled.netns:
-                    continue
-                log.info("pod left while no agent ran uid=%s netns=%s", uid, enrolled.netns)
-                await self._forget(uid, netns if same else None)
+                await self._forget(uid, netns if netns.inode == enrolled.inode else None)
 
     def _steer(self, uid: PodUid) -> None:
         if uid not in self._steering:
@@ -659,11 +666,7 @@ class NodeAgent:
 
 
 def _is_still(description: PodDescription, netns: Netns) -> bool:
-    try:
-        with Netns.open(description.netns) as now:
-            return now.inode == netns.inode
-    except TproxyError:
-        return False
+    return is_namespace(description.netns, netns.inode)
 
 
 def _named(description: PodDescription) -> str:

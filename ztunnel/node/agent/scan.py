@@ -88,6 +88,20 @@ def is_pods(where: str | int, inode: int, wanted: frozenset[IpAddress]) -> bool:
         return False
 
 
+def is_namespace(where: str | int, inode: int) -> bool:
+    """Return whether a name, path or process id leads to this namespace."""
+    try:
+        with Netns.open(where) as netns:
+            return netns.inode == inode
+    except TproxyError:
+        return False
+
+
+def process_in(inode: int, proc: Path = PROC) -> str | None:
+    """Return the path below a process of the network namespace with this number. None if it has no process."""
+    return next((str(each.path / "ns/net") for each in _processes(proc) if each.inode == inode), None)
+
+
 def kubelet_user(proc: Path = PROC) -> int | None:
     """Return the user that the node's kubelet runs as, None if there is no kubelet."""
     for entry in _numbered(proc):
