@@ -229,11 +229,18 @@ def _metric(slices: Sequence[Slice], start_ns: int, now_ns: int) -> Metric:
     if first.kind == "histogram":
         data = Histogram(list(_histograms(samples, start_ns, now_ns)), _CUMULATIVE)
     elif first.kind == "counter":
-        points = [NumberDataPoint(each.labels, start_ns, now_ns, each.value) for each in samples]
+        points = [NumberDataPoint(each.labels, start_ns, now_ns, _number(each.value)) for each in samples]
         data = Sum(points, _CUMULATIVE, is_monotonic=True)
     else:
-        data = Gauge([NumberDataPoint(each.labels, 0, now_ns, each.value) for each in samples])
+        data = Gauge([NumberDataPoint(each.labels, 0, now_ns, _number(each.value)) for each in samples])
     return Metric(first.name, first.text, _UNITS.get(first.unit, first.unit), data)
+
+
+def _number(value: float) -> float:
+    """Return a value that a data point can have: a float, or an int of 64 bits with a sign. The library refuses a
+    whole request for any other int and for a bool.
+    """
+    return value if type(value) is int and -(2**63) <= value < 2**63 else float(value)
 
 
 def _histograms(samples: Iterable[Sample], start_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:

@@ -27,7 +27,7 @@ from ztunnel.proxy.otlp.exporter import AccessExport, LogExport, MetricExport
 from ztunnel.proxy.otlp.line import Line
 from ztunnel.proxy.otlp.settings import OtlpSettings, otlp_settings
 from ztunnel.proxy.otlp.trace import parse_traceparent
-from ztunnel.runtime.http.exposition import Family, page
+from ztunnel.runtime.http.exposition import Family, family, page
 from ztunnel.runtime.http.page import PageRequest
 
 START_NS = round(WALL_S * 1e9)
@@ -160,6 +160,31 @@ def samples_of(collector: Collector) -> dict[tuple[str, tuple[tuple[str, str], .
                     assert abs(point.start_time_unix_nano - START_NS) < 1000
                 add(metric.name, labels, getattr(point, point.WhichOneof("value")))
     return found
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"), [(2**63, 2.0**63), (-(2**63) - 1, -(2.0**63)), (True, 1), (2**63 - 1, 2**63 - 1)]
+)
+def test_numbers_that_a_point_cannot_have_are_converted(value: float, sent: float) -> None:
+    async def pages() -> Iterable[Family]:
+        samples = [((name,), number) for name, number in (("a", value), ("b", 2))]
+        return [family("sizes", kind, "Sizes", samples, ("name",)) for kind in ("counter", "gauge")]
+
+    async def main(collector: Collector) -> None:
+        export = MetricExport(settings(collector), {}, pages, StoppedClock())
+        await export.close()
+        assert export.dropped == 0
+
+    with collecting() as collector:
+        asyncio.run(main(collector))
+    found = {
+        (metric.name, attributes(point)["name"]): getattr(point, point.WhichOneof("value"))
+        for metric in collector.families()
+        for point in getattr(metric, str(metric.WhichOneof("data"))).data_points
+    }
+    assert found == {
+        (name, label): number for name in ("sizes_total", "sizes") for label, number in (("a", sent), ("b", 2))
+    }
 
 
 def test_units_are_ucums_and_kinds_the_pages() -> None:
