@@ -190,7 +190,7 @@ def _float(value: object) -> float:
     if isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # OverflowError: an int beyond the largest float
             number = math.nan
         if math.isfinite(number):
             return number

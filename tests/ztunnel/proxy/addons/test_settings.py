@@ -106,6 +106,7 @@ def test_options_are_read_by_their_types() -> None:
     [
         ({}, "option rate: is required (not given)"),
         ({"rate": "x"}, "option rate: must be a number: 'x' (here)"),
+        ({"rate": 10**400}, f"option rate: must be a number: {10**400} (here)"),
         ({"rate": 1, "burts": 2}, "option burts: not an option of this addon; did you mean burst? (here)"),
         ({"rate": 1, "burst": 2.5}, "option burst: must be a whole number: 2.5 (here)"),
         ({"rate": 1, "burst": True}, "option burst: must be a whole number: True (here)"),
