@@ -97,6 +97,18 @@ def test_a_name_that_the_terminal_cannot_show_is_escaped(form: str, tmp_path: Pa
     assert r"caf\xe9" in done.stdout
 
 
+@pytest.mark.parametrize("form", ["json", "yaml", "name", "jsonpath={.items[*].name}", "custom-columns=N:.name"])
+def test_a_lone_surrogate_of_a_dump_is_escaped(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dump = tmp_path / "dump.json"
+    workload = {"name": "a\ud800", "namespace": "shop", "workloadIps": ["10.0.0.1"]}
+    dump.write_text(json.dumps({"workloads": [workload], "certificates": []}))
+    assert main(["workloads", "-f", str(dump), "-o", form, "--sort-by", ".name"]) == 0
+    shown = capsys.readouterr().out
+    assert (json.loads(shown)["items"][0]["name"] if form == "json" else shown.strip()).count(r"a\ud800") == 1
+
+
 def test_help_and_version_go_to_standard_output() -> None:
     shown = ztunnel("help")
     assert (shown.returncode, shown.stderr) == (0, "")

@@ -278,9 +278,19 @@ def read_json(file: str) -> Any:
 
 def _parsed(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        return _unicode(value) if "\\ud" in text or "\\uD" in text else value
     except ValueError as error:
         where = f" (line {error.lineno}, column {error.colno})" if isinstance(error, json.JSONDecodeError) else ""
         raise AskFailed(f"{name}: not JSON{where}") from None
     except RecursionError:
         raise AskFailed(f"{name}: JSON that is nested too deeply") from None
+
+
+def _unicode(value: Any) -> Any:
+    """Return a JSON value whose lone surrogates are escaped, because no output can encode them."""
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_unicode(key): _unicode(inner) for key, inner in value.items()}
+    return [_unicode(inner) for inner in value] if isinstance(value, list) else value
