@@ -344,7 +344,7 @@ def test_addons_are_mounted_and_named() -> None:
         "configMap": "our-addons",
         "load": ["rate_limit.py", "canary.py@sha256:" + "ab" * 32, "pack:Cls"],
         "options": {
-            "rate-limit": {"per_second": 50, "namespaces": ["a", "b"]},
+            "rate-limit": {"per_second": 50, "namespaces": ["a", "b", 1000000]},
             "canary": {"labels": {"version": "v2"}},
         },
     }
@@ -361,7 +361,7 @@ def test_addons_are_mounted_and_named() -> None:
     given = {(name, key): each.value for name, keys in settings.options.items() for key, each in keys.items()}
     assert given == {
         ("canary", "labels"): "version=v2",
-        ("rate-limit", "namespaces"): "a,b",
+        ("rate-limit", "namespaces"): "a,b,1000000",
         ("rate-limit", "per_second"): "50",
     }
     assert {"name": "addons", "configMap": {"name": "our-addons"}} in pod["volumes"]

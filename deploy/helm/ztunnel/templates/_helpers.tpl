@@ -96,7 +96,11 @@ configMap:
 {{- range $key, $value := $options }}
 {{- $text := include "ztunnel.text" $value }}
 {{- if kindIs "slice" $value }}
-{{- $text = join "," $value }}
+{{- $items := list }}
+{{- range $value }}
+{{- $items = append $items (include "ztunnel.text" .) }}
+{{- end }}
+{{- $text = join "," $items }}
 {{- else if kindIs "map" $value }}
 {{- $pairs := list }}
 {{- range $label, $wanted := $value }}
