@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import copy
 import datetime
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,3 +93,13 @@ def _builder(
     builder = x509.CertificateBuilder().subject_name(subject).issuer_name(issuer).public_key(key.public_key())
     builder = builder.serial_number(x509.random_serial_number())
     return builder.not_valid_before(now + from_day * _DAY).not_valid_after(now + to_day * _DAY)
+
+
+def of_unknown_version(pem: bytes) -> bytes:
+    """Return a certificate, signing request or revocation list with a version that no standard defines."""
+    _, begin, content, end, _ = pem.strip().split(b"-----")
+    der = base64.b64decode(content)
+    at = re.search(rb"\x02\x01[\x00-\x02]", der)  # the first small integer
+    assert at is not None
+    changed = der[: at.end() - 1] + b"\x07" + der[at.end() :]
+    return b"-----%s-----\n%s-----%s-----\n" % (begin, base64.encodebytes(changed), end)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from google.protobuf.message import DecodeError
@@ -197,7 +198,7 @@ def _csr(pem: str) -> x509.CertificateSigningRequest:
     try:
         csr = x509.load_pem_x509_csr(pem.encode())
         valid = csr.is_signature_valid
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
         raise ConfigError(f"not a certificate signing request: {error}") from None
     if not valid:
         raise ConfigError("the certificate signing request is not signed by its own key")

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.hbone.certificates import of_unknown_version
 from tests.limits import WAIT_S
 from tests.ztunnel.control_plane.meshes import document, mesh
 from xds.aio.server import Caller, NotAdmitted
@@ -159,10 +160,13 @@ def csr(*uris: str, key: Any = KEY) -> bytes:
     return builder.sign(key, signed_with).public_bytes(Encoding.PEM)
 
 
-def tampered() -> bytes:
+_P256 = bytes.fromhex("2a8648ce3d030107")  # the curve of a key
+
+
+def tampered(old: bytes = b"bookinfo", new: bytes = b"bookinfa") -> bytes:
     der = bytearray(x509.load_pem_x509_csr(signing_request(REVIEWS, KEY)).public_bytes(Encoding.DER))
-    position = der.index(b"bookinfo")
-    der[position : position + 8] = b"bookinfa"
+    position = der.index(old)
+    der[position : position + len(old)] = new
     return x509.load_der_x509_csr(bytes(der)).public_bytes(Encoding.PEM)
 
 
@@ -171,6 +175,8 @@ def tampered() -> bytes:
     [
         (b"\xff\xff", "malformed request"),
         (request(REVIEWS, csr=b"nonsense"), "not a certificate signing request"),
+        (request(REVIEWS, csr=of_unknown_version(csr(str(REVIEWS)))), "not a certificate signing request"),
+        (request(REVIEWS, csr=tampered(_P256, _P256[:-1] + b"\x63")), "not a certificate signing request"),
         (request(REVIEWS, csr=tampered()), "not signed by its own key"),
         (request(REVIEWS, impersonate=False, csr=csr()), "exactly one identity"),
         (request(REVIEWS, impersonate=False, csr=csr(str(REVIEWS), str(PRODUCTPAGE))), "exactly one identity"),

@@ -67,7 +67,7 @@ class _List:
 def _reason(entry: x509.RevokedCertificate) -> x509.ReasonFlags | None:
     try:
         return entry.extensions.get_extension_for_class(x509.CRLReason).value.reason
-    except (x509.ExtensionNotFound, ValueError):
+    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
         return None
 
 
@@ -108,12 +108,12 @@ class RevocationLists:
         try:
             if b"-----BEGIN " not in data:
                 return cls([x509.load_der_x509_crl(data)])
-            crls = [x509.load_pem_x509_crl(block) for block in _blocks(data)]
-        except ValueError as error:
+            lists = cls([x509.load_pem_x509_crl(block) for block in _blocks(data)])
+        except (ValueError, TypeError, x509.InvalidVersion) as error:
             raise CrlError(f"not a certificate revocation list: {error}") from error
-        if not crls:
+        if not lists:
             raise CrlError("PEM, but without a certificate revocation list (X509 CRL)")
-        return cls(crls)
+        return lists
 
     def encoded(self) -> tuple[bytes, ...]:
         """Return each list in DER, for :meth:`decoded` in another process. An empty one stands for an unreadable

@@ -125,5 +125,5 @@ def _roots(pem: str, identity: SpiffeId, index: int) -> tuple[x509.Certificate, 
 def _certificates(pem: str, identity: SpiffeId, index: int) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem.encode())
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise IdentityError(f"certificate {index} returned from CA for {identity} is not PEM: {error}") from error

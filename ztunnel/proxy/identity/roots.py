@@ -97,7 +97,7 @@ def _certificate(der: bytes, *, trusted: bool) -> x509.Certificate:
         warnings.simplefilter("ignore", CryptographyDeprecationWarning)
         try:
             return x509.load_der_x509_certificate(der)
-        except ValueError:
+        except (ValueError, x509.InvalidVersion):
             raise _Unusable("it cannot be read") from None
 
 

@@ -85,7 +85,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
     try:
         ca = x509.load_pem_x509_certificates(authority.certificates)[0]
         ca_key = serialization.load_pem_private_key(authority.key, None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, x509.InvalidVersion) as error:
         raise BadAuthority(f"ca.crt or ca.key is not PEM that can be read ({error})") from error
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
         raise BadAuthority("ca.key is not the EC key of the first certificate in ca.crt")

@@ -24,7 +24,7 @@ def certificates(bundle: bytes) -> frozenset[bytes]:
     """
     try:
         return frozenset(each.public_bytes(Encoding.DER) for each in x509.load_pem_x509_certificates(bundle))
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise BadBundle(f"holds no certificates in PEM ({error})") from error
 
 

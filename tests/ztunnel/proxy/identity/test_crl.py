@@ -1,6 +1,10 @@
 """Revocation lists: what a file may hold, whom they name, and how a file is followed."""
 
 import asyncio
+import base64
+import contextlib
+import datetime
+import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -8,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from tests.hbone.certificates import Authority
+from tests.hbone.certificates import Authority, of_unknown_version
 from tests.limits import WAIT_S
 from ztunnel.proxy.identity.crl import CrlError, RevocationFile, RevocationLists
 
+NOW = datetime.datetime.now(datetime.UTC)
 ROOT = Authority("root")
 MIDDLE = Authority("middle", ROOT)
 LEAF = MIDDLE.issue("spiffe://td/ns/a/sa/leaf").certificate
@@ -34,10 +40,35 @@ def test_accepted_forms_of_a_revocation_file() -> None:
     assert len(RevocationLists.parse(LEAF_LIST + MIDDLE_LIST)) == 2
 
 
-@pytest.mark.parametrize("data", [b"nonsense", ROOT.pem, LEAF_LIST[:-60], LEAF_LIST + LEAF_LIST[:80]])
+@pytest.mark.parametrize(
+    "data", [b"nonsense", ROOT.pem, LEAF_LIST[:-60], LEAF_LIST + LEAF_LIST[:80], of_unknown_version(LEAF_LIST)]
+)
 def test_invalid_revocation_file_is_an_error(data: bytes) -> None:
     with pytest.raises(CrlError):
         RevocationLists.parse(data)
+
+
+def test_no_change_of_a_byte_raises_another_error() -> None:
+    der = x509.load_pem_x509_crl(LEAF_LIST).public_bytes(Encoding.DER)
+    for at, octet in itertools.product(range(len(der)), (0, 1, 2, 3, 0x7F, 0x80, 0xFF)):
+        odd = der[:at] + bytes((octet,)) + der[at + 1 :]
+        pem = b"-----BEGIN X509 CRL-----\n" + base64.encodebytes(odd) + b"-----END X509 CRL-----\n"
+        for data in (odd, pem):
+            with contextlib.suppress(CrlError):
+                RevocationLists.parse(data)
+
+
+def test_entry_whose_reason_cannot_be_read_revokes() -> None:
+    """A reason that occurs twice, where removal from the list could be meant."""
+    removal = x509.CRLReason(x509.ReasonFlags.remove_from_crl)
+    reason = x509.Extension(removal.oid, critical=False, value=removal)
+    entry = x509.RevokedCertificateBuilder(LEAF.serial_number, NOW, [reason, reason])
+    made = (
+        x509.CertificateRevocationListBuilder(MIDDLE.name, NOW, NOW)
+        .add_revoked_certificate(entry.build())
+        .sign(MIDDLE.key, hashes.SHA256())
+    )
+    assert RevocationLists.parse(made.public_bytes(Encoding.PEM)).is_revoked(CHAIN)
 
 
 def test_truncated_revocation_list_is_an_error() -> None:

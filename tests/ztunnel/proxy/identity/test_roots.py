@@ -15,6 +15,7 @@ from cryptography.x509.oid import NameOID
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.hbone.certificates import of_unknown_version
 from ztunnel.proxy.identity.roots import read_roots
 
 SERVER, CLIENT, ANY, MAIL = (
@@ -66,6 +67,7 @@ def test_plain_root_file_is_used_unchanged() -> None:
         pem(b"\x30\x03\x02\x01\x01"),
         pem(b""),
         pem(ROOT[:-5]),
+        of_unknown_version(pem(ROOT)),
         b"-----BEGIN CERTIFICATE-----\n!!!\n-----END CERTIFICATE-----\n",
         b"-----BEGIN CERTIFICATE-----\n" + base64.b64encode(ROOT) + b"\n",
         pem(ROOT + aux(MAIL), "TRUSTED CERTIFICATE"),

@@ -6,6 +6,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.verification import PolicyBuilder, Store, VerificationError
 
+from tests.hbone.certificates import of_unknown_version
 from ztunnel.cli import main
 from ztunnel.sidecar.inject.authority import Authority, BadAuthority, issue, make_authority, service_names
 
@@ -50,6 +51,7 @@ def test_what_is_no_ca_is_refused() -> None:
     for bad in (
         Authority(b"", good.key),
         Authority(b"no", good.key),
+        Authority(of_unknown_version(good.certificates), good.key),
         Authority(good.certificates, b"no"),
         Authority(good.certificates, b""),
         Authority(good.certificates, other.key),

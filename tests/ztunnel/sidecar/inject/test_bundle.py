@@ -8,6 +8,7 @@ from typing import Any
 import jsonpatch
 import pytest
 
+from tests.hbone.certificates import of_unknown_version
 from tests.ztunnel.kube.certificates import self_signed
 from ztunnel.sidecar.inject.bundle import BadBundle, operations
 
@@ -56,6 +57,14 @@ def test_an_entry_that_moved_is_not_changed(tmp_path: Path) -> None:
 def test_what_is_no_certificate_is_never_written(bundle: bytes) -> None:
     with pytest.raises(BadBundle, match="holds no certificates"):
         operations(configuration(None), bundle)
+
+
+def test_certificate_of_an_unknown_version_is_replaced_and_never_written(tmp_path: Path) -> None:
+    (mine,) = pem(tmp_path, "mine")
+    odd = of_unknown_version(mine)
+    assert operations(configuration(encoded(odd)), mine)
+    with pytest.raises(BadBundle, match="holds no certificates"):
+        operations(configuration(None), odd)
 
 
 @pytest.mark.parametrize("document", [{}, {"webhooks": None}, {"webhooks": [3, {}, {"clientConfig": 3}]}])

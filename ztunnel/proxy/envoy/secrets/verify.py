@@ -151,7 +151,7 @@ def _check_crl(pem: bytes, file: str) -> None:
     for block in blocks:
         try:
             x509.load_pem_x509_crl(block)
-        except ValueError as error:
+        except (ValueError, x509.InvalidVersion) as error:
             raise _unusable(f"not a certificate revocation list in PEM: {error}", "crl", file) from None
 
 
@@ -175,7 +175,7 @@ def _check_certificate(secret: Certificate) -> None:
 def _certificates(pem: bytes, field: str, file: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         raise _unusable("no certificate in PEM", field, file) from None
 
 

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID, ObjectIdentifier
 
+from tests.hbone.certificates import Authority, of_unknown_version
 from xds.errors import ConfigError
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate, SanMatch, Validation
@@ -132,6 +133,14 @@ def test_usable_material_is_accepted() -> None:
     ("secret", "words"),
     [
         (Certificate(chain_pem=b"x", key_pem=pem(KEY)), "certificate_chain: no certificate in PEM"),
+        (
+            Certificate(chain_pem=of_unknown_version(CHAIN), key_pem=pem(KEY)),
+            "certificate_chain: no certificate in PEM",
+        ),
+        (
+            Validation(trusted_ca_pem=CHAIN, crl_pem=of_unknown_version(Authority().revoke())),
+            "crl: not a certificate revocation list in PEM",
+        ),
         (
             Certificate(chain_pem=CHAIN, key_pem=b"s3cret"),
             "private_key: not a private key in PEM, or the wrong password",
