@@ -25,7 +25,7 @@ def page(proxy: InspectedProxy) -> Page:
 
 
 def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
-    """Iterate over TLS contexts with all secrets present: first clusters' contexts, then filter chains'."""
+    """Iterate over the TLS contexts whose secrets have arrived, first of clusters, then of filter chains."""
     for cluster in proxy.clusters.active:
         yield from (context for context in cluster.contexts if context.current is not None)
     for listener in proxy.listeners.active:
@@ -35,7 +35,7 @@ def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
 
 
 def certificates_in_use(proxy: InspectedProxy) -> tuple[list[x509.Certificate], list[x509.Certificate]]:
-    """Return the own certificates of all contexts, and their roots, each once."""
+    """Return the certificates that TLS contexts present, and the trusted roots, each certificate once."""
     chains: set[bytes] = set()
     roots: set[bytes | None] = set()
     for context in contexts_in_use(proxy):
@@ -45,7 +45,7 @@ def certificates_in_use(proxy: InspectedProxy) -> tuple[list[x509.Certificate], 
 
 
 def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate, list[str]]]:
-    """Iterate over the own certificates of every context, with their URI names. A certificate can occur
+    """Iterate over the certificates that each TLS context presents, with their URI names. A certificate can occur
     repeatedly.
     """
     for context in contexts_in_use(proxy):
@@ -68,7 +68,7 @@ def _roots(context: LiveContext) -> list[x509.Certificate]:
 
 
 def _own(context: LiveContext) -> list[x509.Certificate]:
-    """Return the context's own leaf certificates."""
+    """Return the leaf certificates that a TLS context presents."""
     return [_parsed(own.chain_pem)[0] for own in context.certificates]
 
 
@@ -78,7 +78,7 @@ def _parsed(pem: bytes | None) -> list[x509.Certificate]:
 
 
 def _context(context: LiveContext, now: datetime) -> dict[str, object]:
-    # Our own chains show only the leaf, like in Envoy. All roots are shown, while Envoy shows only the first.
+    # As in Envoy, only the leaf of our own chain is shown. All roots are shown, while Envoy shows only the first.
     return {"ca_cert": details(_roots(context), now), "cert_chain": details(_own(context), now)}
 
 

@@ -16,8 +16,8 @@ from ztunnel.runtime.http.page import Piece, printable
 
 Shown = Callable[[str], bool]
 
-#: Numbers of a host, in the order of the text page. Request errors, timeouts and pending requests are always 0,
-#: like in Envoy's TCP proxy: only its HTTP router counts them.
+#: The counts of a host, in the order of the text page. Request errors, timeouts and pending requests are always 0,
+#: as with Envoy's TCP proxy, because only Envoy's HTTP router counts these.
 _COUNTS = (
     *("cx_active", "cx_connect_fail", "cx_total", "rq_active", "rq_error", "rq_pending_active"),
     *("rq_success", "rq_timeout", "rq_total"),
@@ -88,7 +88,7 @@ def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
 
 
 def _service_name(cluster: LiveCluster) -> str:
-    """Return the name that endpoints are requested by, if it differs from the cluster's name."""
+    """Return the name by which endpoints are requested, if it differs from the cluster's name."""
     return cluster.model.eds_name if cluster.model.eds_name != cluster.model.name else ""
 
 
@@ -96,7 +96,7 @@ def _service_name(cluster: LiveCluster) -> str:
 
 
 def json_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
-    """Iterate over pieces of ``{"cluster_statuses": [...]}``, cluster by cluster; ``{}`` without any."""
+    """Iterate over pieces of ``{"cluster_statuses": [...]}``, cluster by cluster, or ``{}`` without clusters."""
     before = '{\n "cluster_statuses": [\n  '
     for cluster in _shown(proxy, shown):
         yield before

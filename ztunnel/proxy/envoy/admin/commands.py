@@ -178,7 +178,7 @@ def _memory(_: Asked) -> Page:
 
 
 def _init_dump(asked: Asked) -> Page:
-    """Return the targets that the start waits for. Empty after the start."""
+    """Return the targets that the start of the proxy waits for. Empty after the start."""
     proxy = asked.proxy
     message = admin.UnreadyTargetsDumps()
     waiting = [f"Cluster {cluster.model.name}" for cluster in readiness.unready_clusters(proxy)]
@@ -243,7 +243,7 @@ def _choice(query: Query) -> stats_page.Choice:
     """Read the parameters of ``/stats``.
 
     Raises:
-        ValueError: has the text of Envoy's answer.
+        ValueError: a parameter is invalid. The text is Envoy's answer.
     """
     pattern = None
     expression = query.get("filter")

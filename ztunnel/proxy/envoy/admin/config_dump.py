@@ -26,7 +26,7 @@ _LARGE_BYTES = 16 * 1024
 
 
 class Refused(Exception):
-    """The request's parameters are invalid. Carries the page to answer with."""
+    """The request's parameters are invalid. Has the page to answer with."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -85,7 +85,7 @@ def re2_reason(expression: str, error: re.error) -> str:
 
 
 def _elements(dumps: Iterable[Dump], name: str) -> Iterable[Message]:
-    """Return the elements of the repeated field ``name`` of the dump that has it."""
+    """Return the elements of the repeated field ``name``, from the dump that has this field."""
     for each in dumps:
         field = each.message.DESCRIPTOR.fields_by_name.get(name)
         if field is None:
@@ -106,7 +106,7 @@ def _mask_of(paths: Iterable[str]) -> FieldMask:
 
 
 def _masked(dumps: Iterable[Dump], mask: str) -> list[Message]:
-    """Return the dumps that have all paths of the mask, restricted to them."""
+    """Return the dumps that have all paths of the mask, restricted to these paths."""
     fields = _mask_of(mask.split(","))
     found = [_trimmed(each.complete(), fields) for each in dumps if _fits(fields, each.message)]
     if not found:
@@ -121,7 +121,7 @@ def _trimmed(message: Message, mask: FieldMask) -> Message:
 
 
 def _masked_element(element: Message, mask: str) -> Message:
-    """Return an element restricted to the mask. Its paths can continue inside the ``Any`` (``cluster.name``)."""
+    """Return an element restricted to the mask, whose paths can continue inside an ``Any`` (``cluster.name``)."""
     outer: list[str] = []
     inner: dict[str, list[str]] = {}
     for path in mask.split(","):
@@ -175,7 +175,7 @@ def pieces(dumps: Iterable[Dump]) -> Iterator[Piece]:
     """Iterate over the text of a ``ConfigDump`` in pieces.
 
     Lists are printed element by element. Elements never change once they are in a dump (bodies of resources are
-    replaced, never edited), so a large one can be printed in a thread while the proxy serves.
+    replaced, never edited), so a thread can print a large element while the proxy serves.
     """
     before = '{\n "configs": [\n'
     for each in dumps:
@@ -217,7 +217,7 @@ def _element(message: Message, indent: str) -> Piece:
 
 
 def _indented(message: Message, indent: str) -> str:
-    # Line breaks inside strings are escaped in JSON, so each one here is layout.
+    # JSON escapes line breaks inside strings, so each line break in the text is layout.
     return format_json(to_dict(message, redact=True)).rstrip("\n").replace("\n", f"\n{indent}")
 
 

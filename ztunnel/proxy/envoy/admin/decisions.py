@@ -39,8 +39,8 @@ def policies(listeners: Iterable[LiveListener], uses: Iterable[PolicyUse[str]] =
     """Return the policies for :func:`rbac_page`.
 
     Args:
-        listeners: the active ones.
-        uses: the decisions that were made.
+        listeners: the active listeners.
+        uses: the recorded decisions.
     """
     found: dict[str, dict[str, Any]] = {}
     chains: set[tuple[str, int]] = set()

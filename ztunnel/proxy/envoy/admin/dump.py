@@ -1,7 +1,7 @@
 """Returns the current configuration as messages of ``envoy.admin.v3``, the content of ``/config_dump``.
 
-:mod:`ztunnel.proxy.envoy.admin.config_dump` selects and prints them. The order here is the order of the page
-(Envoy's: alphabetical by internal keys). Every call creates the messages again.
+:mod:`ztunnel.proxy.envoy.admin.config_dump` selects and prints the messages. They are in the order of Envoy's page
+(alphabetical by internal keys). Every call creates the messages again.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Dump:
 
     Attributes:
         message: the dump without ``lists``.
-        lists: (field, elements) in the order of field numbers, higher than the fields in ``message``. Elements are
-            created on demand, so that a page of many thousand does not block the event loop.
+        lists: pairs of a field and its elements, in the order of field numbers, which are higher than those in
+            ``message``. Elements are created on demand, so that thousands of elements do not block the event loop.
     """
 
     message: Message
@@ -117,7 +117,7 @@ def clusters(proxy: InspectedProxy, shown: Shown) -> admin.ClustersConfigDump:
             failure = failures.pop(cluster.model.name, None)
             _dynamic_cluster(dump.dynamic_warming_clusters.add(), cluster, failure)
     for failure in failures.values():
-        # None of its versions was ever accepted.
+        # No version of this cluster was ever accepted.
         if shown(failure.name):
             dump.dynamic_warming_clusters.add(error_state=_error_state(failure))
     return dump
@@ -134,7 +134,7 @@ def _dynamic_cluster(
 
 
 def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
-    """Return the hosts in use of every active cluster, without versions and times, like in Envoy."""
+    """Return the hosts of every active cluster. As in Envoy, they are printed without versions and times."""
     wanted = [cluster for cluster in proxy.clusters.active if shown(cluster.model.name)]
     static = (
         admin.EndpointsConfigDump.StaticEndpointConfig(endpoint_config=registry.pack(assignment_message(cluster)))
@@ -161,7 +161,7 @@ def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignme
             continue
         block = message.endpoints.add()
         locality = group.locality
-        # Present even if it is empty, like in Envoy.
+        # As in Envoy, the field is present even if it is empty.
         block.locality.SetInParent()
         for name in ("region", "zone", "sub_zone"):
             setattr(block.locality, name, getattr(locality, name))
@@ -300,7 +300,7 @@ def _delivered(
 
 
 def routes(proxy: InspectedProxy, shown: Shown) -> Dump:
-    """Return route tables inlined in listeners, once per chain that has one, and those from RDS."""
+    """Return the route tables inlined in listeners, once per filter chain, and the route tables from RDS."""
     inlined = (
         admin.RoutesConfigDump.StaticRouteConfig(
             route_config=registry.pack(table), last_updated=timestamp(listener.last_updated)

@@ -1,4 +1,4 @@
-"""Makes the metric families of the scrape port: Envoy's metrics, and those with the same name in both dialects.
+"""Makes the metric families of the scrape port: Envoy's metrics, and metrics with equal names in both dialects.
 
 Import this module only at the first scrape: see :mod:`ztunnel.runtime.http.exposition`.
 """
@@ -20,7 +20,7 @@ from ztunnel.runtime.http.exposition import Family, LabelledValue, family
 
 
 def families(proxy: InspectedProxy) -> Iterator[Family]:
-    """Yield every metric family of a proxy, also of addons and hand-overs if there are any."""
+    """Yield every metric family of a proxy, including those of addons and hand-overs, if there are any."""
     yield from scraped(proxy.stats, proxy.account.times)
     build = (__version__, hbone.build(), platform.python_version())
     text = "What runs: a pure or a compiled tunnel engine (unstable)"

@@ -68,7 +68,7 @@ _TAIL = """\
 
 
 def home_page(commands: Iterable[Command]) -> str:
-    """Return the home page: a link for each page, and a button for each mutating one."""
+    """Return the home page: a link for each page, and a button for each mutating command."""
     rows = [_rows(command) for command in commands if command.path != "/"]
     return _HEAD + "".join(rows) + _TAIL
 

@@ -37,7 +37,7 @@ class InspectedProxy(Protocol):
 
     Attributes:
         started, started_at: the start time in monotonic and in wall-clock seconds.
-        ads: the aggregated xDS stream. None if the bootstrap has none.
+        ads: the aggregated xDS stream. None if the bootstrap does not configure it.
         failing_health_checks: set by ``/healthcheck/fail``; ``/ready`` then answers DRAINING.
     """
 
@@ -66,14 +66,14 @@ class InspectedProxy(Protocol):
 
     @property
     def handover(self) -> Handover | None:
-        """The hand-over of open connections, or ``None`` if it is off."""
+        """The object that hands over open connections, or ``None`` if hand-overs are off."""
 
     @property
     def state(self) -> State:
         """The proxy's state, as ``/ready`` shows it."""
 
     def shut_down(self) -> None:
-        """Begin to drain, then end."""
+        """Begin to drain all connections, and then end the process."""
 
 
 class Drain(Protocol):
@@ -85,7 +85,7 @@ class Drain(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request to the admin server, with the objects that its handler may use."""
+    """A request to the admin server, with the objects that its handler can use."""
 
     proxy: InspectedProxy
     drain: Drain

@@ -1,8 +1,8 @@
-"""Collects the live page's content in Envoy's dialect. :mod:`ztunnel.proxy.ui` bounds and serves it.
+"""Collects the live page's content in Envoy's dialect. :mod:`ztunnel.proxy.ui` limits its size and serves it.
 
-Envoy counts by cluster and listener, not by pair of workloads. So flows are counted here, from open and ended
-connections, and only while a client has the page open. A workload is identified by its address. Its certificate
-proves its identity.
+Envoy's statistics count by cluster and listener, not by pair of workloads. So this module counts flows, from open
+and ended connections, while a client has the page open. A workload is identified by its address, and named by the
+identity that its certificate proves.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from ztunnel.proxy.ui.seen import (
 
 #: The number of entries per slice: about a millisecond of work.
 _SLICE: Final = 200
-#: The number of connections kept while all are read. The view shortens the list further.
+#: The number of connections kept while all connections are read. The view shortens the list further.
 _MOST_CONNECTIONS: Final = 200
 #: The number of pairs counted separately. All further pairs share one count.
 _MOST_FLOWS: Final = 2_000
@@ -63,7 +63,7 @@ class _Ends(NamedTuple):
 
 
 class _Counts:
-    """The ended connections of one pair."""
+    """The counts of one pair's ended connections."""
 
     __slots__ = ("denied", "failed", "opened", "received", "refused", "sent")
 
@@ -72,7 +72,7 @@ class _Counts:
 
 
 class Traffic:
-    """Counts ended connections by pair, from :meth:`begin` to :meth:`end`; both are idempotent."""
+    """Counts ended connections by pair, from :meth:`begin` to :meth:`end`. Both methods are idempotent."""
 
     def __init__(self, proxy: InspectedProxy) -> None:
         self._proxy = proxy
@@ -88,7 +88,7 @@ class Traffic:
         self._proxy.connections.on_close = self._ended
 
     def end(self) -> None:
-        """Stop, and reset the counts."""
+        """Stop counting, and reset the counts."""
         self._proxy.connections.on_close = None
         self.counts, self.identities, self.since_s, self._denied_before = {}, {}, 0.0, {}
 
@@ -104,7 +104,7 @@ class Traffic:
         counts.received += received
 
     def add_denied(self) -> None:
-        """Count denied node-local tunnels. They have no connection at the destination that could be counted."""
+        """Count denied node-local tunnels, which have no connection at the destination that could be counted."""
         denied: dict[_Ends, int] = {}
         for pair, times, _, _ in self._proxy.decisions.ledger.denials if self.since_s else ():
             if pair.identity:  # a denied plain connection is counted as a connection
@@ -118,7 +118,7 @@ class Traffic:
                 counts.opened = max(counts.opened, times)
 
     def at(self, ends: _Ends) -> _Counts:
-        """Return a pair's counts, or the common counts of further pairs at the limit."""
+        """Return a pair's counts. Once the limit of pairs is reached, all further pairs share their counts."""
         counts = self.counts.get(ends)
         if counts is None:
             if len(self.counts) >= _MOST_FLOWS:
@@ -127,7 +127,7 @@ class Traffic:
         return counts
 
     def ends(self, connection: LiveConnection) -> _Ends:
-        """Return a connection's key in the counts, and remember its authenticated identities."""
+        """Return the pair of a connection, and remember the connection's authenticated identities."""
         info = connection.info
         hops = hops_of(info)
         source, there = info.source.host, info.destination

@@ -27,7 +27,7 @@ levels: {" ".join(LEVELS)}{" "}
 
 
 def page(query: Query) -> Page:
-    """Change levels as given by a parameter, then return the page."""
+    """Change levels as requested by a parameter, and return the page."""
     try:
         change(query)
     except ValueError as error:
@@ -75,7 +75,7 @@ def _known(name: str) -> str:
 
 
 def _set_all(name: str, level: int) -> None:
-    """Set a logger's level, and let those below it inherit it."""
+    """Set a logger's level, and let all loggers below it inherit this level."""
     logging.getLogger(name).setLevel(level)
     for below in names():
         if below.startswith(f"{name}."):
@@ -83,7 +83,7 @@ def _set_all(name: str, level: int) -> None:
 
 
 def names() -> list[str]:
-    """Return our loggers, sorted, always including the packages."""
+    """Return the names of our loggers, sorted, always including :data:`PACKAGES`."""
     known: Iterable[str] = list(logging.root.manager.loggerDict)
     return sorted({*PACKAGES, *(name for name in known if name.partition(".")[0] in PACKAGES)})
 
@@ -95,5 +95,5 @@ def active() -> str:
 
 
 def level_name(level: int) -> str:
-    """Return the name of a level. A number between two levels belongs to the more severe one."""
+    """Return the name of a level. A number between two levels belongs to the more severe level."""
     return next((word for word, bound in LEVELS.items() if level <= bound), "off")

@@ -21,7 +21,7 @@ def version() -> str:
 
     The build is ``RELEASE-pure`` or ``RELEASE-compiled``, by the build of the tunnel engine.
     """
-    library = SSL.SSLeay_version(SSL.SSLEAY_VERSION).decode()  # the one that tunnels use
+    library = SSL.SSLeay_version(SSL.SSLEAY_VERSION).decode()  # the library that tunnels use
     return f"{DISTRIBUTION}/{__version__}/Clean/RELEASE-{hbone.build()}/{library.replace(' ', '-')}"
 
 
@@ -47,7 +47,9 @@ def memory() -> dict[str, int]:
 
 
 def days_until_first_expiry(proxy: InspectedProxy) -> int:
-    """Return the whole days until the first certificate in use expires (0 if one has), else the largest value."""
+    """Return the whole days until the first certificate in use expires, 0 if one has expired. Without
+    certificates, return the largest value.
+    """
     from ztunnel.proxy.envoy.admin.certs import certificates_in_use
 
     now = datetime.fromtimestamp(proxy.clock.wall(), UTC)
@@ -63,6 +65,6 @@ def register(proxy: InspectedProxy) -> None:
     scope.gauge("memory_heap_size", lambda: float(memory()["heap_size"]))
     scope.gauge("memory_physical_size", lambda: float(memory()["total_physical_bytes"]))
     scope.gauge("days_until_first_cert_expiring", lambda: float(days_until_first_expiry(proxy)))
-    # Envoy shows the first digits of its commit's hash. This is the version instead, two digits for each part.
+    # Envoy shows the first digits of its commit's hash here. We show the version, with two digits for each part.
     parts = [int(part) if part.isdigit() else 0 for part in __version__.split(".")[:3]]
     scope.gauge("version", lambda: float(parts[0] * 10_000 + parts[1] * 100 + parts[2]))

@@ -1,5 +1,5 @@
-"""Answers readiness (whether the proxy can carry the traffic of the node, like in the Rust ztunnel)
-and liveness.
+"""Answers readiness probes (whether the proxy can carry the node's traffic, as in the Rust ztunnel) and liveness
+probes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, not_found, print
 if TYPE_CHECKING:
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 
-#: The number of names in the answer. A kubelet copies the answer into an event, which should stay short.
+#: The largest number of names in the answer. Kubelet copies the answer into an event, which should stay short.
 _MOST_NAMES = 10
 
 
@@ -48,5 +48,5 @@ def pending(proxy: InspectedProxy) -> list[str]:
 
 
 def unready_clusters(proxy: InspectedProxy) -> list[LiveCluster]:
-    """Return the clusters that wait for endpoints or secrets; static ones are in use meanwhile."""
+    """Return the clusters that wait for endpoints or secrets. Static clusters are used while they wait."""
     return [cluster for cluster in (*proxy.clusters.active, *proxy.clusters.warming) if not cluster.warm.is_set()]

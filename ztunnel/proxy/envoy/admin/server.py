@@ -28,7 +28,7 @@ Concerns = Callable[[object], bool]
 
 
 class AlreadyRunning(PortTaken):
-    """The port is in use, perhaps by a running proxy that this one should replace."""
+    """The port is in use, perhaps by a running proxy that this process should replace."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}; to take the place of a proxy that runs, start with --restart-epoch 1"
@@ -112,7 +112,7 @@ class AdminServer:
             )
         return self._live.answer(request)
 
-    # What /drain_listeners does
+    # The work of /drain_listeners
 
     def drain(self, *, inbound_only: bool, graceful: bool, skip_exit: bool) -> None:
         """Drain listeners: stop accepting now, or after the drain time (``graceful``), or never (``skip_exit``).

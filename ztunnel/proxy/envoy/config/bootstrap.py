@@ -53,8 +53,8 @@ class GrpcTarget:
 
     Attributes:
         address: ``host:port`` or ``unix:/path``.
-        index: its position among the static clusters.
-        cluster: the whole cluster.
+        index: the cluster's position among the static clusters.
+        cluster: the cluster's configuration.
         dns_resolver: the bootstrap's DNS resolver.
     """
 
@@ -72,9 +72,8 @@ class BootstrapConfig:
         message: the bootstrap as given, for the dump.
         ads: the aggregated stream; ``None`` without ``ads_config``.
         admin: the admin address, if the bootstrap has one.
-        admin_allow_paths: patterns of request targets, with query, that the admin server answers. Empty allows
-            all.
-        dns_resolver: the resolver of clusters without their own.
+        admin_allow_paths: patterns of request targets, with query, that the admin server answers. Empty: all.
+        dns_resolver: the resolver for clusters that do not configure one.
         targets: static clusters that gRPC streams can connect to.
     """
 
@@ -92,7 +91,7 @@ class BootstrapConfig:
         """Refuse a source that this bootstrap does not define. A missing file can still appear later.
 
         Raises:
-            ConfigError: in words for the operator.
+            ConfigError: the source is not defined. The text is meant for operators.
         """
         if isinstance(source, AdsSource) and self.ads is None:
             raise ConfigError("the configuration requests ADS, but the bootstrap has no ads_config")
@@ -115,7 +114,7 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
 
     Args:
         path: the file.
-        faults: collects every fault of the text, instead of raising the first. Faulty parts are omitted.
+        faults: collects every fault of the text. Faulty parts are then omitted. ``None``: raise the first fault.
 
     Raises:
         ConfigError: the file is unreadable, malformed, or not YAML.
@@ -129,7 +128,7 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
     try:
         parsed = parse_text(text, Bootstrap, name=path, faults=found)
         message = parsed.message
-        # Like in Envoy, every field of a static resource must be known.
+        # As in Envoy, unknown fields of a static resource are faults.
         found += [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
     except ConfigError as error:
         found.append(error)
@@ -147,10 +146,10 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
 
     Args:
         message: the bootstrap.
-        faults: collects every fault, instead of raising the first. Faulty parts are omitted.
+        faults: collects every fault. Faulty parts are then omitted. ``None``: raise the first fault.
 
     Raises:
-        ConfigError: names the path of the fault.
+        ConfigError: a part is invalid. The error has the path of the fault.
     """
     found: list[ConfigError] = [] if faults is None else faults
 
@@ -217,11 +216,11 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
     return config
 
 
-#: Returns a context manager that prefixes a field path to each error raised inside. It raises the error again or,
-#: if faults are collected, keeps it.
+#: Returns a context manager that adds a field path in front of each error raised inside. It raises the error
+#: again, or stores the error if faults are collected.
 _Noting = Callable[..., AbstractContextManager[None]]
-#: The accepted fields of a bootstrap. They are implemented (here or where static resources are served), or have no
-#: effect in this proxy.
+#: The accepted fields of a bootstrap. Each field is implemented (here or where static resources are served), or
+#: has no effect in this proxy.
 _BOOTSTRAP = (
     "node",
     "static_resources",
@@ -242,8 +241,8 @@ _ADMIN = (
     "profile_path",  # of Envoy's CPU profiler
     "ignore_global_conn_limit",  # exempts a listener from a limit that does not exist here
 )
-#: Accepted runtime keys without an effect here. They select versions of Envoy's own code or limit its regular
-#: expressions.
+#: Accepted runtime keys without an effect in this proxy. In Envoy, these keys select versions of its code or limit
+#: its regular expressions.
 _INERT_KEYS = (
     "envoy.reloadable_features.",
     "envoy.restart_features.",
@@ -255,7 +254,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
-    """Refuse settings that Envoy implements and this proxy does not, each by its name."""
+    """Refuse settings that Envoy implements and this proxy does not. Each error names the setting."""
     for field, _ in message.ListFields():
         with noting(field.name):
             if field.name not in _BOOTSTRAP:
@@ -274,11 +273,11 @@ def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
                 raise Unsupported(f"requests to the admin server are not logged; only {_NOWHERE} is possible")
     for index, extension in enumerate(message.bootstrap_extensions):
         with noting("bootstrap_extensions", index, "typed_config"):
-            # Internal listeners need no extension here. Their buffers have the size of socket buffers.
+            # Internal listeners need no extension in this proxy, and their buffer sizes are those of sockets.
             only(unpack_as(extension.typed_config, InternalListener, extension.name))
     for index, layer in enumerate(message.layered_runtime.layers):
         with noting("layered_runtime", "layers", index):
-            only(layer, "name", "static_layer", "admin_layer")  # admin_layer begins empty, and no page changes it
+            only(layer, "name", "static_layer", "admin_layer")  # admin_layer stays empty: no page changes it
         _refuse_runtime(layer.static_layer, noting, ("layered_runtime", "layers", index, "static_layer"))
     seen: set[str] = set()
     for index, cluster in enumerate(message.static_resources.clusters):
@@ -308,8 +307,8 @@ def _flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, obje
 
 
 def _as_plain(source: core.ApiConfigSource) -> core.ApiConfigSource:
-    """Return ``ads_config`` with the type GRPC in place of AGGREGATED_GRPC: in this field both mean the same
-    stream.
+    """Return ``ads_config`` with the type GRPC in place of AGGREGATED_GRPC, because in this field both types mean
+    the aggregated stream.
     """
     kinds = {
         core.ApiConfigSource.AGGREGATED_GRPC: core.ApiConfigSource.GRPC,
@@ -345,7 +344,7 @@ def _target(cluster: Cluster) -> str | None:
 
 
 def bootstrap_for(control_plane: str, node: str, *, delta: bool, admin: SocketAddress | None) -> Bootstrap:
-    """Return the bootstrap of a proxy that only has a control plane's address and its node's name."""
+    """Return the bootstrap of a proxy that is only given a control plane's address and the node's name."""
     message = Bootstrap()
     message.node.id = f"sidecar~0.0.0.0~ztunnel-{node}.istio-system~istio-system.svc.cluster.local"
     message.node.cluster = "ztunnel.proxy.istio-system"

@@ -1,4 +1,4 @@
-"""Reads flags and environment into one frozen value, and reports all bad values together."""
+"""Reads flags and environment variables into one frozen value, and reports all bad values together."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,17 +42,17 @@ class TunnelSource(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switches:
-    """The intentional differences from Envoy. ``ENVOY_COMPAT`` disables them all.
+    """The intentional differences from Envoy. ``ENVOY_COMPAT`` disables all of these.
 
     Attributes:
         route_timeouts: whether Envoy's default timeouts of 15 s after half-close and 300 s idle apply where the
-            configuration sets none.
-        node_local_shortcut: tunnels between two pods of this node are joined in-process.
-        early_data: the first bytes of a connection are sent along with its CONNECT, if the peer announces that it
-            buffers them until it has answered. This saves a round trip.
-        check_authority: a tunnel may only name the pod it was opened to.
-        judge_ports: ports in policies mean the application's port; Envoy compares them with the tunnel's port.
-        strict_tls: servers are verified even if the configuration does not require it.
+            configuration sets no timeout.
+        node_local_shortcut: whether tunnels between two pods of this node stay in this process.
+        early_data: whether the first bytes of a connection are sent along with its CONNECT, to peers that announce
+            that they buffer these bytes until they have answered. This saves a round trip.
+        check_authority: whether a tunnel can only name the pod to which its connection was opened.
+        judge_ports: whether ports in policies mean the application's port. Envoy compares with the tunnel's port.
+        strict_tls: whether servers are verified even if the configuration does not require it.
         tunnel_source: the source address of tunnels. Envoy loses the client's address in an internal listener.
     """
 
@@ -74,11 +74,11 @@ class Settings:
         control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for which a bootstrap is generated.
         node: the name of the node, for the generated bootstrap.
         readiness, metrics: addresses to listen on. ``None`` disables the server.
-        spin_us: the time to poll without sleeping after activity. 0 disables that.
-        restart_epoch: the number of earlier generations. If not 0, start beside the running proxy.
+        spin_us: the time to poll without sleeping after activity, in microseconds. 0: always sleep.
+        restart_epoch: the number of earlier generations. If it is not 0, start beside the running proxy.
         policies: the source of Calico's policies. ``None`` disables them.
-        handover_dir: folder where this process meets its predecessor and its successor to move open connections.
-        Empty disables that.
+        handover_dir: folder for the sockets that move open connections from the predecessor and to the successor.
+            Empty disables moving connections.
         replace: whether to make the predecessor hand over and exit as soon as this process is ready.
         tap_socket: path of the local socket through which root can request taps. Empty permits no taps.
         otlp: the metrics collector. ``None`` disables the export.
@@ -86,7 +86,7 @@ class Settings:
         hubble: the addresses of Hubble's gRPC service. ``None`` disables it.
         addons: the addons to load, if any.
         ui: whether the admin server has the live page; see :func:`ztunnel.proxy.ui.setting.page_setting`.
-        warnings: messages for the log, which opens later.
+        warnings: messages to log once the log is open.
     """
 
     bootstrap: str = ""
@@ -116,7 +116,7 @@ class Settings:
 
 
 def _address(text: str, host: str = "0.0.0.0") -> SocketAddress | None:
-    """Parse a server's address. A port alone means that port at ``host``."""
+    """Parse a server's address. If the text is only a port, the address is ``host`` with this port."""
     if text in ("", "off"):
         return None
     if text.isdigit():
@@ -128,7 +128,9 @@ def _address(text: str, host: str = "0.0.0.0") -> SocketAddress | None:
 
 
 def _admin_address(text: str) -> SocketAddress | None:
-    """Parse the admin server's address. A port alone means loopback, because the server can change the proxy."""
+    """Parse the admin server's address. For a port alone, the host is loopback, because admin pages can change the
+    proxy.
+    """
     return _address(text, "127.0.0.1")
 
 
@@ -193,7 +195,7 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     """Read settings. A flag has precedence over its variable.
 
     Raises:
-        SettingsError: all unusable values together, and unknown ``ZTUNNEL_*`` variables.
+        SettingsError: values are unusable, or ``ZTUNNEL_*`` variables are unknown. The text lists all of them.
     """
     faults: list[str] = []
 

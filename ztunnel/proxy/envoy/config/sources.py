@@ -21,12 +21,13 @@ _COUNTED = (
 
 
 class Sources:
-    """The sources of the process, each made on first use.
+    """The configuration sources of the process, each created on first use.
 
     Args:
-        ads: the aggregated stream, if the bootstrap has one.
-        open_file: a source over one watched file.
-        open_stream: a per-type stream to a cluster of the bootstrap; raises ``ConfigError`` for any other cluster.
+        ads: the aggregated stream, if the bootstrap configures it.
+        open_file: opens a source that reads one watched file.
+        open_stream: opens a separate stream for one type of resource to a cluster of the bootstrap. Raises
+            ``ConfigError`` for any other cluster.
     """
 
     def __init__(

@@ -50,10 +50,10 @@ class InfoValue(Struct, frozen=True, kw_only=True):
 
     Attributes:
         age_s: the time since the hop's start.
-        texts: its non-empty text attributes.
+        texts: the non-empty text attributes of the hop.
         endpoint: the last attempt's host address.
-        failed: host addresses of earlier attempts.
-        upstream_pem: our certificate towards the host, without its key.
+        failed: the host addresses of earlier attempts.
+        upstream_pem: the certificate that we present to the host, without its key.
     """
 
     age_s: float
@@ -102,9 +102,9 @@ class DialledValue(Struct, frozen=True, kw_only=True, tag="dialled"):
     """A tunnel connection dialled for a cluster's pool.
 
     Attributes:
-        address, options: the socket options in its pool key.
-        idle_s: the seconds since its last tunnel ended.
-        age_s: the seconds since its first SYN.
+        address, options: the address and the socket options in the connection's pool key.
+        idle_s: the seconds since the connection's last tunnel ended.
+        age_s: the seconds since the connection's first SYN.
     """
 
     cluster: str
@@ -121,10 +121,10 @@ class AcceptedValue(Struct, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Offer(messages.Offer, frozen=True, kw_only=True, tag=True):
-    """One unit.
+    """The offer of one unit: a tunnel connection with its relays, or a relay without a tunnel.
 
     Attributes:
-        carrier: its tunnel connection, if it has one.
+        carrier: the unit's tunnel connection, if it has one.
         relays: the hops of each relay, the outermost first.
     """
 

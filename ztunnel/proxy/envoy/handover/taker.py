@@ -1,8 +1,8 @@
 """The taking side of a hand-over in Envoy's dialect: rebuilds offered units, and continues them.
 
 Names in an offer are looked up in the configuration of this process. A unit is declined if its listener, filter
-chain or cluster is missing, or if the chain is now of another kind. A taken unit is checked by the current filters
-and policies as soon as it continues.
+chain or cluster is missing, or if the filter chain now has another kind (TCP or tunnel). A unit that is taken over
+is checked by the current filters and policies at once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Parts:
         proxies, tunnels: continue the connections of TCP and tunnel chains.
         rules: checks which targets requests can name.
         run: runs the coroutine that carries a connection to its end.
-        objection: returns why this process cannot take units now. Empty if it can.
+        objection: returns why this process cannot take units now, or an empty text if it can.
         watch: registers checks by Calico's policies, if there are any.
     """
 
@@ -90,7 +90,7 @@ class Parts:
 
 
 class Hop(NamedTuple):
-    """A hop to continue in this process: the value received, and the hop's configuration here."""
+    """A hop to continue in this process: the received value, and the hop's configuration in this process."""
 
     value: HopValue
     info: StreamInfo
@@ -104,7 +104,7 @@ class Hop(NamedTuple):
         """The cluster and the host of the connection.
 
         Raises:
-            ValueError: the hop has neither, because it is a tunnel connection.
+            ValueError: the hop has no cluster and host, because it is a tunnel connection.
         """
         if self.cluster is None or self.host is None:
             raise ValueError("a relay to no host")
@@ -220,10 +220,10 @@ def _hop(parts: Parts, value: HopValue, accepted: Hop | None) -> Hop:
 
 
 def _place(parts: Parts, kind: Kind, info: StreamInfo) -> tuple[LiveListener, LiveChain]:
-    """Return the listener and the filter chain of a hop, as they are now.
+    """Return the current listener and filter chain of a hop.
 
     Raises:
-        Declining: there is no such listener or chain any more, or the chain is of another kind.
+        Declining: the listener or the chain does not exist any more, or the chain has another kind.
     """
     inner = kind is Kind.INNER
     listener = parts.listeners.internal(info.listener) if inner else parts.listeners.get(info.listener)
@@ -246,7 +246,7 @@ def _key(cluster: LiveCluster, carrier: DialledValue, connection: Connection) ->
     """Return the key of a connection in its cluster's pool.
 
     Raises:
-        Declining: the cluster has no such host any more, or its peer cannot be trusted.
+        Declining: the host is no longer in the cluster, or its certificate cannot be trusted.
     """
     host = cluster.host_at(Endpoint(address=carrier.address))
     context, facts = cluster.transport_of(host).context, connection.facts
@@ -320,7 +320,7 @@ class Pending:
         """Continue the unit: it belongs to this process from now on."""
         unit = self._unit
         life = self._register_accepted()
-        # Registered before policies are checked, so that a review finds the hops and an early end is counted.
+        # Register the hops before checking policies, so that a review finds them and an early end is counted.
         lives = [self._register(hops, ends) for hops, ends in zip(self._hops, unit.ends, strict=True)]
         try:
             unit.start()
@@ -339,7 +339,7 @@ class Pending:
             self._judge(life)
 
     def _judge(self, life: LiveHop) -> None:
-        """Check a hop against the current configuration. Its listener can have been removed since."""
+        """Check a hop against the current configuration. Meanwhile the hop's listener can have been removed."""
         connections = self._parts.connections
         if life.state is State.CLOSED:
             return
@@ -459,7 +459,8 @@ class Pending:
             upstream.close()
             first.close()
             return
-        # Marked as open now, not in the fiber's first step: a policy change in between must find open connections.
+        # Mark the hops as open now, not in the fiber's first step, so that a policy change in between finds open
+        # connections.
         first.opened(relay.abort, finish=relay.finish)
         for inner in first.upstream.hops if first.upstream is not None else ():
             inner.opened(relay.abort, state=State.JOINED, finish=relay.finish)

@@ -1,4 +1,4 @@
-"""Groups Envoy's live connections into units that move together: :func:`movable_units` walks the tables."""
+"""Groups Envoy's live connections into units that move together; see :func:`movable_units`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """A key that every list of movable units gives to this unit."""
+        """Identifies this unit: equal in every list returned by :func:`movable_units`."""
         return id(self.connection or self.relays[0][0])
 
     @property
@@ -48,7 +48,7 @@ class Unit:
         """Stop the unit and read its state.
 
         Raises:
-            Unmovable: the unit cannot be moved, or not at present.
+            Unmovable: the unit cannot move, or cannot move yet.
         """
         for relay, _ in self.relays:
             progress = relay.progress

@@ -3,7 +3,7 @@
 Pure, except for the TLS key log file.
 
 A context is built before its listener, cluster or secret is accepted. So an ACK, or success of ``--validate``,
-means that handshakes work. Paths in errors start at the TLS context's message
+means that handshakes are possible. Paths in errors start at the TLS context's message
 (``common_tls_context.tls_params.cipher_suites[0]``).
 
 While a secret is missing, checks that need it are skipped. When the secret arrives, the context is built again
@@ -47,7 +47,7 @@ def build(
 ) -> tuple[TlsContext, Validation | None] | None:
     """Return the context and its peer validation, or ``None`` while a secret is missing.
 
-    The validation includes the part from SDS, and only usable roots. For ``movable`` see
+    The validation includes the part from SDS, and has only usable roots. For ``movable`` see
     :class:`hbone.tls_context.TlsSettings`.
 
     Raises:
@@ -65,7 +65,7 @@ def build(
     try:
         return TlsContext(role, _settings(model, own, validation, movable=movable)), validation
     except ValueError as error:
-        # OpenSSL refuses some valid keys: those below its security level.
+        # OpenSSL refuses valid keys that are below its security level.
         raise ConfigError(str(error), _certificate_path(model)) from None
 
 
@@ -113,7 +113,7 @@ def _validation(model: ContextModel, find: Find) -> Validation | None:
 def _check_validation(model: ContextModel, validation: Validation | None) -> None:
     """Refuse verification settings that need a trusted root if there is none.
 
-    Envoy does the same, except for the last check: it accepts that field, and then any certificate.
+    Envoy does the same, except for the last check: it accepts the field, and then accepts any certificate.
     """
     if validation is not None and validation.trusted_ca_pem is None:
         path = _validation_path(model)
@@ -244,8 +244,8 @@ def _validation_path(model: ContextModel) -> str:
 
 
 def _key_log(path: str) -> Callable[[bytes], None] | None:
-    """Return a function that appends a line. The file is created at once, like in Envoy, so that an unusable path
-    is refused.
+    """Return a function that appends a line to the key log. As in Envoy, the file is created at once, so that an
+    unusable path is refused.
     """
     if not path:
         return None

@@ -31,9 +31,9 @@ log = logging.getLogger(__name__)
 def hardened(context: ContextModel) -> ContextModel:
     """Return a client's context that verifies its server even if the configuration does not.
 
-    A control plane of 2022 sent upstream contexts without any validation. For a workload certificate from SDS, the
-    root is then requested under that control plane's name for it (``ROOTCA``), and the server must present an
-    identity of the same trust domain.
+    A control plane of 2022 sent upstream contexts without any validation. For such a context with a workload
+    certificate from SDS, the root is requested under this control plane's name (``ROOTCA``), and the server must
+    present an identity of the same trust domain.
     """
     if context.validation is not None or context.validation_ref is not None:
         return context
@@ -75,14 +75,16 @@ class LiveContext:
         owner: the listener or cluster, for errors and warnings.
 
     Raises:
-        ConfigError: the context cannot be used, by itself or with the available secrets. No subscription remains.
+        ConfigError: the context cannot be used, by itself or with the available secrets. It is then subscribed to
+            no secret.
 
     Attributes:
         current: the context for the next handshake; ``None`` while a secret is missing.
         validation: the check of the peer, with its part from SDS. ``None`` disables verification.
         generation: increases with each rebuild. The pool's key contains it, so that new tunnels use a rotated
             certificate while old connections continue.
-        presented: our certificate in ``current``, with its identities. If there are several, the first one.
+        presented: our certificate in ``current``, with its identities. If there are several certificates, the
+            first.
     """
 
     def __init__(
@@ -107,8 +109,8 @@ class LiveContext:
         self._on_update = on_update
         self._handles: list[SecretHandle] = []
         self._unfollow: Callable[[], None] = lambda: None
-        # Checked before subscribing, so that a refused context subscribes to no secret. Static secrets and secrets
-        # already in use are available.
+        # Build before subscribing, so that a refused context subscribes to no secret. Static secrets, and secrets
+        # that are already in use, are available now.
         self._use(build(role, model, secrets.find, movable=secrets.movable))
         try:
             for ref in model.secret_refs:
@@ -129,14 +131,16 @@ class LiveContext:
 
     @property
     def certificates(self) -> list[Certificate]:
-        """The certificates that the context can present. A server with several chooses one per handshake."""
+        """The certificates that the context can present. A server with several certificates chooses one per
+        handshake.
+        """
         sources = (self.model.certificate, *self.model.further_certificates)
         found = [self._secrets.find(one) if isinstance(one, SecretRef) else one for one in sources]
         return [one for one in found if isinstance(one, Certificate)]
 
     @property
     def local_uri_sans(self) -> tuple[str, ...]:
-        """The identities of its own certificate."""
+        """The identities of the certificate that this context presents."""
         return self.presented.uri_sans
 
     def has_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
@@ -151,8 +155,8 @@ class LiveContext:
     def trusts(self, peer: PeerFacts) -> bool:
         """Return whether this client context accepts a server's certificates that another process has verified.
 
-        Return ``False`` also if only a handshake can decide: pinned keys, revocation lists. The validity period is
-        not checked, because an open connection can outlive its certificates.
+        Also returns ``False`` if only a handshake can decide, because of pinned keys or revocation lists. The
+        validity period is not checked, because an open connection can outlive its certificates.
         """
         if self._role is not Role.CLIENT or self.party is None:
             return False
@@ -210,7 +214,7 @@ class LiveContext:
         """Read the context's own files again and use their contents. Return whether they have changed.
 
         Raises:
-            ConfigError: the contents are unusable. The context keeps the old ones.
+            ConfigError: the contents are unusable. The context keeps its old contents.
         """
         read, model = self._secrets.read_file, self.model
         certificates = [reread(one, read) for one in self._inline_certificates]
@@ -237,7 +241,7 @@ class LiveContext:
         """Build the context with a new secret. Return a function that makes it current.
 
         Raises:
-            ConfigError: the context cannot use that secret, and stays as it is.
+            ConfigError: the context cannot use the secret. It does not change.
         """
 
         def find(ref: SecretRef) -> Secret | None:
@@ -274,8 +278,8 @@ def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.C
 
 
 def refusal(client: LiveContext, server: LiveContext, now: datetime) -> str:
-    """Return why a handshake of two contexts of this process would fail at ``now``, or "" if chains, revocation
-    lists and validity periods permit it. Pinned keys and names are checked only in handshakes.
+    """Return why a handshake between two contexts of this process would fail at ``now``, or "" if chains,
+    revocation lists and validity periods permit it. Pinned keys and names are not checked.
     """
     if client.current is None or server.current is None:
         return ""
@@ -298,9 +302,9 @@ def _unnamed(context: LiveContext) -> Party | None:
 
 
 def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
-    """Return whether a handshake of two contexts of this process would succeed at ``now`` (aware, UTC).
+    """Return whether a handshake between two contexts of this process would succeed at ``now`` (aware, UTC).
 
-    Return ``False`` also if only a handshake can decide: pinned keys, revocation lists.
+    Also returns ``False`` if only a handshake can decide, because of pinned keys or revocation lists.
     """
     if client.current is None or server.current is None:
         return False

@@ -1,9 +1,9 @@
 """Follows the files named by secrets and TLS contexts, so that a renewed certificate is served at once.
 
 Every file is checked each second, following all symbolic links. This detects renamed files, files written in
-place, and the ``..data`` link of Kubernetes' volumes, on every file system. If a file is unusable, the last valid
-version stays in use. The error is reported only if the file is unchanged at the next check, because a certificate
-and its key are renewed one after the other.
+place, and changes of the ``..data`` link in Kubernetes' volumes, on every file system. If a file is unusable, the
+last valid version stays in use. The error is reported only if the file is still unchanged at the next check,
+because a certificate and its key are renewed one after the other.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ def reread(secret: T, read_file: Callable[[str], bytes]) -> T:
     """Return a secret with its files read again. Inline parts are unchanged.
 
     Raises:
-        ConfigError: a file cannot be read. Has its path.
+        ConfigError: a file cannot be read. The error has the file's path.
     """
 
     def read(path: str, earlier: bytes | None) -> bytes | None:
@@ -66,7 +66,7 @@ class _Followed:
     """The files of one secret or context.
 
     Attributes:
-        seen: the files' states at the last check, or ``None`` before the first.
+        seen: the files' states at the last check, or ``None`` before the first check.
         failed: why the files in state ``seen`` are unusable, until this is reported.
     """
 
@@ -132,6 +132,6 @@ class SecretFiles:
                 log.info("%s: changed files are in use", followed.owner)
         except ConfigError as error:
             followed.failed = error
-        except Exception as error:  # our bug; it must not end the check of other files
+        except Exception as error:  # a bug in this program must not prevent checks of other files
             log.exception("%s: changed files not read", followed.owner)
             followed.failed = ConfigError(f"internal error: {type(error).__name__}")

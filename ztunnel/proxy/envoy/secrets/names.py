@@ -8,7 +8,7 @@ from cryptography import x509
 from xds.model.facts import PeerCertificate
 from ztunnel.proxy.envoy.secrets.verify import subject_alt_names
 
-#: OpenSSL's short names of attributes; any other attribute is written as its OID and the DER of its value.
+#: OpenSSL's short names of attributes. Other attributes are written as their OID and the DER of their value.
 _SHORT_NAMES: Final = {
     "0.9.2342.19200300.100.1.1": "UID",
     "0.9.2342.19200300.100.1.25": "DC",
@@ -59,8 +59,8 @@ _VERSION: Final = 0xA0
 def subject_of(certificate: x509.Certificate) -> str:
     """Return the subject as OpenSSL writes it in the form of RFC 2253.
 
-    Unlike ``rfc4514_string``, it uses OpenSSL's attribute names (``emailAddress`` instead of its OID) and escapes
-    each non-ASCII byte. It never fails. Policies compare their subject with this text.
+    Unlike ``rfc4514_string``, this function uses OpenSSL's attribute names (``emailAddress`` instead of its OID),
+    escapes each non-ASCII byte, and never fails. Policies compare subjects with this text.
     """
     return distinguished_name(_field(certificate, 4))
 

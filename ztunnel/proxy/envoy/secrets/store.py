@@ -41,7 +41,7 @@ class SecretHandle:
     """One secret, its versions over time and its users.
 
     Attributes:
-        secret: the accepted value, or ``None`` before the first.
+        secret: the accepted value, or ``None`` before the first value.
         body: the message as received, for dumps (which redact it).
         contents: the secret as read from its message and files, before decryption with a password.
         settled: set when waiting has ended: the secret arrived or was removed, or the time limit passed.
@@ -49,7 +49,7 @@ class SecretHandle:
 
     Args:
         ref: the secret's name and source.
-        clock: the clock of the times above.
+        clock: the clock for all times in this object.
         waited: called with the duration of the wait, in seconds, when it ends.
     """
 
@@ -127,7 +127,7 @@ class SecretStore:
         """Add a secret of ``static_resources``.
 
         Raises:
-            ConfigError: unusable.
+            ConfigError: the secret is unusable.
         """
         message = registry.unpack(body)
         assert isinstance(message, tls_pb2.Secret)
@@ -146,7 +146,7 @@ class SecretStore:
                 self._sources.check(ref.source)
 
     def find(self, ref: SecretRef) -> Secret | None:
-        """Return the accepted value of a reference, or ``None`` if there is none or it is not in use yet."""
+        """Return the accepted value of a secret, or ``None`` if it has no value or no user yet."""
         handle = self._static.get(ref.name) or self._handles.get((ref.name, ref.source))
         return handle.secret if handle is not None else None
 
@@ -194,12 +194,12 @@ class SecretStore:
             raise UpdateRejected(f"{handle.ref.name}: duplicate secret in one update")
         if not found:
             if handle.ref.name in update.removed:
-                # Like in Envoy, a delivered version stays current. Without one the wait ends.
+                # As in Envoy, a delivered version stays current. If no version was delivered, the wait ends.
                 handle.settle()
             return
         resource = found[0]
         if handle.body is not None and handle.body.value == resource.body.value:
-            # A state-of-the-world response repeats every secret when one changes; contexts stay as they are.
+            # A state-of-the-world response repeats every secret when one changes. This secret is unchanged.
             handle.version = resource.version
             handle.error = None
             return
@@ -250,7 +250,7 @@ class SecretStore:
         secret = contents
         if isinstance(secret, Certificate):
             secret = unlocked(secret)
-        # All users or none: if one user cannot use a version, it is refused, and the accepted version stays.
+        # If one user cannot use the version, it is refused for all users, and the accepted version stays.
         taken_into_use = [user.prepare(handle, secret) for user in handle.users]
         handle.secret = secret
         handle.contents = contents

@@ -104,8 +104,8 @@ def check_secret(secret: Secret) -> None:
     """Refuse key material that no handshake could use.
 
     Raises:
-        ConfigError: unreadable PEM, a key that does not match the certificate, or no certificate. Names the field,
-            and the file if there is one.
+        ConfigError: the PEM is unreadable, the key does not match the certificate, or there is no certificate. The
+            error names the field, and the file if there is one.
     """
     if isinstance(secret, Certificate):
         _check_certificate(secret)
@@ -117,10 +117,9 @@ def check_secret(secret: Secret) -> None:
 
 
 def with_usable_roots(validation: Validation) -> Validation:
-    """Return a validation without its unusable roots, each of which is logged once. Fewer roots accept fewer
-    peers.
+    """Return a validation without its unusable roots. Each unusable root is logged once.
 
-    Envoy refuses all roots because of one unreadable root.
+    This is safe, because fewer roots accept fewer peers. Envoy refuses all roots if one root is unreadable.
 
     Raises:
         ConfigError: no root is left.
@@ -160,7 +159,7 @@ def _check_certificate(secret: Certificate) -> None:
     try:
         key = load_pem_private_key(secret.key_pem, secret.password)
     except (ValueError, TypeError, UnsupportedAlgorithm):
-        # The library's text is not used: it may quote the input, a key.
+        # The library's text is not used, because it can quote the input, which is a key.
         reason = "not a private key in PEM, or the wrong password"
         raise _unusable(reason, "private_key", secret.key_file) from None
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)

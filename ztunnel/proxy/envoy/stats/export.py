@@ -1,5 +1,5 @@
-"""Sends the statistics to an OpenTelemetry collector; the listeners' access loggers configure the destinations of
-access logs.
+"""Sends the statistics to an OpenTelemetry collector. (The destinations of access logs are configured by the
+listeners' access loggers.)
 """
 
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -19,12 +19,13 @@ from ztunnel.runtime.tasks import Tasks
 async def exported(
     settings: OtlpSettings, node: Node, families: Callable[[], Iterable[Family]], stats: Stats, clock: Clock
 ) -> AsyncIterator[None]:
-    """Export the metrics page while the context is entered, finally the changes since the last interval.
+    """Export the metrics page while the context is entered. At its exit, export the changes since the last
+    interval.
 
     Args:
-        settings, node: the destination, and the proxy's name there.
+        settings, node: the destination, and the proxy's name at the destination.
         families: makes the families of the page.
-        stats: shows the number of lost requests.
+        stats: receives the counter of lost requests.
         clock: the clock of the interval.
     """
     described = {

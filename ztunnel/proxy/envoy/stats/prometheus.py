@@ -4,10 +4,10 @@
 * :func:`scraped`: families for the scrape port, where :mod:`ztunnel.runtime.http.exposition` negotiates the
 format.
 
-Metric names are Envoy's in every format, so that dashboards made for Envoy work and names do not depend on the
+Both formats use Envoy's metric names, so that dashboards made for Envoy work and names do not depend on the
 negotiated format.
 
-Pages are made family by family, so that many thousand samples do not block the loop.
+Pages are made family by family, so that many thousands of samples do not block the event loop.
 """
 
 import math
@@ -34,7 +34,7 @@ _QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 0.995, 0.999, 1.0)
 AnyMetric = Counter | Gauge | Histogram
 
 
-#: Metrics grouped per step of a page, about 2 ms.
+#: The number of metrics handled per step of a page, which takes about 2 ms.
 _AT_ONCE = 1000
 _PAUSE = Family(Metric("pause", "", "gauge"), ())
 Step = TypeVar("Step")
@@ -42,9 +42,9 @@ Families = dict[tuple[str, str], list[AnyMetric]]
 
 
 def families(metrics: Iterable[AnyMetric], pause: Step) -> Generator[Step, None, Families]:
-    """Return metrics by (family, kind), sorted; families are without ``envoy_``.
+    """Return metrics by (family, kind), sorted. Family names do not have the prefix ``envoy_``.
 
-    Yields ``pause`` between steps, so that the metrics of many thousand clusters do not block the loop.
+    Yields ``pause`` between steps, so that the metrics of many thousands of clusters do not block the event loop.
     """
     found: Families = {}
     for count, metric in enumerate(metrics, start=1):
@@ -67,7 +67,7 @@ def envoy_text(
 
     Args:
         metrics: the metrics to print.
-        texts: printed as gauges with the text in the label ``text_value``.
+        texts: the text readouts, printed as gauges with the text in the label ``text_value``.
         summaries: whether histograms are printed as summaries of quantiles instead of buckets.
     """
     kinds = ("counter", "gauge", "histogram")
@@ -125,8 +125,8 @@ def _summary(name: str, metric: Histogram) -> str:
 
 
 def _cumulative(metric: Histogram, *, short: bool) -> Iterator[tuple[str, int]]:
-    """Iterate over (upper bound, number of values up to it), with bounds in Envoy's or OpenMetrics' form
-    (``1.0``).
+    """Iterate over pairs: an upper bound, and the number of values up to this bound. Bounds have Envoy's form, or
+    OpenMetrics' form (``1.0``).
     """
     seen = 0
     for bound, count in zip(BUCKETS, metric.counts, strict=False):

@@ -1,10 +1,10 @@
 """Counters, gauges, histograms and text readouts, with Envoy's names.
 
-A :class:`Scope` is looked up once (per cluster, listener, stat prefix) and returns the objects; the data path only
-does ``counter.value += 1``. Some metrics exist thousands of times and are mostly unused (for example a cluster's):
-these are declared for their scope and created on first use, but pages always show them. Each object has two names:
-the dotted one of ``/stats`` and, for Prometheus, a family with labels. Unlike Envoy's default tag extraction,
-which cuts SPIFFE cluster names at their first dot, a label has the whole name.
+A :class:`Scope` is looked up once (per cluster, listener, stat prefix) and returns metric objects, so that the
+data path only does ``counter.value += 1``. Some metrics exist thousands of times and are mostly unused, for
+example those of clusters. Such metrics are declared for their scope and created on first use, but pages always
+show them. Each metric has two names: the dotted name of ``/stats`` and, for Prometheus, a family with labels.
+Envoy's default tag extraction cuts SPIFFE cluster names at their first dot, while labels here have the whole name.
 """
 
 import re
@@ -35,13 +35,13 @@ class Counter:
 
     @property
     def used(self) -> bool:
-        """Whether it was ever used (``usedonly``)."""
+        """Whether the counter was ever increased (``usedonly``)."""
         return self.value != 0
 
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """A number that can decrease. ``read``, if set, is called for the number whenever a page is rendered."""
+    """A number that can decrease. If ``read`` is set, each page calls it to get the number."""
 
     name: str
     family: str
@@ -60,7 +60,7 @@ class Gauge:
 
     @property
     def used(self) -> bool:
-        """Whether it is not zero (``usedonly``)."""
+        """Whether the gauge is not zero (``usedonly``)."""
         return self.value != 0
 
 
@@ -74,7 +74,7 @@ class TextReadout:
 
 @dataclass(slots=True, eq=False)
 class Histogram:
-    """A distribution of values, by the buckets above."""
+    """A distribution of values over :data:`BUCKETS`."""
 
     name: str
     family: str
@@ -127,8 +127,8 @@ class Declared:
     """A metric that every scope of a kind has, even before it is created.
 
     Attributes:
-        name: its name below the scope's prefix.
-        read: reads the value from the owner passed to :meth:`Scope.declare`, if the owner counts.
+        name: the metric's name below the scope's prefix.
+        read: if the owner itself counts, reads the value from the owner that was passed to :meth:`Scope.declare`.
     """
 
     name: str
@@ -154,14 +154,14 @@ class OnTouch(Generic[M]):
             metric = scope.histogram(self.name)
         else:
             metric = scope.counter(self.name) if self.kind is Counter else scope.gauge(self.name)
-        owner.__dict__[self._attribute] = metric  # found before this descriptor from now on
+        owner.__dict__[self._attribute] = metric  # from now on, look-ups find the metric before this descriptor
         return cast(M, metric)
 
 
 def declared_in(owner: type) -> tuple[Declared, ...]:
     """Return every counter and gauge among a class's :class:`OnTouch`, for :meth:`Scope.declare`.
 
-    Histograms appear with their first value, because an empty one would take 22 lines of Prometheus' text.
+    Histograms appear with their first value, because an empty histogram would take 22 lines of Prometheus' text.
     """
     touched = [each for each in vars(owner).values() if isinstance(each, OnTouch)]
     return tuple(Declared(each.name, each.kind) for each in touched if each.kind is Counter or each.kind is Gauge)
@@ -180,7 +180,7 @@ class Stats:
         """Return a scope with the name prefix ``prefix.``.
 
         Args:
-            prefix: dotted. Colons are replaced like in Envoy (``spiffe://x`` becomes ``spiffe_x``).
+            prefix: the dotted prefix. Colons are replaced as in Envoy (``spiffe://x`` becomes ``spiffe_x``).
             family: the prefix of Prometheus names, if ``labels`` replace a part of the dotted prefix.
             labels: the labels of every metric in the scope.
         """
@@ -217,7 +217,7 @@ class Stats:
         return [texts[name] for name in sorted(texts)]
 
     def add(self, metric: Metric) -> Metric:
-        """Register a metric and return it, or the existing one of the same name and kind."""
+        """Register a metric and return it, or return the existing metric of the same name and kind."""
         found = self._metrics.get(metric.name)
         if type(found) is type(metric):
             return found
@@ -253,7 +253,7 @@ class Stats:
 
 
 class Scope:
-    """Metrics with a common prefix and labels; :meth:`close` removes those and no others."""
+    """Metrics with a common prefix and labels. :meth:`close` removes exactly these metrics."""
 
     __slots__ = ("_closed", "_family", "_labels", "_names", "_stats", "prefix")
 
@@ -279,7 +279,7 @@ class Scope:
         return metric
 
     def gauge(self, name: str, read: Callable[[], float] | None = None) -> Gauge:
-        """Return the gauge ``<prefix>.<name>``; ``read`` replaces an earlier one."""
+        """Return the gauge ``<prefix>.<name>``. ``read`` replaces the gauge's earlier function."""
         metric = self._add(Gauge(self.prefix + name, self._family_of(name), self._labels))
         assert isinstance(metric, Gauge)
         if read is not None:
@@ -298,16 +298,16 @@ class Scope:
         self._stats.add_text(TextReadout(self.prefix + name, read))
 
     def scope(self, name: str) -> "Scope":
-        """Return a scope below this one, with the same labels. It closes with this one."""
+        """Return a scope below this scope, with the same labels. Closing this scope also closes the new scope."""
         clean = sanitised(name)
         return Scope(self._stats, f"{self.prefix}{clean}.", self._family_of(clean), self._labels, self._names)
 
     def declare(self, declared: tuple[Declared, ...], owner: object) -> None:
-        """Declare metrics that are created on first use. A later owner of the same scope replaces this one."""
+        """Declare metrics that are created on first use. A later owner of this scope replaces ``owner``."""
         self._names.add(self._stats.declare(self, declared, owner))
 
     def withdraw(self, declared: tuple[Declared, ...]) -> None:
-        """Undo :meth:`declare` for this scope, whichever owner called it; idempotent."""
+        """Undo :meth:`declare` for this scope, no matter which owner called it. Idempotent."""
         key = (self.prefix, id(declared))
         self._names.discard(key)
         self._stats.remove((key,))
@@ -321,7 +321,7 @@ class Scope:
         return Gauge(name, family, self._labels, read=read)
 
     def close(self) -> None:
-        """Remove all metrics of the scope; counts after that appear on no page. Idempotent."""
+        """Remove all metrics of the scope. Later counts appear on no page. Idempotent."""
         self._stats.remove(self._names)
         self._closed = True
 
@@ -351,7 +351,7 @@ def prometheus_name(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_:]", "_", name)
 
 
-#: Groups of key exchange by BoringSSL's names, which Envoy prints, where OpenSSL's differ.
+#: Groups of key exchange whose OpenSSL name differs from BoringSSL's name, which Envoy prints.
 _GROUPS = {"x25519": "X25519", "secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
 
 
@@ -369,7 +369,7 @@ def cluster_scope(stats: Stats, name: str) -> Scope:
 
 
 def listener_scope(stats: Stats, address: str) -> Scope:
-    """Return the scope ``listener.<ip>_<port>.``, or ``listener.envoy_internal_<name>.`` for an internal one."""
+    """Return the scope ``listener.<ip>_<port>.`` (internal listeners: ``listener.envoy_internal_<name>.``)."""
     return stats.scope(f"listener.{address}", family="listener", labels=(("envoy_listener_address", address),))
 
 

@@ -125,7 +125,7 @@ def _histogram_text(metric: Histogram, buckets: Buckets) -> str:
 
 
 def _summary(metric: Histogram) -> str:
-    # Values per flush interval are not kept, because there is no stats sink to flush to.
+    # There are no values per flush interval, because there is no stats sink that would be flushed.
     return " ".join(f"P{quantile:g}(nan,{metric.quantile(quantile / 100):g})" for quantile in QUANTILES)
 
 

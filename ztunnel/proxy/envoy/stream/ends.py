@@ -18,7 +18,8 @@ class Ends(NamedTuple):
         service: name and namespace of the service, see :func:`service_of`.
         host: the last chosen host's address, see :func:`last_host`.
         tunnelled: whether a hop opens a tunnel.
-        authority, tunnel: the authority of the last hop's CONNECT, and the host that gets it; or empty texts.
+        authority, tunnel: the authority of the last hop's CONNECT, and the host that gets this CONNECT, or empty
+            texts.
         trace: the ``traceparent`` of the first request, or an empty text.
     """
 
@@ -35,7 +36,7 @@ class Ends(NamedTuple):
 
 
 def ends_of(hops: Sequence[StreamInfo]) -> Ends:
-    """Return the ends of a connection by its hops, the accepted one first."""
+    """Return the ends of a connection. ``hops`` begin with the accepted hop."""
     (client, server), service, host = proven(hops), service_of(hops), last_host(hops)
     tunnelled = False
     authority = tunnel = trace = workload = ""
@@ -51,7 +52,7 @@ def ends_of(hops: Sequence[StreamInfo]) -> Ends:
 
 
 def hops_of(info: StreamInfo) -> tuple[StreamInfo, ...]:
-    """Return a connection's hops, the accepted one first."""
+    """Return a connection's hops, the accepted hop first."""
     if info.behind is None:
         return (info,)
     hops = [info]

@@ -2,9 +2,9 @@
 
 ::
 
-    Refused                 the connection ends before bytes flow; carries flag and details
+    Refused                 the connection ends before bytes flow; has flag and details
     ├── NoFilterChain       no filter chain of the listener matches
-    ├── Denied              a policy denies it
+    ├── Denied              a policy denies the connection
     ├── TooMany             a limit of the chain is reached
     ├── Incomplete          a filter of the chain has not been configured yet by ECDS
     ├── NoCluster           the chain names a cluster that does not exist (NC)
@@ -41,7 +41,7 @@ _ENDED = {
 
 
 def reason_of_end(text: str) -> Reason:
-    """Return the reason for a connection that this side ended, from the text that it was ended with."""
+    """Return the metrics label for ``text``, which states why this proxy ended a connection."""
     if text.startswith(POLICY_CHANGE):
         return Reason.POLICY_CHANGE
     return _ENDED.get(text) or (Reason.ADDON if text.startswith(CUT_BY_ADDON) else Reason.OTHER)
@@ -100,7 +100,7 @@ class Denied(Refused):
     """A policy or an addon does not allow the connection.
 
     Attributes:
-        policy: the policy that denies it. Empty if no policy allows it.
+        policy: the policy that denies the connection. Empty if no policy allows it.
     """
 
     failure = Reason.POLICY

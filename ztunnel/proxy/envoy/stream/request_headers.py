@@ -1,7 +1,8 @@
-"""A request's headers as seen by logs and routes: the client's headers and the headers a manager writes.
+"""A request's headers as seen by logs and routes: the client's headers, and headers that a connection manager
+writes.
 
-Envoy writes its own headers into each request before routing. Here each header is computed on demand, because most
-routes and logs read none.
+Envoy writes its own headers into each request before routing. Here, these headers are computed on demand, because
+most routes and logs do not read them.
 """
 
 import os
@@ -37,7 +38,9 @@ def traceparent(headers: Iterable[tuple[str, str]]) -> str:
 
 
 def stream_id(info: StreamInfo) -> str | None:
-    """Return the identifier of a hop, created on first use. For a request it is the request id, if any."""
+    """Return the identifier of a hop, created on first use. For a request, this is the request id, if there is
+    one.
+    """
     if info.manager is not None:
         return ",".join(header_values(info, REQUEST_ID)) or None
     return _made(info)
@@ -55,7 +58,7 @@ def _made(info: StreamInfo) -> str:
 def _request_id(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
     if not manager.generates_request_id:
         return sent
-    # At the edge of a mesh a client must not choose its requests' ids in logs.
+    # At the edge of a mesh, clients must not be able to choose the request ids in logs.
     believed = manager.preserves_request_id or not manager.uses_remote_address
     return sent if believed and any(sent) else (_made(info),)
 
@@ -67,7 +70,7 @@ def _scheme(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str
 
 
 def _forwarded_for(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
-    # For a client on loopback, Envoy writes its own address: the first that it finds among its interfaces.
+    # For a client on loopback, Envoy writes its own address, the first address of its interfaces.
     return (*sent, info.source.host) if manager.uses_remote_address else sent
 
 

@@ -18,7 +18,7 @@ from ztunnel.proxy.dataplane.reasons import Reason
 
 
 class Flag(StrEnum):
-    """Response flags, in the order of logs that print several."""
+    """Response flags, in the order in which logs print several flags."""
 
     NO_HEALTHY_UPSTREAM = "UH"
     UPSTREAM_CONNECT_FAILURE = "UF"
@@ -66,8 +66,8 @@ LONG_NAMES: dict[Flag, str] = {
 class UpstreamOptions(NamedTuple):
     """Options of a connection's upstream sockets: those set by ``original_src``, and a PROXY header.
 
-    Only connections with equal options share pooled connections. A tuple, because it is created and
-    hashed for every connection.
+    Only connections with equal options share pooled connections. This is a tuple for speed, because the options
+    are created and hashed for every connection.
 
     Attributes:
         source: the address to connect from. ``None``: any.
@@ -99,24 +99,25 @@ class TlsFacts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StreamInfo:
-    """One hop. A hop behind an internal listener is a second object of this class; no bytes pass between the two.
+    """One hop. A hop behind an internal listener is a second object of this class. No bytes pass between the two.
 
     Attributes:
         facts: addresses, metadata and identity, as matchers and policies see them.
-        restored: whether the destination is an original one, not just the socket's local address.
+        restored: whether the destination is the original destination, not just the socket's local address.
         started: the start in monotonic seconds; ``started_at`` is the same time by the wall clock.
         upstream_tls: the facts proven by the upstream's handshake, where we present ``upstream_certificate``.
-        request_headers: as the client sent them; see :mod:`ztunnel.proxy.envoy.stream.request_headers` for others.
+        request_headers: the headers that the client sent. For all headers, see
+            :mod:`ztunnel.proxy.envoy.stream.request_headers`.
         manager: the connection manager that received the request.
         stream_id: created when a log needs it.
         direct_local: the accepted socket's local address, or the internal address; never a restored address.
         endpoint: the host of the last attempt. Hosts of earlier attempts are in ``failed``.
-        upstream_cluster: the cluster's alternative name, or its name. Empty if it does not exist.
+        upstream_cluster: the cluster's alternative name, or its name. Empty if the cluster does not exist.
         upstream_sni: the server name that our handshake sent.
         upstream_own_uri_sans: identities that we present to the upstream.
         tunnel_authority: the authority of our CONNECT.
         tunnelled: whether the TCP proxy opens a tunnel.
-        trace: the ``traceparent`` of the tunnel's request, the client's or ours. Empty without one.
+        trace: the ``traceparent`` of the tunnel's request, the client's or ours. Empty without a ``traceparent``.
         behind: the last attempt's next hop: behind an internal listener, or a node-local tunnel's inbound half.
         failure: why the hop failed; ``policy`` names the policy that denied it.
         connected: whether the last attempt succeeded.
@@ -177,7 +178,7 @@ class StreamInfo:
     route_metadata: Metadata = NO_METADATA
     virtual_host_metadata: Metadata = NO_METADATA
     held: tuple[Callable[[], None], ...] = ()
-    """Called at the end of the hop. These functions release its places under connection limits."""
+    """Functions called at the end of the hop. They release the hop's places under connection limits."""
     bytes_received: int = 0
     bytes_sent: int = 0
     duration_s: float | None = None
@@ -194,7 +195,7 @@ class StreamInfo:
 
     @property
     def downstream_remote(self) -> str:
-        """The peer as logs print it. The far end of an internal hop has no address."""
+        """The peer as logs print it. For the far end of an internal hop, this is no address."""
         return self.remote_text or str(self.facts.source)
 
     def long_flags_text(self) -> str:

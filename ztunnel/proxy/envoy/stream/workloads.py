@@ -14,14 +14,14 @@ from ztunnel.addons import Workload
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
 _BAGGAGE: Final = "envoy.filters.listener.workload_metadata"
-#: ``workload`` of this metadata is ``name;namespace;canonical name;canonical revision;cluster`` (Istio).
+#: The metadata whose field ``workload`` is ``name;namespace;canonical name;canonical revision;cluster`` (Istio).
 _ISTIO: Final = "istio"
 _LB: Final = "envoy.lb"
 NOBODY: Final = Workload()
 
 
 def host_workload(metadata: Metadata) -> Workload:
-    """Return the workload at an endpoint, by its metadata. Texts of ``envoy.lb`` are labels, too."""
+    """Return the workload at an endpoint, by the endpoint's metadata. Texts in ``envoy.lb`` become labels, too."""
     labels = {key: value for key, value in metadata.get(_LB, {}).items() if isinstance(value, str)}
     return named(host_name(metadata), tuple(sorted(labels.items())))
 
@@ -45,7 +45,7 @@ def _filled(**labels: str) -> dict[str, str]:
 
 
 def source_workload(info: StreamInfo) -> Workload:
-    """Return the client's workload by its baggage, sent or configured, else by its identity."""
+    """Return the client's workload, from baggage (sent or configured), or else from its identity."""
     baggage = source_baggage(info)
     return described(baggage, peer_identity(info)) if baggage else of_identity(peer_identity(info))
 

@@ -1,6 +1,7 @@
-"""Access logs of Envoy's dialect: lines, which the process's :class:`LogWriter` writes, or entries for a service.
+"""Access logs of Envoy's dialect: lines, which the process's :class:`LogWriter` writes, or entries for an access
+log service.
 
-Lines are written when 64 KiB are queued or after a flush interval (10 s by default, like in Envoy).
+Lines are written when 64 KiB are queued or after a flush interval (10 s by default, as in Envoy).
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ class LogSink:
     """A configured logger: the renderer of its lines, and their file.
 
     Attributes:
-        chooses: selects the lines to write. None selects all.
+        chooses: returns whether to write a hop's line. None: write all lines.
     """
 
     render: Renderer
@@ -51,7 +52,7 @@ Sink: TypeAlias = LogSink | EntrySink
 def write_all(sinks: Iterable[Sink], info: StreamInfo) -> None:
     """Write one line per logger about a finished hop.
 
-    Loggers of a listener and of its filter usually print the same values, which are then read only once.
+    Loggers of a listener and of its filter usually print equal values, which are then read only once.
     """
     values_of: Callable[[StreamInfo], tuple[str, ...]] | None = None
     values: tuple[str, ...] = ()
@@ -75,9 +76,9 @@ class AccessLogs:
     """All access logs of the process.
 
     Args:
-        stats: gets ``filesystem.*`` and ``access_log_file.dropped``.
+        stats: receives the statistics ``filesystem.*`` and ``access_log_file.dropped``.
         flush_interval_s: the longest time that a line waits. The owner calls :meth:`LogWriter.flush` this often.
-        streams: the streams to access log services. None if no configuration names one.
+        streams: the streams to access log services. None if no configuration names such a service.
 
     Attributes:
         writer: the files and their thread.
@@ -94,7 +95,7 @@ class AccessLogs:
                 dropped=stats.scope("access_log_file").counter("dropped"),
             )
         )
-        #: Each value also holds the model, so that the model's ``id`` is not reused.
+        #: Each value also holds the configured log, so that the ``id`` of its format is not reused.
         self._sinks: dict[tuple[str, int, bool, LogFilter | None], tuple[AccessLog, LogSink]] = {}
 
     def sinks(self, logs: Iterable[AnyAccessLog]) -> tuple[Sink, ...]:
@@ -109,7 +110,7 @@ class AccessLogs:
                 sinks.append(self._entry_sink(entry))
                 continue
             file = self.writer.file(entry.path)
-            # Compilers give equal formats as one object, so that thousands of chains share one sink.
+            # The compiler returns one object for equal formats, so that thousands of filter chains share one sink.
             key = (entry.path, id(entry.format), entry.omit_empty, entry.filter)
             known = self._sinks.get(key)
             if known is None:

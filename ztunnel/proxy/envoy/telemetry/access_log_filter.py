@@ -1,4 +1,4 @@
-"""Access log filters: each is a function that decides from the facts of a finished hop. Pure."""
+"""Access log filters: functions that decide from the facts of a finished hop whether to log it. Pure."""
 
 import operator
 from collections.abc import Callable

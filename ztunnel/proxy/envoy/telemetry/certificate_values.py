@@ -1,5 +1,5 @@
-"""Certificate values as access logs print them. They are read when a line is written, because most formats use
-none.
+"""Certificate values as access logs print them. They are read only when a line is written, because most formats
+use no such values.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,7 +76,7 @@ def end_s(chain: Chain) -> float:
     return chain[0].not_valid_after_utc.astimezone(UTC).timestamp()
 
 
-#: By the suffix of an operator's name. For peers every suffix exists.
+#: The readers by suffix of a command operator's name. For peers every suffix exists.
 VALUES: dict[str, ChainReader] = {
     "URI_SAN": names("uri"),
     "DNS_SAN": names("dns"),

@@ -22,12 +22,12 @@ from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.telemetry.certificate_values import VALUES, Chain, end_s, start_s
 from ztunnel.runtime.clock import utc
 
-#: Returns a command's value of a hop, or ``None``.
+#: Returns a command's value for a hop, or ``None`` if there is no value.
 Reader = Callable[[StreamInfo], str | None]
 
 _HOSTNAME = socket.gethostname()
 _FRACTION = re.compile(r"%([1-9])f")
-#: Extensions of the library that formats Envoy's times. ``*`` prints all available digits, here microseconds.
+#: Time format extensions of the library that Envoy uses. ``*`` prints all available digits, here microseconds.
 _EXTENDED = re.compile(r"%(?:E([0-9*])([Sf])|(E4Y)|f)")
 
 
@@ -104,8 +104,8 @@ class _Kept(str):
 
 _EMPTY = _Kept()
 
-#: Values that do not exist here: request traces, gRPC in a tunnel, fingerprints (the inspector's setting is
-#: refused), QUIC round trips, the HTTP protocol of a TCP upstream.
+#: Commands without a value in this proxy: request traces, gRPC in a tunnel, fingerprints (the inspector's setting
+#: is refused), QUIC round trips, the HTTP protocol of a TCP upstream.
 _NEVER = (
     "TRACE_ID",
     "SPAN_ID",
@@ -115,7 +115,8 @@ _NEVER = (
     "ROUNDTRIP_DURATION",
     "UPSTREAM_PROTOCOL",
 )
-#: Also empty in Envoy: flags set by its own filters only, and the body seen by its local reply mapper only.
+#: Commands that are also empty in Envoy: only filters of its own set such flags, and only its local reply mapper
+#: sees the body.
 _ALWAYS_EMPTY = ("CUSTOM_FLAGS", "LOCAL_REPLY_BODY")
 #: Values of QUIC and of trailers, which a CONNECT cannot have.
 _ALWAYS_ZERO = ("BYTES_RETRANSMITTED", "PACKETS_RETRANSMITTED", "RESPONSE_TRAILERS_BYTES")
@@ -125,7 +126,7 @@ _Local = SocketAddress | InternalAddress
 
 
 def local_address(info: StreamInfo) -> _Local:
-    """Return the local address: the original destination where a filter restored it, also behind a tunnel."""
+    """Return the local address, or the original destination if a filter has restored it, also behind a tunnel."""
     local = info.direct_local
     return local if not info.restored and isinstance(local, InternalAddress) else info.facts.destination
 
@@ -155,7 +156,7 @@ def _attempted(value_of: Callable[[Endpoint], str]) -> Reader:
 
     def read(info: StreamInfo) -> str | None:
         if info.endpoint is None or (info.method and not info.connected):
-            return None  # Envoy's router lists a host once it is connected, while its TCP proxy lists it earlier
+            return None  # Envoy's router lists a host only once it is connected; its TCP proxy lists it earlier
         return ",".join([value_of(each) for each in (*info.failed, info.endpoint)])
 
     return read
@@ -170,7 +171,7 @@ def _name(endpoint: Endpoint) -> str:
 
 
 def _name_without_port(endpoint: Endpoint) -> str:
-    """Return the host's name up to its port's colon; like Envoy, cut ``envoy://listener/id`` to ``envoy``."""
+    """Return the host's name without its port. As in Envoy, ``envoy://listener/id`` is cut to ``envoy``."""
     name = _name(endpoint)
     end = name.find(":", name.find("]") + 1)
     return name if end < 0 else name[:end]
@@ -285,7 +286,7 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_CONNECTION_POOL_READY_DURATION": lambda info: (
         None if info.ready_s is None else str(int(info.ready_s * 1000))
     ),
-    # Only for requests, like in Envoy: the first upstream event of a tunnel is the established connection.
+    # As in Envoy, only requests have a value: the first upstream event of a tunnel is the established connection.
     "RESPONSE_DURATION": lambda info: (
         str(int(info.ready_s * 1000)) if info.method and info.connected and info.ready_s is not None else None
     ),
@@ -324,7 +325,7 @@ def _plain_pattern(pattern: str) -> str:
 
 
 def _times(moment_of: Callable[[StreamInfo], float | None]) -> Callable[[str], Reader]:
-    """Return a factory: it makes a reader that prints a time (seconds, wall clock) in UTC."""
+    """Return a function that makes a reader for a format. The reader prints a time (wall clock) in UTC."""
     return partial(_time, moment_of)
 
 
@@ -341,7 +342,7 @@ def _time(moment_of: Callable[[StreamInfo], float | None], argument: str) -> Rea
         if moment is None:
             return None
         second = int(moment)
-        if second != last[0]:  # connections of one second share all but the fractions
+        if second != last[0]:  # within a second, only the fractions of times differ
             parts = [
                 f"%0{piece}d" if index % 2 else _whole_seconds(piece, second).replace("%", "%%")
                 for index, piece in enumerate(pieces)
@@ -356,7 +357,7 @@ def _time(moment_of: Callable[[StreamInfo], float | None], argument: str) -> Rea
 
 
 def _local_times(moment_of: Callable[[StreamInfo], float]) -> Callable[[str], Reader]:
-    """Return a factory: it makes a reader that prints a time in this machine's time zone."""
+    """Return a function that makes a reader for a format. The reader prints a time in this machine's time zone."""
 
     def make(argument: str) -> Reader:
         pieces = _FRACTION.split(_plain_pattern(argument or "%Y-%m-%dT%H:%M:%S.%3f%z"))

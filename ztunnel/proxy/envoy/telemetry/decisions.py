@@ -37,7 +37,7 @@ RESULTS: Final = {
 
 
 class DeniedBy(NamedTuple):
-    """A denied client and the denying listener and chain.
+    """A denied client, and the listener and filter chain that denied it.
 
     Attributes:
         listener, chain: the connection's filter chain.
@@ -82,7 +82,7 @@ class Decisions:
 
         Args:
             info: the connection.
-            facts: the facts that were judged.
+            facts: the facts that the policies evaluated.
             rules: the deciding filter's rules.
             policy: the denying policy. Empty if no allowing policy matched.
             live: whether the connection was open and a policy change ended it.
@@ -103,11 +103,11 @@ class Decisions:
         )
 
     def denied(self, info: StreamInfo, facts: ConnectionFacts, details: str) -> None:
-        """Record a connection that was denied, or ended by a change.
+        """Record a connection that was denied, or ended by a policy change.
 
         Args:
             info: the connection.
-            facts: the facts that were judged.
+            facts: the facts that the policies evaluated.
             details: the reason; see :class:`DeniedBy`.
         """
         where, who = (info.listener, info.chain), (facts.source.host, _identity(facts))

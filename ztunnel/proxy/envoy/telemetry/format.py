@@ -50,8 +50,8 @@ def _alone(read: Reader, missing: str) -> Renderer:
 class Line:
     """A text format with commands, as a function of a hop, in two steps for formats that share values.
 
-    One call per command and one check for unprintable characters per line take 5 microseconds for the line of
-    2022. A call per part and a check per value took 20 (twice per connection; ``bench.compare --only crr``).
+    A line takes 5 microseconds, with one call per command and one check for unprintable characters per line. With
+    a call per part and a check per value, it took 20 (twice per connection; ``bench.compare --only crr``).
 
     Attributes:
         values: returns the commands' values for a hop. Lines with the same commands have the same function.
@@ -75,7 +75,7 @@ class Line:
         """Return the line for the result of :attr:`values`."""
         line = self._template % values
         if not (self._plain and line.isprintable()):
-            # A name from the network must not be able to forge a line or send codes to a terminal.
+            # Escape values, because a name from the network must not forge a line or send codes to a terminal.
             line = self._template % tuple([_UNSAFE.sub(_escaped, value) for value in values])
         return line + self._line_end
 
@@ -84,8 +84,9 @@ class Line:
 def _values(commands: tuple[Command, ...], missing: str) -> Callable[[StreamInfo], tuple[str, ...]]:
     """Return one function for all values of a line.
 
-    It is made from source text, like a dataclass's ``__init__``. Frequent values are expressions, without a call
-    of their readers. That saves 45 of 55 calls per connection (``DIALECT=envoy make bench-instructions``).
+    The function is compiled from source text, like a dataclass's ``__init__``. In it, frequent values are
+    expressions instead of calls of readers. This saves 45 of 55 calls per connection (``DIALECT=envoy make
+    bench-instructions``).
     """
     names: dict[str, Any] = {"missing": missing, "local_address": local_address}
     parts = []
@@ -103,7 +104,7 @@ def _without_spaces(name: str) -> str:
     return f'(info.{name}.replace(" ", "_") if info.{name} else missing)'
 
 
-#: Commands as expressions of a hop. They have the same value as the command's reader, or else ``missing``.
+#: Commands as expressions of a hop. An expression has the same value as the command's reader, or ``missing``.
 _EXPRESSIONS: Mapping[str, str] = {
     "BYTES_RECEIVED": 'f"{info.bytes_received}"',
     "BYTES_SENT": 'f"{info.bytes_sent}"',
@@ -153,7 +154,7 @@ def _escaped(char: "re.Match[str]") -> str:
 
 
 def _json(value: JsonValue, missing: str) -> Any:
-    """Return a template: a callable is a function of a hop, any other value is printed as it is."""
+    """Return a template. A callable in it is a function of a hop. Any other value is printed unchanged."""
     if isinstance(value, FormatString):
         if len(value.parts) == 1 and isinstance(value.parts[0], Command):
             return _typed(value.parts[0])
@@ -189,7 +190,9 @@ _NUMERIC = frozenset(
 
 
 def _typed(command: Command) -> Callable[[StreamInfo], Any]:
-    """Return a function for a lone command's value, which keeps its JSON type. A missing value is null."""
+    """Return a function for the value of a field that is a single command. The value keeps its JSON type. A
+    missing value is null.
+    """
     if command.name in STRUCTS and command.max_length is None:
         return metadata_value(STRUCTS[command.name], command.argument)
     read = value_reader(command)

@@ -1,8 +1,8 @@
 """Converts the facts of a finished hop to an access log service's entry. Pure.
 
-The other fields of Envoy's entries are unset, because they are not measured here: the times of a request's phases,
-bytes including framing, sizes of headers, TLS session identifiers. An entry lists only URI subject alternative
-names, like in Envoy.
+Some fields of Envoy's entries are unset, because this proxy does not measure their values: the times of a
+request's phases, bytes including framing, sizes of headers, TLS session identifiers. As in Envoy, an entry lists
+only URI subject alternative names.
 """
 
 from collections.abc import Callable, Iterable
@@ -112,12 +112,12 @@ def _http_entry(info: StreamInfo, wanted: Iterable[str]) -> data.HTTPAccessLogEn
     asked.request_body_bytes = info.bytes_received
     for name in wanted:
         values = header_values(info, name)
-        if values:  # joined as Envoy's entries have them
+        if values:  # several values are joined, as in Envoy
             asked.request_headers[name] = ",".join(values)
     if info.response_code:
         answered.response_code.value = info.response_code
     answered.response_body_bytes = info.bytes_sent
-    answered.response_code_details = info.response_details.replace(" ", "_")  # as Envoy has them
+    answered.response_code_details = info.response_details.replace(" ", "_")  # as in Envoy
     return entry
 
 
@@ -144,7 +144,7 @@ def _common(common: data.AccessLogCommon, info: StreamInfo) -> None:
     if info.upstream_local.startswith("envoy://"):
         common.upstream_local_address.envoy_internal_address.server_listener_name = _INTERNAL
     elif info.upstream_local:
-        with suppress(ValueError):  # not of a socket
+        with suppress(ValueError):  # no socket address
             _address(common.upstream_local_address, SocketAddress.parse(info.upstream_local))
     common.upstream_cluster = info.upstream_cluster
     _flags(common, info.flags)

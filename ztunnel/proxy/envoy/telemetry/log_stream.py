@@ -1,8 +1,9 @@
-"""Streams to access log services (``envoy.service.accesslog.v3``): entries in batches, best effort like in Envoy.
+"""Streams to access log services (``envoy.service.accesslog.v3``). As in Envoy, entries are sent in batches, and
+can be lost.
 
-A connection's end only appends to a list. One task per stream sends the collected entries: at once at the
-configured size, otherwise after the configured time. While the service is unreachable or does not read, one batch
-is kept and later entries are dropped and counted.
+At a connection's end, its entry is only appended to a list. One task per stream sends the collected entries once
+they have the configured size, or after the configured time. While the service is unreachable or does not read, one
+batch is kept, and later entries are dropped and counted.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from ztunnel.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _METHOD: Final = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
-#: The idle time after which a stream ends. The next entry opens a new one. Envoy's last as long as the logger.
+#: The idle time after which a stream ends. The next entry opens a new stream. Envoy keeps streams open.
 IDLE_S: Final = 60.0
 #: The time limit for sending the last entries at shutdown, and for a service to end a call that we have ended.
 _LAST_S: Final = 1.0
@@ -52,11 +53,11 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether to send at once. With a limit of 0 each entry is sent at once."""
+        """Whether the batch is to be sent at once. With a limit of 0, each entry is sent at once."""
         return bool(self._entries) and self._size >= self._limit_bytes
 
     def add(self, entry: Entry) -> bool:
-        """Keep an entry, unless the batch is full: return whether it was kept."""
+        """Add an entry, unless the batch is full. Return whether it was added."""
         if self.full:
             return False
         self._entries.append(entry)
@@ -75,7 +76,7 @@ class EntryCounts:
 
     Attributes:
         written: entries added to a batch.
-        dropped: entries dropped because the batch was full or the stream broke. Envoy does not count the latter.
+        dropped: entries dropped because the batch was full, or (not counted in Envoy) because the stream broke.
     """
 
     written: Counter
@@ -148,7 +149,7 @@ class Sender:
             self._running = None
 
     async def _due(self) -> bool:
-        """Wait until a batch must be sent. Return False if none arrived for a long time, or none will."""
+        """Wait until a batch must be sent. Return False if no entry arrived for a long time, or after the end."""
         if self._closing:
             return bool(self._batch)
         with suppress(TimeoutError):
@@ -211,6 +212,6 @@ class LogStreams:
         return sender
 
     async def close(self) -> None:
-        """End all streams. The remaining entries are sent if that is possible at once."""
+        """End all streams. Remaining entries are sent, if this is possible at once."""
         await asyncio.gather(*(sender.close() for sender in self._senders.values()))
         await self._tasks.close()
