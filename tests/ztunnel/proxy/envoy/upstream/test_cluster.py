@@ -6,14 +6,23 @@ import random
 import pytest
 
 from xds.dialects.envoy import Surroundings
-from xds.model.address import NamedAddress
-from xds.model.cluster import Cluster, Discovery, Endpoint, LoadAssignment, Locality, LocalityGroup
+from xds.model.address import NamedAddress, SocketAddress
+from xds.model.cluster import (
+    Cluster,
+    Discovery,
+    Endpoint,
+    LoadAssignment,
+    Locality,
+    LocalityGroup,
+    OutlierDetection,
+)
 from xds.proto.well_known import Any as AnyMessage
 from ztunnel.proxy.dataplane.resolver import Answer, ResolveFailed, Resolver
 from ztunnel.proxy.envoy.config.sources import Sources
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Counter, Stats
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, Surround
+from ztunnel.proxy.envoy.upstream.outlier import Result
 from ztunnel.runtime.clock import SystemClock
 
 
@@ -111,3 +120,26 @@ def test_a_name_that_does_not_resolve(
         await cluster.close()
 
     asyncio.run(main())
+
+
+def test_failures_of_a_removed_host_do_not_count_towards_the_ejection_limit() -> None:
+    def assigned(*hosts: str) -> LoadAssignment:
+        endpoints = tuple(Endpoint(address=SocketAddress(host, 80)) for host in hosts)
+        group = LocalityGroup(locality=Locality("", "", ""), priority=0, weight=0, endpoints=endpoints)
+        return LoadAssignment(cluster_name="web", groups=(group,))
+
+    model = Cluster(
+        name="web",
+        discovery=Discovery.EDS,
+        eds_name="web",
+        outlier=OutlierDetection(consecutive_5xx=1, consecutive_gateway_failure=1, max_ejection_percent=50),
+    )
+    cluster = LiveCluster(model, AnyMessage(), surround_of(random.Random(1), Resolver()))
+    cluster.preset(assigned("10.0.0.1", "10.0.0.2", "10.0.0.3"))
+    (gone, failing, _) = cluster.hosts.hosts
+    cluster._assign(assigned("10.0.0.2", "10.0.0.3"))
+    cluster.report(gone, Result.CONNECT_FAILURE)  # its dial began before the removal
+    cluster.report(failing, Result.CONNECT_FAILURE)
+    assert (gone.ejected, failing.ejected) == (False, True)
+    assert cluster.outlier is not None
+    assert list(cluster.outlier._monitors) == [failing]
