@@ -93,7 +93,7 @@ class Balancer:
             return None
         host = picker.pick(hash_key, now)
         if host in avoid:
-            others = [other for other in getattr(self._hosts.levels[index], kind) if other not in avoid]
+            others = [other for other in self._drawn_from(index, kind) if other not in avoid]
             return self._rng.choice(others) if others else host
         return host
 

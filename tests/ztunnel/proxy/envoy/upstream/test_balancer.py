@@ -139,6 +139,14 @@ def test_locality_weights_divide_the_load() -> None:
     assert 0.7 < found["10.0.0.1:80"] / 2000 < 0.8
 
 
+def test_a_repeated_attempt_does_not_use_a_locality_without_weight() -> None:
+    hosts = hosts_of(group(endpoint(1), endpoint(2), weight=1, zone="a"), group(endpoint(3), weight=0, zone="b"))
+    one, two, _ = hosts.hosts
+    made = balancer(hosts, locality_weighted=True)
+    assert {str(made.choose(0.0, avoid=frozenset({one}))) for _ in range(50)} == {str(two)}
+    assert {made.choose(0.0, avoid=frozenset({one, two})) for _ in range(50)} == {one, two}
+
+
 def test_a_new_host_starts_slowly() -> None:
     hosts = hosts_of(group(endpoint(1)), now=-100.0)
     hosts.assign(LoadAssignment(cluster_name="c", groups=(group(endpoint(1), endpoint(2)),)), 0.0)
