@@ -558,13 +558,20 @@ class _RuleCompiler:
         if not peer.ports and not peer.named_ports:
             yield rest
             return
+        named = list(self._names(peer.named_ports, family)) if family is not None else []
+        if family is not None and len(named) < len(peer.named_ports):
+            # A set is missing or unreadable, which was recorded: an allowing rule is left out, and any other rule
+            # drops packets to all ports.
+            if ported:
+                yield rest
+            return
         if peer.ports and ported:
             if len(peer.ports) == 1:
                 yield (*e.ports_between(offset, *peer.ports[0]), *rest)
             else:
                 yield (*e.port_in(offset, self._port_set(peer.ports)), *rest)
         if family is not None:
-            for name in self._names(peer.named_ports, family):
+            for name in named:
                 yield (*e.address_and_port_in(family, name, source=source), *rest)
 
     def _addresses(self, peer: c.PeerMatch, family: Family | None, *, source: bool) -> Phrase | None:

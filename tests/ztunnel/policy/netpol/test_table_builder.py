@@ -279,7 +279,17 @@ def test_a_rule_without_a_protocol_can_leave_out_a_type_of_icmp() -> None:
 
 @pytest.mark.parametrize("action", [c.Action.DENY, c.Action.PASS, c.Action.UNKNOWN])
 @pytest.mark.parametrize(
-    "peer", [c.PeerMatch(nets=(None,)), c.PeerMatch(not_nets=(None,)), c.PeerMatch(ip_sets=("s:gone",))]
+    "peer",
+    [
+        c.PeerMatch(nets=(None,)),
+        c.PeerMatch(not_nets=(None,)),
+        c.PeerMatch(ip_sets=("s:gone",)),
+        c.PeerMatch(not_ip_sets=("s:gone",)),
+        c.PeerMatch(named_ports=("n:gone",)),
+        c.PeerMatch(named_ports=("n:gone",), ports=((9, 9),)),
+        c.PeerMatch(not_named_ports=("n:gone",)),
+        c.PeerMatch(ip_port_sets=("n:gone",)),
+    ],
 )
 def test_what_cannot_be_read_of_a_rule_that_does_not_allow_drops(action: c.Action, peer: c.PeerMatch) -> None:
     found = compiled(global_policy("one", "{selector: app == 'backend', ingress: [{action: Allow}]}"))
