@@ -634,8 +634,8 @@ class LiveCluster:
     def report(self, host: Host, result: Result) -> None:
         """Pass the outcome of an attempt on a host to outlier detection.
 
-        Like in Envoy, the outcome is ignored if the host was removed meanwhile. Its ejection would count towards the
-        limit of ejections, and its state would stay in memory.
+        Like in Envoy, the outcome is ignored if the host was removed meanwhile. Its ejection would count towards
+        the limit of ejections, and its state would stay in memory.
         """
         if self.outlier is not None and self.hosts.get(host.endpoint.address) is host:
             self.outlier.report(host, result, self.hosts.hosts, self._surround.clock.monotonic())
