@@ -327,7 +327,7 @@ class RecordSession(TlsStream):
                 _ILLEGAL_PARAMETER if len(body) == 1 else _DECODE_ERROR, "a key update is not readable"
             )
         self._receiving.update()
-        if body[0]:
+        if body[0] and not self._control:  # an update that was not sent yet answers this request, too
             self._update_sending(request=False)
 
     def _fail(self, alert: int, detail: str) -> TlsError:

@@ -197,6 +197,19 @@ def test_an_update_by_the_peer_is_answered() -> None:
     assert sealed(here) == b""
 
 
+def test_updates_requested_before_the_answer_was_sent_are_answered_once() -> None:
+    """A peer can send requests without reading, so the answers must not pile up (RFC 8446, 4.6.3)."""
+    one, other = pair(Role.CLIENT)
+    here, there = moved(one), moved(other)
+    for _ in range(10_000):
+        there.update_keys(request=True)
+        assert opened(here, sealed(there, b"x")) == b"x"
+    answer = sealed(here)
+    assert len(answer) < 100
+    assert opened(there, answer) == b""
+    both_ways(here, there)
+
+
 def test_keys_are_updated_before_their_limit() -> None:
     one, other = pair(Role.SERVER)
     state = record_state(one)
