@@ -296,9 +296,12 @@ def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any
             depth = _lib.X509_STORE_CTX_get_error_depth(store)
             if any_chain and depth:
                 return 1  # an unverified issuer's statements about the leaf prove nothing
-            seen.chain[depth] = _current_certificate(store)
             refusal: str | Refusal | None = None
-            if depth == 0 and seen.verify is not None:
+            try:
+                seen.chain[depth] = _current_certificate(store)
+            except (ValueError, x509.InvalidVersion) as error:  # OpenSSL accepts more than the parser
+                refusal = Refusal(TlsReason.CHAIN, f"certificate {depth} of the chain cannot be read: {error}")
+            if refusal is None and depth == 0 and seen.verify is not None:
                 refusal = seen.verify([seen.chain[key] for key in sorted(seen.chain)])
         except Exception as error:  # noqa: BLE001  must not unwind through C; handshake() raises it
             seen.bug = error

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from cryptography import x509
@@ -18,7 +20,7 @@ from hbone.settings import Role
 from hbone.tls import TlsSession, _uri_sans, sealed_bytes, uri_sans
 from hbone.tls_context import ClientCertificate, Refusal, TlsContext, TlsSettings, TlsVersion
 from hbone.tls_identities import Identity
-from tests.hbone.certificates import Authority, Leaf
+from tests.hbone.certificates import Authority, Leaf, of_unknown_version
 
 ROOT = Authority()
 LEAF = ROOT.issue("spiffe://cluster.local/ns/a/sa/b")
@@ -329,6 +331,33 @@ def test_a_bug_in_the_hook_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError):
         Outcome(*sessions(settings(), replace(settings(), verify=broken)))
+
+
+def test_a_certificate_that_only_openssl_can_read_is_refused(tmp_path: Path) -> None:
+    """Without trusted roots, where the hook alone judges, as for pinned certificates."""
+    pinned = replace(settings(), trusted_ca_pem=None, any_chain=True, verify=lambda chain: None)
+    server = TlsSession(TlsContext(Role.SERVER, pinned))
+    context = SSL.Context(SSL.TLS_METHOD)
+    context.set_alpn_protos(list(pinned.alpn))
+    odd = tmp_path / "odd.pem"
+    odd.write_bytes(of_unknown_version(LEAF.chain_pem) + LEAF.key_pem)
+    context.use_certificate_file(str(odd))
+    context.use_privatekey_file(str(odd))
+    client = SSL.Connection(context)
+    client.set_connect_state()
+    room = memoryview(bytearray(sealed_bytes(1 << 16)))
+
+    def step() -> bool:
+        with contextlib.suppress(SSL.WantReadError):
+            client.do_handshake()
+        server.receive(memoryview(client.bio_read(1 << 16)))
+        return server.handshake()
+
+    assert not step()
+    client.bio_write(bytes(room[: server.seal(b"", room)]))
+    with pytest.raises(TlsError, match="certificate 0 of the chain cannot be read") as refused:
+        step()
+    assert refused.value.reason is TlsReason.CHAIN
 
 
 def test_tls_versions_are_negotiated_within_the_configured_range() -> None:
