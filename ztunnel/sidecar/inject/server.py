@@ -170,7 +170,12 @@ class InjectServer:
     def _reload_config(self) -> bool:
         assert self._config_file is not None
         try:
-            self._config = parse_config(read_text(self._config_file))
+            text = read_text(self._config_file)
+            if not text and self._config != InjectConfig():
+                # A program that writes the file in place empties it first, and can take long for the rest.
+                self._faulty("config", f"{self._config_file}: is empty, as while it is written")
+                return False
+            self._config = parse_config(text)
         except OSError as error:
             self._faulty("config", plain_reason(error))
             return False

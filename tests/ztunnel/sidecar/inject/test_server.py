@@ -177,6 +177,9 @@ def test_a_faulty_configuration_changes_nothing(tmp_path: Path, caplog: pytest.L
             await until(lambda: "the last good config stays in use" in caplog.text)
             assert await image(http) == "example/a:1"
             assert 'ztunnel_inject_file_current{file="config"} 0.0' in (await http.get("/metrics")).text
+            files.config.write_text("")  # in place, before the rest is written
+            await until(lambda: "is empty, as while it is written; the last good config stays" in caplog.text)
+            assert await image(http) == "example/a:1"
             files.put(files.config, b"image: example/b:1\n")
             await until(lambda: caplog.text.count("a new config is in use") == 2)
             assert await image(http) == "example/b:1"
