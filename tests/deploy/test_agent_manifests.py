@@ -132,6 +132,14 @@ def test_the_charts_values_become_arguments_that_are_read() -> None:
     assert {"/run/x", "/host/home/cni/bin"} <= mounts
 
 
+def test_large_numbers_of_a_values_file_have_no_exponent(tmp_path: Path) -> None:
+    file = tmp_path / "values.yaml"
+    file.write_text("{tag: 20261127, probeUser: 1000650000, graceSeconds: 1000000}")
+    [container] = rendered("--values", str(file))["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    assert container["image"].endswith(":20261127")
+    assert {"--probe-user=1000650000", "--grace=1000000"} <= set(container["args"])
+
+
 @pytest.mark.parametrize("option", ["established=reset", "probeUser=kubelet", "cni.socket=x", "typo=1"])
 def test_the_chart_refuses_malformed_and_unknown_values(option: str) -> None:
     command = [needed("helm"), "template", "agent", str(CHART), f"--set={option}"]

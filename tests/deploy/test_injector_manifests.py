@@ -61,6 +61,13 @@ def test_the_chart_renders_the_kustomization() -> None:
     assert pod["metadata"]["labels"].keys() >= own - {"istio.io/rev"}
 
 
+def test_a_tag_that_is_a_large_number_has_no_exponent() -> None:
+    [container] = rendered("tag=20261127")["Deployment", "ztunnel-injector"]["spec"]["template"]["spec"][
+        "containers"
+    ]
+    assert container["image"].endswith(":20261127")
+
+
 def test_sidecars_are_asked_for_as_the_command_prints() -> None:
     found = rendered('sidecars={"enabled":true,"tags":["prod"],"everyNamespace":true}')
     where = ("ztunnel-injector", "istio-system")

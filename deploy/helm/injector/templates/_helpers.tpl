@@ -1,3 +1,8 @@
+{{- /* A value as text; Helm reads whole numbers as floating ones. */}}
+{{- define "injector.text" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
+{{- end }}
+
 {{- define "injector.name" -}}
 ztunnel-injector{{ if ne .Values.revision "default" }}-{{ .Values.revision }}{{ end }}
 {{- end }}
@@ -17,7 +22,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version | replace "+" "_" }}
 {{- if contains "/" .Values.image -}}
 {{ .Values.image }}
 {{- else -}}
-{{ .Values.hub }}/{{ .Values.image }}{{ with .Values.tag }}:{{ . }}{{ with $.Values.variant }}-{{ . }}{{ end }}{{ end }}
+{{ .Values.hub }}/{{ .Values.image }}{{ with .Values.tag }}:{{ include "injector.text" . }}{{ with $.Values.variant }}-{{ . }}{{ end }}{{ end }}
 {{- end -}}
 {{- end }}
 

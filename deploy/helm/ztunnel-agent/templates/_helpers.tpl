@@ -1,3 +1,8 @@
+{{- /* A value as text; Helm reads whole numbers as floating ones. */}}
+{{- define "agent.text" -}}
+{{- if and (kindIs "float64" .) (eq . (floor .)) }}{{ int64 . }}{{ else }}{{ . }}{{ end }}
+{{- end }}
+
 {{- /* As Istio's charts have them on every object and pod. */}}
 {{- define "agent.labels" -}}
 app: ztunnel-agent
