@@ -366,7 +366,10 @@ def _names_asyncio(cls: type) -> bool:
 
 
 def _needs(cls: type, place: str) -> frozenset[str]:
-    needs = frozenset(getattr(cls, "needs", ()))
+    try:
+        needs = frozenset(getattr(cls, "needs", ()))
+    except TypeError as error:
+        raise AddonError(f"{place}: needs must be a set of texts") from error
     if unknown := needs - _NEEDS:
         raise AddonError(f"{place}: needs names unknown facts: {', '.join(sorted(map(str, unknown)))}")
     return needs

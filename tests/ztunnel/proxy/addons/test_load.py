@@ -84,6 +84,8 @@ def test_a_module_and_an_entry_point_are_loaded(tmp_path: Path, monkeypatch: pyt
         ("class A:\n  api = 99\n  def done(self): pass", "it is written for version 99 of the API"),
         ("class A:\n  name = 'Not Good'\n  def done(self): pass", "the name 'Not Good' must be"),
         ("class A:\n  needs = {'bytes'}\n  def done(self): pass", "needs names unknown facts: bytes"),
+        ("class A:\n  needs = 5\n  def done(self): pass", "needs must be a set of texts"),
+        ("class A:\n  needs = [['x']]\n  def done(self): pass", "needs must be a set of texts"),
         ("class A:\n  def configured(self, o): 1 / 0", "cannot be started: {path}:2: ZeroDivisionError"),
         ("class A:\n  def __init__(self): exit(1)\n  def done(self): pass", "cannot be started"),
     ],
