@@ -249,7 +249,10 @@ def _faults_of_calls(loaded: LoadedAddon) -> Iterator[str]:
         if middle > budget_us:
             yield f"addon {loaded.name}: {hook} takes {middle:.0f} us, more than its budget of {budget_us:g} us"
     if "done" in loaded.hooks:
-        loaded.hooks["done"]()
+        try:
+            loaded.hooks["done"]()
+        except Exception as error:  # noqa: BLE001  the hook is code of the addon
+            yield f"addon {loaded.name}: its hook done raised {where(error)}"
 
 
 class _Fault(Exception):
