@@ -170,6 +170,8 @@ def _read(file: str) -> str:
         return sys.stdin.read() if file == "-" else read_text(Path(file))
     except OSError as error:
         raise _Failed(plain_reason(error)) from None
+    except UnicodeDecodeError:  # of a file, read_text names the place
+        raise _Failed("standard input: not text") from None
 
 
 def _logged(file: str) -> Log:

@@ -1,6 +1,7 @@
 """The command as people type it: on a saved dump of the Rust ztunnel's form, and on a running proxy."""
 
 import asyncio
+import io
 import json
 from pathlib import Path
 
@@ -72,6 +73,14 @@ def test_a_file_without_access_lines_is_no_answer(
     assert main([*files, "--suggest"]) == 2
     lines = text.count("\n")
     assert f"access.log: none of its {lines} lines is an access line of a ztunnel" in capsys.readouterr().err
+
+
+def test_standard_input_that_is_no_text_is_named(
+    files: list[str], capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8"))
+    assert main([*files[:-1], "-", "--suggest"]) == 2
+    assert capsys.readouterr().err == "ztunnel simulate: standard input: not text\n"
 
 
 def test_a_suggestion_needs_connections(files: list[str], tmp_path: Path, capsys: Output) -> None:
