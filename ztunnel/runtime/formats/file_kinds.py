@@ -75,6 +75,6 @@ def explained(faults: list[str], text: str, wanted: FileKind) -> list[str]:
 def _keys(text: str) -> AbstractSet[str]:
     try:
         loaded = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {key.strip('"') for key in _KEY.findall(text)}
     return loaded.keys() if isinstance(loaded, dict) else set()

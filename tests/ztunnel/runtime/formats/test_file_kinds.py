@@ -89,3 +89,10 @@ def test_a_file_that_resembles_none_has_its_own_faults(text: str) -> None:
 def test_a_dump_is_one_of_either_dialect() -> None:
     assert looks_like('{"configs": []}') is FileKind.DUMP
     assert looks_like('{"certificates": [], "workloads": []}') is FileKind.DUMP
+
+
+def test_a_file_nested_too_deeply_looks_like_no_kind() -> None:
+    text = "[" * 100_000
+    assert looks_like(text) is None
+    with pytest.raises(Faults, match="nested too deeply"):
+        parse_mesh(text)
