@@ -267,7 +267,9 @@ def follow(args: argparse.Namespace, wanted: Wanted) -> int:
         while True:
             begin = min(newest.values())
             try:
-                found = gather(args, lambda pages: look(pages, Wanted(wanted.test, begin, 1 << 63, None)))  # noqa: B023  called at once
+                # Flows that the filters hide are read, too. Otherwise each request would repeat them, and the
+                # proxy would report flows as overwritten that were read before.
+                found = gather(args, lambda pages: look(pages, Wanted(_any_flow, begin, 1 << 63, None)))  # noqa: B023  called at once
             except AskFailed as error:
                 if first or error.status == 404:
                     raise
@@ -285,10 +287,14 @@ def follow(args: argparse.Namespace, wanted: Wanted) -> int:
                     fresh.append((flow, line))
             for flow, _ in fresh:
                 newest[flow.node or ""] = max(newest.get(flow.node or "", 0), time_ns(flow.time))
-            printer.show(fresh, across=found.across)
+            printer.show([each for each in fresh if wanted.test(each[0])], across=found.across)
             time.sleep(_AGAIN_S)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0
+
+
+def _any_flow(flow: Flow) -> bool:
+    return True
 
 
 class _Printer:

@@ -11,6 +11,7 @@ import pytest
 from tests.ztunnel.ask.inspect.harness import pages
 from ztunnel.ask.flows import command
 from ztunnel.ask.flows.model import BadFilter, Filter, chosen, make, read
+from ztunnel.ask.inspect.fleet import Found
 from ztunnel.cli import main
 
 Output = pytest.CaptureFixture[str]
@@ -156,6 +157,27 @@ def test_following_prints_each_flow_once(capsys: Output, monkeypatch: pytest.Mon
     found = [json.loads(each)["uuid"] for each in capsys.readouterr().out.splitlines()]
     assert found == ["id-2", "id-4"]
     assert seen.is_set()
+
+
+def test_following_asks_only_for_flows_after_those_that_filters_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, str] | None] = []
+
+    class Pages:
+        name = "here"
+
+        def text(self, path: str, query: dict[str, str] | None) -> str:
+            asked.append(query)
+            return PAGE.decode()
+
+    def pause(seconds: float) -> None:
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("ztunnel.ask.flows.command.time.sleep", pause)
+    monkeypatch.setattr("ztunnel.ask.flows.command.gather", lambda args, ask: Found({"": ask(Pages())}))
+    assert main(["flows", "-f", "--since", "2026-11-26T12:00:00Z", "--port", "4001"]) == 0
+    newest = command.time_ns("2026-11-26T12:00:04.000000001Z")
+    assert asked[1] == {"after": str(newest)}
 
 
 def test_kinds_of_filters_are_joined_and_their_values_are_alternatives() -> None:
