@@ -1,8 +1,8 @@
 """The tunnel protocol of ambient meshes: TCP in HTTP/2 CONNECT streams over mutual TLS (HBONE).
 
 :mod:`hbone.engine` is one HTTP/2 connection as a state machine, :mod:`hbone.tls` is TLS as bytes in and bytes out,
-and :mod:`hbone.pool` chooses a connection for the next tunnel. Outside :mod:`hbone.aio` no module does I/O or
-reads a clock. :mod:`hbone.aio` runs them on sockets. This package does not depend on Kubernetes, xDS or packet
+and :mod:`hbone.pool` chooses a connection for the next tunnel. Modules outside :mod:`hbone.aio` do no I/O and read
+no clock. :mod:`hbone.aio` runs these modules on sockets. This package does not depend on Kubernetes, xDS or packet
 filters: external functions (a ``dial`` callable, a verify hook) are passed as arguments.
 """
 

@@ -11,8 +11,8 @@ from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, TlsError, TunnelBroken
 from hbone.events import Headers
 
-#: Called once with the tunnel after its 200, or with the error if the request failed. It runs in the middle of a
-#: read, so it only records the result, and has the poller resume the caller.
+#: Called once with the tunnel after its 200, or with the error if the request failed. It is called in the middle
+#: of a read, so it only records the result, and schedules the caller with the poller.
 OnAnswer: TypeAlias = Callable[[Tunnel | None, Exception | None], None]
 
 
@@ -28,7 +28,7 @@ class _Waiter:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the coroutine was cancelled meanwhile."""
+        """Whether the waiting coroutine was cancelled."""
         return self._future is not None and self._future.done()
 
     def settle(self, tunnel: Tunnel | None, error: Exception | None) -> None:
@@ -76,7 +76,7 @@ class PendingAnswers:
         tunnel = waiter.tunnel
         if status == 200:
             tunnel.headers = headers
-            # The server has the early data now. Another attempt must not send it again.
+            # The server has the early data now, so another attempt must not send the same bytes again.
             if tunnel.early_sent is not None:
                 source, size = tunnel.early_sent
                 source.discard(size)
@@ -86,7 +86,7 @@ class PendingAnswers:
             tunnel.close()
 
     def broken(self, stream_id: int, error: TunnelBroken) -> None:
-        """Notify the waiter of ``error``: no response will come. No effect if the request was already answered."""
+        """Pass ``error`` to the waiter, because there will be no response. No effect on an answered request."""
         waiter = self._waiting.pop(stream_id, None)
         if waiter is not None:
             early = waiter.tunnel.early_sent is not None
@@ -95,9 +95,9 @@ class PendingAnswers:
     def refused_by_tls(self, error: TlsError) -> None:
         """Report ``error`` to each waiter whose request the peer cannot have acted on.
 
-        A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be
-        under way. The peer has not read these requests, so their early data can be sent again. This does not hold
-        if we have refused the peer.
+        A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be in
+        flight. The peer has not read these requests, so their early data can be sent again. If we have refused the
+        peer, this is not certain.
         """
         for stream_id, waiter in list(self._waiting.items()):
             if error.by_peer or waiter.tunnel.early_sent is None:

@@ -67,13 +67,13 @@ of its request.
 
 
 class RequestSink(Protocol):
-    """Server: takes the requests of a connection."""
+    """Handles the requests that a server's connection receives."""
 
     def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
         """Handle a new stream. ``ended``: END_STREAM was sent with the request."""
 
     def cancel(self, tunnel: Tunnel) -> None:
-        """Stop handling, because the stream is closed. Idempotent, and has no effect after the answer."""
+        """Stop handling a request, because its stream is closed. Idempotent, without effect after the answer."""
 
 
 class Connection(ConnectionTunnels):
@@ -112,9 +112,9 @@ class Connection(ConnectionTunnels):
         if moved is not None:
             tls = moved.tls
         elif tls_context is not None:
-            # The announcement of early data must reach the client before its first CONNECT. So our SETTINGS leave
-            # with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They reveal no other information to an
-            # unauthenticated client.
+            # The announcement of early data must reach the client before its first CONNECT. So our SETTINGS are
+            # sent with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They contain nothing that an
+            # unauthenticated client must not know.
             early = role is Role.SERVER and settings.http2.early_data
             tls = TlsSession(tls_context, engine.opening if early else b"")
         super().__init__(role, settings, poller, engine, Link(sock, tls, poller))
@@ -144,8 +144,8 @@ class Connection(ConnectionTunnels):
         Raises:
             TlsError: either side refused the handshake.
             PeerSilent: the handshake did not finish within ``handshake_timeout_s``.
-            ConnectionBroken: the network ended it.
-            Exception: raised by ``on_established``. No HTTP/2 frame was sent then, except for the SETTINGS of a
+            ConnectionBroken: the network ended the connection.
+            Exception: raised by ``on_established``. Then no HTTP/2 frame was sent, except for the SETTINGS of a
                 server that announces early data.
         """
         return waits.handshake(self._begin, self._established, self.settings.handshake_timeout_s, self._end)
@@ -173,9 +173,9 @@ class Connection(ConnectionTunnels):
                 try:
                     finished = tls.handshake()
                 finally:
-                    # A server's last flight has session tickets, which our clients do not use. It leaves in one
-                    # segment with the first frames. A client's last flight must leave at once, because the server
-                    # waits for this flight.
+                    # A server's last flight has session tickets, which our clients do not use, so it is sent in
+                    # one segment with the first frames. A client's last flight must be sent at once, because the
+                    # server waits for this flight.
                     if not finished or self.role is Role.CLIENT:
                         self._send_handshake()
                 if not finished:
@@ -197,8 +197,8 @@ class Connection(ConnectionTunnels):
         if self.role is Role.SERVER:
             self.flush()
         else:
-            # The tunnel for which this connection was dialled opens in this turn. Its CONNECT, our SETTINGS and
-            # our ACK of the server's SETTINGS leave in one segment.
+            # The tunnel for which this connection was dialled opens in this loop iteration. So its CONNECT, our
+            # SETTINGS and our ACK of the server's SETTINGS are sent in one segment.
             self.poller.schedule_flush(self)
         self._keep_alive()
         self._limit_first_request()
@@ -234,8 +234,8 @@ class Connection(ConnectionTunnels):
             self.link.readable = True
             # A bulk connection always has more bytes to read, so epoll would report it in every iteration of the
             # event loop. Therefore bulk connections wait in the run queue, which gets only a part of each
-            # iteration, and the events of small flows are served at once. Connections in a handshake, and those of
-            # peers with many connections, count as bulk.
+            # iteration, and events of small flows are served at once. A connection in a handshake, or of a peer
+            # whose connections have read much in this iteration, counts as bulk.
             share = self._share
             bulk = self._bulk or (share is not None and share.bulk_s == self.poller.now_s)
             if mask and bulk and self._joins_line():
@@ -259,9 +259,9 @@ class Connection(ConnectionTunnels):
     def _take_turn(self) -> None:
         """Read and process one slice. The rest waits in the run queue behind other connections.
 
-        A slice ends when its frames have caused enough work, counted by the engine, or by the clock, which is read
-        only between reads. Reads of a bulk connection are sized to fit. A connection with less than a slice to
-        read never reads the clock.
+        A slice ends when the engine has counted enough work for its frames, or after a time limit, which is
+        checked only between reads. Reads of a bulk connection are sized to take about one slice. A connection with
+        less than a slice to read never reads the clock.
         """
         link, engine = self.link, self.engine
         limits = self.settings.http2.limits
@@ -270,7 +270,7 @@ class Connection(ConnectionTunnels):
         until_s = begun_s and begun_s + limits.slice_s
         for _ in range(READS_PER_TURN):
             if self._pause is not None:
-                return  # _resume takes the next turn
+                return  # _resume continues later
             if not self._established.done():
                 self._receive_handshake()
                 if not (self._established.done() or link.readable or self._has_ended()):
@@ -302,7 +302,7 @@ class Connection(ConnectionTunnels):
             self.poller.requeue(self)
 
     def _note_read(self, size: int) -> None:
-        # One small read, such as an answer to a PING, does not make a bulk flow a small one.
+        # After one small read, such as an answer to a PING, a bulk flow still counts as bulk.
         self._recent_bytes = (self._recent_bytes >> 1) + size
         self._bulk = self._recent_bytes >= BULK_BYTES
         if self._share is not None:
@@ -351,7 +351,7 @@ class Connection(ConnectionTunnels):
             self._process(data)
 
     def _process(self, data: memoryview) -> None:
-        """Process bytes left over from the last slice, then decrypted bytes; at most one slice of work."""
+        """Process bytes left over from the last slice, and then decrypted bytes. Do at most one slice of work."""
         engine, poller = self.engine, self.poller
         poller.lent = True
         try:
@@ -432,27 +432,27 @@ class Connection(ConnectionTunnels):
 
     @property
     def ended_by_peer(self) -> bool:
-        """Whether the peer or the network ended the connection, not we for silence or a protocol error."""
+        """Whether the peer or the network ended the connection. False if we ended it, for silence or an error."""
         ours = (TunnelClosed, PeerSilent, RemoteProtocolError)
         return self.error is not None and not isinstance(self.error, ours)
 
     @property
     def ended_by_limit(self) -> bool:
-        """Whether we closed the connection because the peer overdrew a budget (ENHANCE_YOUR_CALM)."""
+        """Whether we closed the connection because the peer exceeded a budget (ENHANCE_YOUR_CALM)."""
         return isinstance(self.error, RemoteProtocolError) and self.error.code == ErrorCode.ENHANCE_YOUR_CALM
 
     def drain(self) -> None:
-        """Take no new streams, and close with the last open one; idempotent.
+        """Accept no new streams, and close when the last open stream has ended. Idempotent.
 
         A server announces the drain in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING,
-        and shortly after the PONG the final GOAWAY, so that no request which crossed the first GOAWAY is lost. The
-        delay is for multi-threaded clients: one thread answers the PING while another has already taken this
-        connection for a request that leaves later. (The Rust ztunnel's pool checks for GOAWAY when it hands out a
-        connection, and fails the request if the final GOAWAY does not cover it.)
+        and shortly after the PONG the final GOAWAY, so that requests that crossed the first GOAWAY are not lost.
+        The delay is for multi-threaded clients: one thread can answer the PING while another thread has already
+        chosen this connection for a request that it sends later. (The Rust ztunnel's pool checks for GOAWAY only
+        when it chooses a connection, and fails the request if the final GOAWAY does not cover it.)
         """
         if self.error is None and not self._closing:
             self._closing = True
-            if self.role is Role.SERVER and self._established.done():  # otherwise after our SETTINGS
+            if self.role is Role.SERVER and self._established.done():  # otherwise GOAWAY follows our SETTINGS
                 self.engine.drain()
                 self.poller.schedule_flush(self)
             self._changed()
@@ -464,7 +464,9 @@ class Connection(ConnectionTunnels):
             self._changed()
 
     def close(self) -> None:
-        """Reset open streams, send GOAWAY and close_notify, close; idempotent, does not wait for the network."""
+        """Reset open streams, send GOAWAY and close_notify, and close, without waiting for the network.
+        Idempotent.
+        """
         if self.error is not None:
             return
         if self._established.done():
@@ -487,7 +489,7 @@ class Connection(ConnectionTunnels):
         self._end(TunnelClosed(reason))
 
     def _has_ended(self) -> bool:
-        """Whether the connection has ended. A method: type checkers assume that attributes do not change."""
+        """Whether the connection has ended. Not an attribute, because type checkers assume these unchanged."""
         return self.error is not None
 
     def wait_closed(self) -> asyncio.Future[None]:
@@ -500,7 +502,7 @@ class Connection(ConnectionTunnels):
         """Reach a state that can move: no frame is half-read, and all output is encrypted. Return the tunnels.
 
         Raises:
-            Unmovable: it cannot move, or not now.
+            Unmovable: the connection cannot move, or cannot move yet.
         """
         tls = self.link.tls
         if self.error is not None or not self._established.done():
@@ -561,7 +563,7 @@ class Connection(ConnectionTunnels):
             self.poller.requeue(self)
 
     def move_away(self) -> None:
-        """End without sending anything or notifying the tunnels, because another process continues. Idempotent."""
+        """End this object silently, because another process continues the connection. Idempotent."""
         if self.error is None:
             self._tunnels.clear()
             self._end(TunnelClosed("moved to another process"))
@@ -621,12 +623,12 @@ class Connection(ConnectionTunnels):
         broken = error if isinstance(error, HboneError) else ConnectionBroken(f"connection ended: {error}")
         if not self._established.done():
             self._established.set_exception(error)
-            self._established.exception()  # retrieved: there may be no waiter left
+            self._established.exception()  # retrieved here, because there can be no waiter
         if isinstance(error, TlsError):
             self._answers.refused_by_tls(error)
         if not isinstance(broken, TunnelBroken):
             broken = ConnectionBroken(f"connection ended: {error}")
-        # The first stream is never repeated: a server that refuses us after the handshake would do so again.
+        # The first stream is never repeated: a server that refuses us after the handshake would refuse us again.
         unsent_from = 0 if isinstance(error, TunnelClosed) else self._unsent_from
         for stream_id in list(self._tunnels):
             unprocessed = 1 < unsent_from <= stream_id
@@ -642,8 +644,7 @@ class Connection(ConnectionTunnels):
         self._on_change = None
 
     def _changed(self) -> None:
-        # The connection is drained. Close it later, because this can run inside a read whose events are not all
-        # dispatched.
+        # If the connection is drained, close it later, because this can be called in the middle of a read.
         is_drained = self._closing and not self.open_streams and self.engine.goaway_sent
         if is_drained and self.error is None and self._delivery is None:
             self._delivery = self.poller.loop.call_soon(self._close_delivered)
@@ -653,7 +654,7 @@ class Connection(ConnectionTunnels):
     def _close_delivered(self) -> None:
         """Close the drained connection when the last bytes of its streams have arrived.
 
-        Keepalive ends the wait for a peer that is gone.
+        If the peer is gone, keepalive ends the wait.
         """
         self._delivery = None
         self.flush()
@@ -687,7 +688,7 @@ class Connection(ConnectionTunnels):
 async def connect(
     sock: socket.SocketType, tls_context: TlsContext | None, settings: ConnectionSettings, poller: Poller
 ) -> Connection:
-    """Client: TLS and HTTP/2 over a connected, non-blocking socket, which belongs to the result from now on.
+    """Open the client side of TLS and HTTP/2 over a connected, non-blocking socket, which the result then owns.
 
     Raises:
         TlsError, PeerSilent, ConnectionBroken: see :meth:`Connection.establish`; the socket is closed then.

@@ -15,12 +15,12 @@ from hbone.tls import TlsStream
 class ConnectionSettings:
     """Timeouts and windows of a connection. Defaults are the Rust ztunnel's, except for the handshake timeout.
 
-    ``first_request_timeout_s``: a server closes a connection without a request after this time. None disables it.
+    ``first_request_timeout_s``: a server closes a connection without a request after this time. None: never.
     ``windows``: the window budget shared by all connections of a pod. None means no limit. ``drain_grace_s``: a
     server accepts requests for this time after its peer has acknowledged the drain. ``ping_interval_s``: None
-    disables keepalive. Both ping times are checked at intervals of a quarter of the shorter one. They differ from
-    the Rust ztunnel's 10 and 20 s: a peer gone without a FIN is detected within 20 s instead of 35, and a peer
-    that paused for 10 s is kept.
+    disables keepalive. Both ping times are checked at intervals of a quarter of the shorter time. They differ from
+    the Rust ztunnel's 10 and 20 s: a peer that is gone without a FIN is detected within 20 s instead of 35, and a
+    peer that paused for 10 s stays connected.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
@@ -52,9 +52,9 @@ class Progress:
     Attributes:
         waiting: streams that wait for room, in their order.
         room: whether the output might have room again.
-        closing: the connection accepts no new streams.
-        grace: the drain is announced, and the delay before the final GOAWAY is running.
-        unsent: sealed bytes that the network has not taken.
+        closing: whether the connection is draining, and accepts no new streams.
+        grace: whether the drain is announced, and the delay before the final GOAWAY is running.
+        unsent: encrypted bytes that the network has not accepted.
     """
 
     waiting: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""The sending half of a connection: its tunnels, how they are opened, and how their payload leaves.
+"""The sending half of a connection: opens its tunnels, and sends their payload.
 
 :class:`ConnectionTunnels` is the base of :class:`hbone.aio.connection.Connection`, which reads from the network.
-A tunnel writes into the engine's output. All output of a loop iteration leaves in one TLS write
-(:meth:`ConnectionTunnels.flush`). Tunnels that ran out of room then continue in their order.
+A tunnel writes into the engine's output. All output of a loop iteration is sent in one TLS write
+(:meth:`ConnectionTunnels.flush`). Then tunnels that ran out of room continue, in the order in which they ran out.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ConnectionTunnels(TunnelCarrier):
         self._answers = PendingAnswers(poller)
         self._waiting: dict[int, Tunnel] = {}
         self._to_flush: list[Tunnel] = []
-        self._unsent_from = 0  # client: the first stream whose CONNECT has not been given to the network; 0: none
+        self._unsent_from = 0  # client: the first stream whose CONNECT was not passed to the network; 0: none
         self._room = False
         self._flushing = False
         self._closing = False
@@ -106,7 +106,7 @@ class ConnectionTunnels(TunnelCarrier):
                 self.link.send(views)
             except (OSError, TlsError) as error:
                 if len(views) > 1:
-                    self._unsent_from = 0  # the first of them can have been sent
+                    self._unsent_from = 0  # the first unsent CONNECT can now have been sent
                 self._end(network_error(error, "while sending"))
                 return
             output.taken()
@@ -124,8 +124,8 @@ class ConnectionTunnels(TunnelCarrier):
 
     @property
     def early_limit(self) -> int:
-        """The most bytes held for a stream before its relay starts. A server holds few, because it has not
-        accepted the stream yet.
+        """The largest number of bytes buffered for a stream before its relay starts. A server buffers few bytes,
+        because it has not accepted the stream yet.
         """
         http2 = self.settings.http2
         return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
@@ -156,7 +156,7 @@ class ConnectionTunnels(TunnelCarrier):
         return None
 
     def _made_room(self) -> bool:
-        """Send a full output buffer before the end of the turn. Return whether there is room afterwards."""
+        """Send a full output buffer before the end of the iteration. Return whether there is room afterwards."""
         if not self.engine.output.full:
             return False
         self._write()
@@ -209,22 +209,22 @@ class ConnectionTunnels(TunnelCarrier):
         Args:
             headers: the request's headers.
             client: the source of early data. Its first bytes are sent with the request if the peer has announced
-                that it holds them until its answer (Setting.EARLY_BYTES). This saves one round trip. They are
-                consumed when the 200 arrives; without a 200 they stay for another attempt.
+                that it buffers them until it answers (Setting.EARLY_BYTES). This saves one round trip. The bytes
+                are consumed when the 200 arrives. Without a 200 they stay for another attempt.
 
         Raises:
-            ConnectRefused: another status.
+            ConnectRefused: the peer answered with another status than 200.
             TunnelBroken: the stream or the connection ended before the answer. ``unprocessed`` is also set if no
                 stream could be opened (see :attr:`accepts_streams`), or if the connection had ended before the
-                CONNECT was sent; but not for the first stream of a connection.
-            TlsError: the peer refused our certificate, which a client of TLS 1.3 learns after its handshake.
+                CONNECT was sent, except for the first stream of a connection.
+            TlsError: the peer refused our certificate. With TLS 1.3, this error arrives after the handshake.
         """
         if not self.accepts_streams:
             if isinstance(self.error, TlsError):
                 raise self.error
             if self.error is not None and self.engine.unused:
-                # A server that refuses us after the handshake closes in this way. It would refuse a retry too, so
-                # this is not ``unprocessed``.
+                # A server that refuses us after the handshake closes in this way. It would refuse a retry, too, so
+                # ``unprocessed`` is not set.
                 raise ConnectionBroken(f"connection ended: {self.error}")
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
         tunnel = self._requested(self.engine.open_stream(headers), client)

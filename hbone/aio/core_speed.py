@@ -1,8 +1,8 @@
 """Measures the speed of this core at the tunnel engine's work, for :class:`hbone.cost_budget.UnitPrice`.
 
-Two kinds of work are measured: reading DATA frames of one byte, and decoding fields that enter the dynamic table.
-A compiled build makes the first kind several times faster. The second kind is done by the ``hpack`` library, which
-is interpreted in any build, like the handlers of requests.
+Two kinds of work are measured: reading DATA frames of one byte, and decoding header fields that enter the dynamic
+table. A compiled build does the first kind several times faster. The ``hpack`` library does the second kind. It is
+interpreted in any build, like the handlers of requests.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _INSERT_UNITS: Final = HEADERS_UNITS + _FIELDS * FIELD_UNITS + len(_INSERTS) // 
 def unit_s() -> float:
     """Return the processor time in seconds that a unit of work takes now, for the slower of the two kinds of work.
 
-    A call takes half a millisecond in pure Python. The median of three runs leaves out a collection of garbage or
-    an interrupt. Time in which other processes run does not count. Their use of shared caches and of the core's
-    other thread slows a measurement down in the same way as the work of peers.
+    A call takes half a millisecond in pure Python. The median of three runs is used, to exclude a garbage
+    collection or an interrupt. Time in which other processes run does not count. But their use of shared caches
+    and of the core's other thread slows down a measurement as much as the work for peers.
     """
     engine = Engine(Role.SERVER, Http2Settings())
     engine.receive_data(_OPENING)

@@ -1,8 +1,8 @@
 """A time limit for part of a coroutine, at a tenth of the cost of :func:`asyncio.timeout`.
 
-Each connection has one or two time limits, and few of them expire. Most of their cost would be creating and
-cancelling a timer of the loop per connection. Deadlines of one length share a timer
-(:mod:`hbone.aio.interval_timer`), and expire up to a 64th of their length late.
+Each connection has one or two time limits, and few of these expire. With a loop timer per connection, creating and
+cancelling timers would be most of the cost. So deadlines of equal length share a timer
+(:mod:`hbone.aio.interval_timer`), and expire late by up to a 64th of their length.
 
 Not compiled: see :mod:`hbone.aio.waits`.
 """
@@ -22,14 +22,14 @@ from hbone.aio.poller import Poller
 class Deadline:
     """Raises TimeoutError out of ``with Deadline(poller, after_s):`` by cancelling the fiber or task inside.
 
-    Like with :func:`asyncio.timeout`, a cancellation by someone else remains a CancelledError. Enter each object
+    As with :func:`asyncio.timeout`, a cancellation by other code remains a CancelledError. Enter each object only
     once.
 
     Args:
         poller: the fiber's poller.
-        after_s: the limit. Use few different values, such as a configuration's, because each has a timer.
-        began_s: the start of the limit, by the loop's clock, if it is earlier than the entry of the block. Such a
-            deadline has a timer of its own.
+        after_s: the limit. Use few different values, for example from a configuration, because each has a timer.
+        began_s: the start of the time limit, by the loop's clock, if it began before the block was entered. Such a
+            deadline has a separate timer.
     """
 
     __slots__ = ("_after_s", "_began_s", "_cancelling", "_own", "_poller", "_task", "_timer", "passed")
@@ -56,7 +56,7 @@ class Deadline:
         return self
 
     def on_interval(self) -> None:
-        """Cancel what the block awaits, because its time limit has passed."""
+        """Cancel the block's current await, because the time limit has passed."""
         self.passed = True
         if self._began_s is None:
             self._timer.unregister(self)

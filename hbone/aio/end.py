@@ -9,10 +9,10 @@ and a sink (bytes from the peer go out to its network). Data moves by direct cal
   then ``peer.flush()`` before the chunks' buffer is reused. The peer copies only the bytes that its network does
   not take, and calls ``delivered(n)`` as bytes leave, which returns credit.
 
-``write_eof`` forwards a half-close, ``write_reset`` an abortive close, which ends both directions. A sink without
-a network discards its input until the relay is over, so that the other direction can still end in order. One table
-for all ends, :mod:`hbone.end_state`, has the result of each event. Each kind of end only implements how to signal
-the event to its network.
+``write_eof`` forwards a half-close, ``write_reset`` an abortive close, which ends both directions. If the network
+of a sink has ended, the sink discards its input until the relay is over, so that the other direction can still end
+in order. One table for all ends, :mod:`hbone.end_state`, has the result of each event. Each kind of end only
+implements how to signal the event to its network.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CHUNK_BYTES = 256 * 1024
 def failure_after_end(sock: socket.SocketType) -> OSError | None:
     """Return the error of a socket whose remote side had already sent a FIN, or ``None``.
 
-    A receive cannot report it: after a FIN it returns EOF even if a reset arrived later. ``SO_ERROR`` reports it,
-    once.
+    A receive cannot report this error: after a FIN it returns EOF even if a reset arrived later. ``SO_ERROR``
+    reports the error once.
     """
     number = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     return OSError(number, os.strerror(number)) if number else None
@@ -44,7 +44,7 @@ class RelayObserver(ABC):
 
     @abstractmethod
     def read_ended(self, end: End, error: Exception | None, *, clean: bool) -> None:
-        """Record that ``end`` has no more bytes to read. ``clean``: treat ``error`` as an orderly end."""
+        """Record that ``end`` has no more bytes to read. If ``clean``, ``error`` counts as an orderly end."""
 
     @abstractmethod
     def write_ended(self, end: End) -> None:
@@ -54,7 +54,7 @@ class RelayObserver(ABC):
 
     @abstractmethod
     def reset_sent(self) -> None:
-        """An end has sent a reset, after all its bytes. Neither direction of the relay can continue."""
+        """Record that an end has sent a reset, after all its bytes. Both directions of the relay end."""
 
     @abstractmethod
     def sink_broken(self, end: End, error: Exception) -> None:
@@ -68,7 +68,7 @@ class RelayObserver(ABC):
 
 
 class End(ABC):
-    """One endpoint of a relay; owned and closed by the code that created it, also after the relay."""
+    """One endpoint of a relay. The code that created it owns it, and closes it after the relay."""
 
     __slots__ = ("peer", "poller", "read_bytes", "relay", "sink", "source")
 
@@ -78,7 +78,7 @@ class End(ABC):
     source: SourceState
     sink: SinkState
     read_bytes: int
-    """Bytes that came from this end's network and went into a relay, live."""
+    """The number of bytes read from this end's network into a relay, updated while the relay runs."""
 
     # Called by the relay
 
@@ -107,15 +107,15 @@ class End(ABC):
 
     @abstractmethod
     def close(self, error: Exception | None = None) -> None:
-        """Release all resources at once. Idempotent. ``error`` is sent to the peer if the protocol
-        can express it.
+        """Release all resources at once. Idempotent. If the protocol can express ``error``, it is sent to the
+        remote side.
         """
 
     # Called by the peer
 
     @abstractmethod
     def reserve(self, limit: int) -> memoryview | None:
-        """Return room for at most ``limit`` bytes. Return None if there is none; this end then calls the caller's
+        """Return room for at most ``limit`` bytes. If there is no room, return None, and call the peer's
         ``resume`` later.
         """
 
@@ -147,28 +147,29 @@ class End(ABC):
 
     @abstractmethod
     def write_reset(self) -> None:
-        """Abort: pending bytes leave, then a reset shows the network that this is not an orderly end.
+        """Abort this direction: send the pending bytes, and then a reset, so that the end does not look orderly.
 
-        RFC 9113, 8.5: a reset of TCP becomes CONNECT_ERROR, and an error of the stream or of its connection a
-        reset of TCP. An orderly end would make a truncated response look complete.
+        RFC 9113, 8.5: a TCP reset becomes CONNECT_ERROR, and an error of the stream or of its connection becomes a
+        TCP reset. An orderly end would make a truncated response look complete.
         """
 
     @abstractmethod
     def resume(self) -> None:
-        """Read again: the peer has room."""
+        """Read again, because the peer has room."""
 
     @abstractmethod
     def delivered(self, size: int) -> None:
-        """Record ``size`` bytes passed to ``write`` as sent, so that their credit can return."""
+        """Record that ``size`` bytes passed to the peer's ``write`` were sent, so that their credit can return."""
 
     # States: see hbone.end_state
 
     def advance(self, event: EndEvent, error: Exception | None = None, *, clean: bool = True) -> None:
         """Apply ``event``: change the states, then act. ``error`` and ``clean`` are for the relay's report.
 
-        States change before the actions run, because an action can lead back here: an EOF passed to the peer can
-        end the relay, whose owner then closes both ends. ``relay`` and ``peer`` are read again for each action,
-        because any action can be the relay's last.
+        States change before the actions run, because an action can call this method again: an EOF passed to the
+            peer
+        can end the relay, whose owner then closes both ends. ``relay`` and ``peer`` are read again for each
+        action, because any action can end the relay.
         """
         transition = TRANSITIONS[self.source, self.sink, event]
         self.source, self.sink = transition.source, transition.sink

@@ -1,9 +1,9 @@
-"""Coroutines of connections, run by the poller. Each resumes in the iteration that completes what it awaits.
+"""Coroutines of connections, run by the poller. A fiber resumes in the loop iteration that resolves its future.
 
-An asyncio task resumes in the next loop iteration, and its output leaves in the one after. That costs two system
-calls, two scheduled callbacks and most of an iteration for each step of each connection, and wakes a waiting
-client equally often. A :class:`Fiber` that awaits a :class:`OneShotFuture` resumes in the same iteration, after
-the sockets were read and before the output is flushed.
+An asyncio task resumes in the next loop iteration, and its output is sent in the iteration after that. This costs
+two system calls, two scheduled callbacks and most of an iteration for each step of each connection. A
+:class:`Fiber` that awaits a :class:`OneShotFuture` resumes in the same iteration, after the sockets were read and
+before the output is flushed.
 
 All other awaitables, including asyncio's futures and timeouts, work as in a task, because a fiber implements the
 protocol for foreign tasks (Python's documentation, "Extending asyncio"). Context variables are the exception: a
@@ -55,22 +55,23 @@ class OneShotFuture(asyncio.Future[T]):
         return cancelled
 
     def _wake(self) -> None:
-        # The first step runs later: the caller can be in the middle of a read, and a fiber must not touch the
-        # scratch buffers of that read. The poller runs steps after all sockets have been read.
+        # The fiber's step runs later: the caller can be in the middle of a read, and a fiber must not touch the
+        # scratch buffers of this read. The poller runs steps after all sockets have been read.
         fiber, self.fiber = self.fiber, None
         if fiber is not None:
             fiber.poller.call_soon(fiber)
 
 
 class Fiber(asyncio.Future[None]):
-    """Runs a coroutine; begins in this turn of the poller, or in the next one if none is running.
+    """Runs a coroutine. It begins in the current iteration of the poller, or in the next iteration if none is
+    running.
 
     A fiber that is cancelled before its first step runs to its first await, which raises the CancelledError.
 
     Args:
-        poller: runs it.
-        coroutine: what to run.
-        name: for debugging.
+        poller: runs the fiber's steps.
+        coroutine: the coroutine to run.
+        name: the fiber's name, for debugging.
         ended: called with the fiber as soon as it is done, before its waiters are woken up.
     """
 
@@ -139,7 +140,7 @@ class Fiber(asyncio.Future[None]):
     def step(self) -> None:
         """Resume the coroutine until its next await; called by the poller and by the loop."""
         if self.done():
-            return  # a second wake-up: by the future it waited for, and by cancel()
+            return  # the second of two wake-ups, by the awaited future and by cancel()
         self._waiting = None
         poller, loop = self.poller, self.poller.loop
         _enter(loop, self)
@@ -151,11 +152,10 @@ class Fiber(asyncio.Future[None]):
                     CancelledError(*(() if self._message is None else (self._message,)))
                 )
             else:
-                # A coroutine that is cancelled before its first step starts nevertheless, and its first await
-                # raises (see _wait). An error thrown into it here would skip its ``finally`` and leak its
-                # arguments (a socket, an entry in a table of running handlers). HEADERS and RST_STREAM in one read
-                # of a peer are enough for that. asyncio.Task throws at once; hbone.aio.started_task has a task
-                # that does not.
+                # A coroutine that is cancelled before its first step still starts, and its first await raises (see
+                # _wait). An error thrown into it here would skip its ``finally`` and leak its arguments (a socket,
+                # an entry in a table of running handlers). A peer that sends HEADERS and RST_STREAM at once would
+                # cause this. asyncio.Task throws at once; the task in hbone.aio.started_task does not.
                 self._begun = True
                 waits_for = self._coroutine.send(None)
         except StopIteration:
@@ -169,9 +169,8 @@ class Fiber(asyncio.Future[None]):
             super().set_exception(error)
             raise
         except BaseException as error:  # noqa: BLE001  the waiters of the fiber get it
-            # Remove this frame from the traceback. Through it, fiber and error would keep each other alive until
-            # the next garbage collection. Errors are frequent (each reset is an error), and no object may outlive
-            # its connection.
+            # Remove this frame from the traceback. Otherwise fiber and error would form a reference cycle. Errors
+            # are frequent (each reset is an error), and no object is allowed to outlive its connection.
             super().set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         else:
             self._wait(waits_for)
@@ -182,7 +181,7 @@ class Fiber(asyncio.Future[None]):
         ended, self._ended = self._ended, None
         if ended is not None:
             ended(self)
-        # From Python 3.12 on the frames of an error would keep this frame, and this object, alive.
+        # From Python 3.12 on, the frames in an error's traceback would keep this frame and this object alive.
         del self
 
     def _wait(self, future: Any) -> None:
@@ -191,15 +190,15 @@ class Fiber(asyncio.Future[None]):
             return
         future._asyncio_future_blocking = False
         self._waiting = future
-        # This is the only difference from a task. A OneShotFuture keeps the fiber and passes it to the poller. A
-        # done callback would pass through the loop and resume in its next iteration. The class is compared by
-        # identity, because a subclass can resolve differently.
+        # This is the only difference from a task: a OneShotFuture stores the fiber and passes it to the poller. A
+        # done callback would be scheduled in the loop, and resume the fiber one iteration later. The class is
+        # compared by identity, because a subclass can resolve differently.
         if type(future) is OneShotFuture and future.fiber is None and not future.done():
             future.fiber = self
         else:
             future.add_done_callback(self._woken)
-        # It was cancelled while it ran or before its first step. The cancellation is delivered here, at the await,
-        # like in asyncio. A future that is already done refuses it, and then the next step throws.
+        # If the fiber was cancelled while it ran or before its first step, it gets the cancellation here, at the
+        # await, as in asyncio. A future that is already done cannot be cancelled. Then the next step throws.
         if self._must_cancel and future.cancel(self._message):
             self._must_cancel = False
 

@@ -1,16 +1,16 @@
 """Turns open relays and their connection into a value and socket descriptors, with which another process continues
-them.
+these relays.
 
 The smallest movable part is a *unit*: one HTTP/2 connection with the relays of all its tunnels, or a relay of two
 plain sockets. :class:`Frozen` stops a unit and reads its :class:`UnitState`. Then either :meth:`Frozen.leave`
-releases it, because another process continues, or :meth:`Frozen.thaw` has it continue here. While the unit is
-frozen, its sockets are neither read nor written. This process can still end the unit, for example because of a
-policy. Then :attr:`Frozen.unchanged` is false, and only :meth:`Frozen.thaw` is allowed.
+releases the unit, because another process continues it, or :meth:`Frozen.thaw` continues it in this process. While
+the unit is frozen, its sockets are neither read nor written. This process can still end the unit, for example
+because of a policy. Then :attr:`Frozen.unchanged` is false, and only :meth:`Frozen.thaw` is allowed.
 
 :func:`resumed` recreates a unit from its state. The unit is idle until :meth:`Resumed.start`. Until then the
 sockets belong to the old process.
 
-Descriptors come with a state in this order: the connection's descriptor, then for each relay its plain sockets.
+The descriptors of a unit are in this order: the connection's descriptor, then for each relay its plain sockets.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class TunnelState(msgspec.Struct, frozen=True, kw_only=True, tag="tunnel"):
 
     Attributes:
         pending: bytes that wait for room.
-        owed: bytes passed to the other end whose credit was not yet returned to the peer.
+        owed: the number of bytes passed to the other end whose credit was not yet returned to the remote side.
     """
 
     stream_id: int
@@ -83,7 +83,7 @@ class RelayState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a relay and of its two ends.
 
     Attributes:
-        first: which end stopped first, 0 or 1. ``None``: neither has.
+        first: which end stopped first, 0 or 1. ``None``: neither end has stopped.
         open_sinks: for each end, whether we can still send to it.
         sent, received: bytes moved until now.
         quiet, seen: see :class:`hbone.aio.relay.MovedRelay`.
@@ -121,15 +121,15 @@ class Frozen:
     """A unit that is idle until :meth:`thaw` or :meth:`leave`.
 
     Args:
-        relays: all relays of a connection's tunnels, or one of two plain sockets.
+        relays: all relays of a connection's tunnels, or a single relay of two plain sockets.
         connection: the connection that carries the tunnels; ``None`` for a relay of two plain sockets.
 
     Attributes:
-        state: for the other process.
-        descriptors: its sockets' descriptors, which stay open here.
+        state: the unit's state, for the other process.
+        descriptors: the descriptors of the unit's sockets, which stay open in this process.
 
     Raises:
-        Unmovable: the unit cannot move, or not now. It continues here.
+        Unmovable: the unit cannot move, or cannot move yet. It continues here.
     """
 
     def __init__(self, relays: Sequence[Relay], connection: Connection | None) -> None:
@@ -332,14 +332,15 @@ def resumed(
 
     Args:
         state: the unit's state.
-        sockets: non-blocking, in the order that the module describes. They belong to the result.
-        settings: this process's settings of connections. The settings that the old process announced to the
-            peer stay in use.
+        sockets: non-blocking sockets, in the order that the module describes. The result owns them.
+        settings: this process's connection settings. The settings that the old process has announced to the remote
+            side stay in use.
         poller: this loop's poller.
-        requests: takes the requests of a server's connection.
+        requests: handles the requests of a server's connection.
 
     Raises:
-        ValueError: the state cannot be used here, or does not match ``sockets``, which stay the caller's.
+        ValueError: the state cannot be used here, or does not match ``sockets``. The caller still owns
+            ``sockets``.
     """
     left = list(sockets)
     plain = sum(isinstance(end, PlainState) for relay in state.relays for end in relay.ends)

@@ -1,7 +1,8 @@
 """One shared timer per interval, for keepalive and idle checks.
 
-A timer of the loop per relay costs 450 bytes for as long as it runs, a microsecond to create and one to cancel.
-uvloop keeps some cancelled timers, and each of those keeps the allocator's arena around it, up to a megabyte.
+A loop timer per relay would cost 450 bytes while it runs, a microsecond to create and a microsecond to cancel.
+uvloop keeps some cancelled timers in memory, and each of these keeps an allocator arena of up to a megabyte in
+use.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Final, Protocol
 
 #: The largest delay of a check, as a fraction of its interval. Checks that are due within this time share a timer.
 _SLACK: Final = 1 / 64
-#: Checks in one turn of the loop, before other callbacks run: some hundred microseconds.
+#: The number of checks in one loop iteration, which take some hundred microseconds. Then other callbacks run.
 CHECKS_PER_TURN: Final = 256
 
 
@@ -38,10 +39,10 @@ class IntervalTimer:
         return len(self._due)
 
     def register(self, member: Member, now_s: float) -> None:
-        """Call ``member`` from now on; ``now_s`` is the loop's time, or that of an earlier turn."""
-        # The poller's clock has the time at which its iteration started, and a check can have run since. Without
-        # the maximum this member would be inserted behind later ones in ``_due``, which must stay sorted, because
-        # its first entry alone sets the timer.
+        """Call ``member`` from now on. ``now_s`` is the loop's time, or the time of an earlier iteration."""
+        # ``now_s`` can be the start of the poller's iteration, and a check can have run since then. Without the
+        # maximum, this member would come after members with later times in ``_due``, which must be sorted, because
+        # only its first entry sets the timer.
         self._due[member] = max(now_s, self._checked_s) + self._interval_s
         if self._timer is None:
             self._timer = self._loop.call_at(self._late(self._due[member]), self._check)
@@ -56,7 +57,7 @@ class IntervalTimer:
         due = self._due
         try:
             for _ in range(min(len(due), CHECKS_PER_TURN)):
-                # Read again each time, because the last call can have removed any member, including this one.
+                # Look up the first member again, because the last call can have removed any member.
                 member = next(iter(due), None)
                 if member is None or due[member] > now_s:
                     break
@@ -68,7 +69,7 @@ class IntervalTimer:
             # still be called.
             if due:
                 next_s = due[next(iter(due))]
-                # A member that is overdue was left over by the limit per turn, so it must not wait for the slack.
+                # An overdue member was left over by the limit per iteration, so the timer is set without slack.
                 self._timer = self._loop.call_at(next_s if next_s <= now_s else self._late(next_s), self._check)
 
     def _late(self, due_s: float) -> float:

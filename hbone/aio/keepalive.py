@@ -9,7 +9,7 @@ from hbone.aio.interval_timer import IntervalTimer
 from hbone.aio.poller import Poller
 
 _CHECKS_PER_PERIOD = 4
-"""The number of checks per ping interval or timeout, whichever is shorter. It sets the accuracy of both."""
+"""The number of checks per ping interval or timeout, whichever is shorter. More checks make both more accurate."""
 
 
 class Pinged(Protocol):
@@ -26,7 +26,7 @@ class Keepalive:
     """The keepalive of one connection, called by a shared timer (:mod:`hbone.aio.interval_timer`) until
     :meth:`stop`.
 
-    A separate timer per connection, moved with each PONG, would cost more than these checks.
+    A timer per connection, restarted with each PONG, would cost more than these checks.
     """
 
     __slots__ = ("_connection", "_interval_s", "_payload", "_poller", "_sent_s", "_timeout_s", "_timer")

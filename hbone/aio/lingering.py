@@ -1,8 +1,8 @@
-"""Sockets of connections that were ended for breaking the protocol: kept open for a second, and not read.
+"""Keeps sockets open for a second, without reading, after their connection was ended for breaking the protocol.
 
-A peer whose connection is closed after GOAWAY can reconnect at once, and each time costs a handshake. While the
-old connection seems to be open, the peer waits, and the bytes that it sends meanwhile only fill the kernel's
-buffer. Envoy does the same.
+A peer whose connection is closed after GOAWAY can reconnect at once, and each reconnect costs a handshake. While
+the old connection seems to be open, the peer waits, and the bytes that it sends only fill the kernel's buffer.
+Envoy does the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 from typing import Final
 
 LINGER_S: Final = 1.0
-#: The largest number of kept sockets in a process. Beyond it, the oldest is closed first.
+#: The largest number of kept sockets in a process. Above this number, the oldest socket is closed.
 MOST: Final = 256
 
 

@@ -16,7 +16,7 @@ _MOST_OVERHEAD = 2 * 16_384  # an incomplete record, and some margin
 
 
 class LinkClosed(Exception):
-    """The other side ended the byte stream: by a FIN alone, or (``notified``) by close_notify."""
+    """The remote side ended the byte stream, with close_notify (``notified``) or only with a FIN."""
 
     def __init__(self, *, notified: bool) -> None:
         super().__init__(notified)
@@ -34,8 +34,8 @@ def network_error(error: Exception, when: str) -> HboneError:
 
 
 class Link:
-    """Owns the socket. It reads into the poller's scratch buffers, and holds output only while the network accepts
-    no more.
+    """Owns the socket. It reads into the poller's scratch buffers, and stores output only while the network
+    accepts no more.
     """
 
     __slots__ = (
@@ -56,13 +56,13 @@ class Link:
         self.tls = tls
         self.poller = poller
         self.readable = True
-        """False: the socket is known to be empty until the next event."""
+        """Whether the socket can have bytes to read. If not, it is empty until the next event."""
         self.overhead = 0
-        """The TLS overhead of the last read in octets, if it is more than an eighth of the payload; else 0."""
+        """The TLS overhead of the last read in octets, or 0 if it is at most an eighth of the payload."""
         self.read_bytes = 0
         """Bytes read until now."""
         self.held = False
-        """Keep all output unsent: another process is about to take over."""
+        """Whether to keep all output unsent, because another process is about to take over."""
         self._hung_up = False
         self._most = BUFFER_BYTES
         self._unsent = bytearray()
@@ -79,10 +79,11 @@ class Link:
 
     @property
     def in_flight(self) -> int:
-        """Number of bytes that wait for the network, or that the other side's kernel has not acknowledged.
+        """Number of bytes that wait for the network, or that the remote kernel has not acknowledged.
 
-        While there are any, a close can destroy them: the kernel answers bytes that arrive for a closed socket,
-        such as a WINDOW_UPDATE, with a reset.
+        Closing the socket can destroy such bytes: the kernel answers bytes that arrive for a closed socket, such
+            as
+        a WINDOW_UPDATE, with a reset.
         """
         try:
             queued = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ of tcp(7)
@@ -91,7 +92,7 @@ class Link:
         return len(self._unsent) + int(struct.unpack("i", queued)[0])
 
     def hang_up_seen(self) -> None:
-        """Record an end reported by the poller: a short read no longer means an empty socket."""
+        """Record that the poller has reported an end. From now on, a short read does not mean an empty socket."""
         self._hung_up = True
 
     def receive_raw(self, into: memoryview) -> int:
@@ -110,9 +111,9 @@ class Link:
             raise LinkClosed(notified=False)
         self.poller.read_bytes += size
         self.read_bytes += size
-        # A short read has emptied a stream socket, so another read, which would fail with EAGAIN, is saved
-        # (epoll(7)). An end that was already reported does not cause another edge, so then the socket must be read
-        # now.
+        # After a short read, a stream socket is empty, so another read, which would fail with EAGAIN, is omitted
+        # (epoll(7)). If an end was already reported, there is no further edge, so the socket must be read until
+        # EOF.
         if size < len(into) and not self._hung_up:
             self.readable = False
         return size
@@ -138,14 +139,14 @@ class Link:
             return None
         tls.receive(poller.ciphertext[:size])
         overhead, size = size, tls.read_into(plain)
-        # Records of a few bytes each are expensive to decrypt. A single record split over two reads does not
-        # count.
+        # Many records of a few bytes are expensive to decrypt, so their overhead is charged. The overhead of a
+        # single record that is split over two reads does not count.
         overhead -= size
         self.overhead = overhead if overhead > _MOST_OVERHEAD and overhead > size >> 3 else 0
         if tls.peer_closed:
-            # The alert was in the bytes just read. A peer that requires close_notify in both directions sends its
-            # FIN after our close_notify, so the socket may never report an event again. Read again to find the
-            # alert.
+            # The close_notify alert was in the bytes just read. A peer that requires close_notify in both
+            # directions sends its FIN after our close_notify, so there might be no further event. Read again to
+            # find the alert.
             self.readable = True
         return plain[:size]
 
@@ -174,10 +175,10 @@ class Link:
         self._unsent += unsent
 
     def fit(self, size: int, took_s: float, wanted_s: float) -> None:
-        """Size later reads to take about ``wanted_s`` each, given that one of ``size`` bytes took ``took_s``.
+        """Size later reads to take about ``wanted_s`` each, given that a read of ``size`` bytes took ``took_s``.
 
-        256 KiB for one application take a quarter of a millisecond. In frames for sixteen applications they take
-        up to three milliseconds, which is how long the other connections wait.
+        256 KiB for one application take a quarter of a millisecond. In frames for sixteen applications, they take
+        up to three milliseconds, and other connections wait meanwhile.
         """
         if size < BULK_BYTES:
             return
@@ -196,7 +197,7 @@ class Link:
         return plain[:size]
 
     def send(self, views: list[memoryview | bytes]) -> None:
-        """Encrypt and send. Bytes that the network does not take are kept here.
+        """Encrypt and send. Bytes that the network does not accept are kept here.
 
         Raises:
             TlsError: the session cannot send.

@@ -1,11 +1,11 @@
 """An end of a relay whose bytes are shown to an observer as they pass.
 
-The owner of a relay replaces one end by an :class:`ObservedEnd`. Nothing else changes, and relays without an
-observer have no additional cost. The :class:`ObservedEnd` is the peer of the other end, and a :class:`_FarSide` is
-the peer of the observed end. Both forward every call at once, so back pressure, half closes and resets work like
-between the two real ends, and no byte waits here. There are two differences. Plain sockets are not spliced,
-because their bytes must pass through this process (:mod:`hbone.aio.splice`). And first bytes that leave along with
-a CONNECT do not pass through a relay, so the owner opens the tunnel without them.
+The owner of a relay replaces one end by an :class:`ObservedEnd`. Relays without an observer have no additional
+cost. The :class:`ObservedEnd` is the peer of the other end, and a :class:`_FarSide` is the peer of the observed
+end. Both forward every call at once, so back pressure, half closes and resets work as between the two real ends,
+and no byte is delayed. There are two differences. Plain sockets are not spliced (:mod:`hbone.aio.splice`), because
+their bytes must pass through this process. And the owner sends no first bytes along with a CONNECT, because these
+would bypass the relay.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class StreamObserver(Protocol):
         """Called with bytes about to be sent to the end's network; the view is valid until this returns."""
 
     def receive_ended(self, *, reset: bool) -> None:
-        """Called when the end's network will send no more: after a FIN or a reset."""
+        """Called when the end's network has ended its direction by a FIN or a reset."""
 
     def send_ended(self, *, reset: bool) -> None:
-        """Called when no more will be sent to the end's network: a FIN follows the earlier bytes, or a reset."""
+        """Called when no further bytes will be sent to the end's network, only a FIN or a reset."""
 
     def left(self) -> None:
         """Called last, when the relay is over, in order or not."""
@@ -94,7 +94,7 @@ class ObservedEnd(End):
 
     def commit(self, size: int) -> None:
         rooms, self._rooms = self._rooms, []
-        # An end without a network discards its input, so these bytes were not sent.
+        # An end whose network has ended discards its input, so these bytes were not sent.
         if self.inner.sink is not SINK_BROKEN:
             _show(self._observer.sent, rooms, size)
         self.inner.commit(size)
@@ -125,7 +125,7 @@ class ObservedEnd(End):
     # Calls by the peer of the inner end: bytes from its network
 
     def show_received(self, chunks: list[memoryview], size: int) -> None:
-        """Count and show ``size`` bytes of ``chunks``; they are passed on after this."""
+        """Count ``size`` bytes of ``chunks``, and show them to the observer before they are passed on."""
         self.read_bytes += size
         _show(self._observer.received, chunks, size)
 
@@ -146,7 +146,7 @@ class ObservedEnd(End):
 
 
 class _FarSide(End):
-    """The peer of an observed end: reports the bytes that it gets, and forwards them to the real peer."""
+    """The peer of an observed end. It reports the bytes from this end, and forwards them to the real peer."""
 
     __slots__ = ("_observed", "_rooms")
 
@@ -161,10 +161,10 @@ class _FarSide(End):
         self.read_bytes = 0
 
     def start(self) -> None:
-        """No-op: the relay starts the real end."""
+        """Do nothing, because the relay starts the real end."""
 
     def close(self, error: Exception | None = None) -> None:
-        """No-op: the code that owns the real end closes it."""
+        """Do nothing, because the owner of the real end closes it."""
 
     def reserve(self, limit: int) -> memoryview | None:
         there = self._observed.peer
@@ -184,7 +184,7 @@ class _FarSide(End):
         return rooms
 
     def commit(self, size: int) -> None:
-        """Pass on ``size`` received bytes; the observer sees them first, while the room still holds them."""
+        """Show ``size`` received bytes to the observer, while the room still holds them, and pass them on."""
         rooms, self._rooms = self._rooms, []
         self._observed.show_received(rooms, size)
         there = self._observed.peer
@@ -235,8 +235,8 @@ class _FarSide(End):
 
 
 class _Reports(RelayObserver):
-    """The relay as the inner end sees it. It forwards reports to the real relay, which only contains the
-    :class:`ObservedEnd`.
+    """Stands in for the relay towards the inner end. It forwards reports to the real relay, which only contains
+    the :class:`ObservedEnd`.
     """
 
     __slots__ = ("_observed",)

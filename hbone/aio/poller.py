@@ -1,14 +1,15 @@
-"""Readiness for the data path: a private edge-triggered epoll, itself watched by the asyncio loop.
+"""Watches the data path's sockets by a private edge-triggered epoll, which the asyncio loop watches itself.
 
 One wake-up of the loop serves every ready socket, by plain callbacks. An iteration runs, in this order: the
-sockets stopped by the fairness rule in the previous iteration, the events of epoll, the resumable coroutines
-(:mod:`hbone.aio.fiber`, within a time limit), and one flush for each object on the dirty list, also after each
-:data:`EVENTS_PER_FLUSH` events. Code that queues output outside an iteration (a task, a timer) uses the same list,
-and schedules an iteration. This works on uvloop and on asyncio's own loop, because it only needs ``add_reader``.
+sockets in the run queue (which stopped with bytes left to read), the events of epoll, the resumable coroutines
+(:mod:`hbone.aio.fiber`, within a time limit), and one flush for each object on the dirty list. These objects are
+also flushed after each :data:`EVENTS_PER_FLUSH` events. Code that queues output outside an iteration (a task, a
+timer) also puts its object on the dirty list, and schedules an iteration. This works on uvloop and on asyncio's
+own loop, because it only needs ``add_reader``.
 
-An exception in a callback does not end the iteration. An edge is reported once, so an error that ended the
-iteration would leave the other sockets of the batch without their event. Each error is reported to its own handler
-only.
+An exception in a callback does not end the iteration, because each edge is reported only once: if an error ended
+the iteration, other sockets of the batch would lose their event. The error is reported only to the handler that
+raised it.
 
 Each read is processed completely before the next one, so that one set of scratch buffers serves all sockets
 (:attr:`Poller.ciphertext`, :attr:`Poller.plaintext`, :attr:`Poller.sealed`). Connections borrow output buffers
@@ -45,23 +46,25 @@ READS_PER_TURN: Final = 4  # reads of one socket before others are read
 REQUEUED_S: Final = 0.001
 """The total time per iteration for all sockets that have much to read."""
 BULK_BYTES: Final = 32 * 1024
-"""A socket that read this much in its last turn puts its next event into the run queue, once :data:`REQUEUED_S` is
-used up.
+"""After a socket has read this much in an iteration, its next event is put into the run queue, once
+:data:`REQUEUED_S` is used up.
 """
 STEPS_S: Final = 0.002
-"""The time per iteration for coroutines. The remaining ones wait for the next iteration. Without this limit a
-storm of connections, or the end of a connection with hundreds of tunnels, would delay small flows.
+"""The time per iteration for coroutines. Further coroutines wait for the next iteration. Without this limit, a
+flood of connections, or the end of a connection with hundreds of tunnels, would delay small flows.
 """
 _BATCH: Final = 256
-#: Two proxies that serve all events before they send work alternately, and each leaves its core idle in between.
-#: Of 8, 16, 32 and no limit, 16 had the most requests a second over 64 connections: 1.12 times the rate without a
-#: limit, at 1.05 times the CPU time each (more TLS records), with 7 instead of 21 % of the cores idle.
+#: The number of events after which output is flushed. If two proxies handle all events before sending, they work
+#: alternately, and each core is idle half of the time. Of 8, 16, 32 and no limit, 16 had the most requests a
+#: second over 64 connections: 1.12 times the rate without a limit, at 1.05 times the CPU time each (more TLS
+#: records), with 7 instead of 21 % of the cores idle.
 EVENTS_PER_FLUSH: Final = 16
-#: A step takes about 50 microseconds, during which the receivers of earlier steps' output are idle. Of 4, 8, 16
-#: and no limit, 8 had the highest rate of new connections (``bench.compare --only "crr, 32"``).
+#: The number of coroutine steps after which output is flushed. A step takes about 50 microseconds, during which
+#: the receivers of earlier steps' output are idle. Of 4, 8, 16 and no limit, 8 had the highest rate of new
+#: connections (``bench.compare --only "crr, 32"``).
 _STEPS_PER_FLUSH: Final = 8
 _KEPT_BUFFERS: Final = 64
-_FEW_BUFFERS: Final = 4  # kept in any case: an occasional write would allocate them again at once
+_FEW_BUFFERS: Final = 4  # always kept, because the next write would allocate them again
 READABLE: Final = select.EPOLLIN | select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
 FAILED: Final = select.EPOLLERR
 HUNG_UP: Final = select.EPOLLHUP | select.EPOLLRDHUP | select.EPOLLERR
@@ -74,7 +77,7 @@ class Handler(Protocol):
     """The object that handles the events of a watched file descriptor."""
 
     def on_event(self, mask: int) -> None:
-        """Handle ``mask`` of EPOLL bits. 0: the call was requested by :meth:`Poller.requeue`."""
+        """Handle ``mask`` of EPOLL bits. 0 means that :meth:`Poller.requeue` has requested this call."""
 
     def on_bug(self, error: Exception) -> None:
         """Release all resources, because a callback of this handler raised an unexpected error."""
@@ -118,10 +121,10 @@ class Poller:
         self._handlers: dict[int, Handler] = {}
         self._most = 0
         self._filled: set[int] = set()
-        self._fresh: set[int] = set()  # registered since the last poll, which has no events of theirs
+        self._fresh: set[int] = set()  # descriptors registered since the last poll
         self._requeued: deque[Handler] = deque()
         self._in_line: set[Handler] = set()
-        self._bulk_until_s = 0.0  # end of this iteration's bulk time; 0: no socket had much to read yet
+        self._bulk_until_s = 0.0  # end of this iteration's time for bulk; 0: no bulk socket was served yet
         self._edges_lost = False
         self._steps: deque[Steppable] = deque()
         self._dirty: list[Flushable] = []
@@ -138,13 +141,13 @@ class Poller:
         self.plaintext = memoryview(bytearray(BUFFER_BYTES + 32 * 1024))
         self.sealed = memoryview(bytearray(sealed_bytes(BUFFER_BYTES)))
         self.lent = False
-        """A connection is processing a read whose frames are still in the scratch buffers, so no other connection
-        may read.
+        """Whether a connection is processing a read whose frames are still in the scratch buffers. Then no other
+        connection is allowed to read.
         """
         self.now_s = self._loop.time()
-        """Monotonic time at which the current iteration began."""
+        """The monotonic time at which the current iteration began."""
         self.running: Running | None = None
-        """The fiber that runs now; set by its own step."""
+        """The fiber that runs now. Each fiber's step sets this."""
         self.handshake_s = 0.0
         """Start of the last iteration that ran a handshake step for an event; see :meth:`Connection.on_event`."""
         self.peers = PeerQuotas()
@@ -175,8 +178,8 @@ class Poller:
         """Watch ``fd``, which must be non-blocking, for received bytes and for its end.
 
         Edge-triggered: an event is reported once per arrival, so a handler reads until the socket is empty, or
-        calls :meth:`requeue`. Bytes that have already arrived are an event of the next turn. Room to write is not
-        reported: see :meth:`watch_writable`.
+        calls :meth:`requeue`. Bytes that have already arrived are an event of the next iteration. For room to
+        write, see :meth:`watch_writable`.
         """
         self._epoll.register(fd, _INTEREST)
         self._handlers[fd] = handler
@@ -185,7 +188,7 @@ class Poller:
             self._most = len(self._handlers)
 
     def adopt(self, sock: socket.SocketType, handler: Handler) -> None:
-        """Watch a socket that belongs to ``handler`` from now on; closes it if it cannot be watched.
+        """Watch a socket that belongs to ``handler`` from now on. Close the socket if it cannot be watched.
 
         Raises:
             ConnectionBroken: epoll has no room (fs.epoll.max_user_watches), or the kernel no memory.
@@ -197,9 +200,9 @@ class Poller:
             raise ConnectionBroken(f"the socket cannot be watched: {error.strerror}") from error
 
     def watch_writable(self, fd: int) -> None:
-        """Also report when the socket is writable; called after a write that sent only a part. Idempotent.
+        """Also report when the socket is writable. Called after a write that sent only a part. Idempotent.
 
-        A new socket is not watched for writability: it has room, and the event would be useless.
+        A new socket is not watched for writability, because it has room, so the event would be useless.
         """
         if fd not in self._filled:
             self._filled.add(fd)
@@ -229,11 +232,11 @@ class Poller:
         self._handlers.pop(fd, None)
 
     def requeue(self, handler: Handler) -> None:
-        """Call ``handler.on_event(0)`` in the next turn: it stopped before its socket was empty.
+        """Call ``handler.on_event(0)`` in the next iteration, because it stopped before its socket was empty.
 
-        There will be no further edge, because no new bytes have arrived. Idempotent until then: a socket gets one
-        call per iteration however often its peer sends. Handlers are called in the order of their requests, for at
-        most :data:`REQUEUED_S` per iteration. The others come first in the next iteration.
+        epoll reports no further edge for bytes that have already arrived. A socket gets at most one call per
+        iteration, no matter how often its peer sends. Handlers are called in the order of their requests, for at
+        most :data:`REQUEUED_S` per iteration. The remaining handlers come first in the next iteration.
         """
         if handler not in self._in_line:
             self._in_line.add(handler)
@@ -244,8 +247,8 @@ class Poller:
         """Whether a socket that has much to read must wait in the run queue. If so, the caller calls
         :meth:`requeue`.
 
-        Events are served at once, so small flows never wait. Without this limit, twenty bulk flows
-        with an event each would take an iteration of twenty slices.
+        Events of small flows are served at once. Without this limit, twenty bulk flows with an event each would
+        extend an iteration by twenty slices.
         """
         if self._requeued:
             return True
@@ -255,9 +258,10 @@ class Poller:
         return time.monotonic() >= self._bulk_until_s
 
     def call_soon(self, waiting: Steppable) -> None:
-        """Call ``waiting.step()`` once the turn's events are handled and no scratch buffer is in use.
+        """Call ``waiting.step()`` once the iteration's events are handled and no scratch buffer is in use.
 
-        Steps run in the order of these calls. When :data:`STEPS_S` is used up, the rest run in later turns.
+        Steps run in the order of these calls. When :data:`STEPS_S` is used up, further steps run in later
+        iterations.
         """
         if self._closed:
             self._loop.call_soon(waiting.step)
@@ -266,7 +270,7 @@ class Poller:
             self._schedule()
 
     def schedule_flush(self, flushable: Flushable) -> None:
-        """Call ``flushable.flush()`` at the end of this turn; idempotent until then."""
+        """Call ``flushable.flush()`` at the end of this iteration. Further calls until then have no effect."""
         if not flushable.dirty:
             flushable.dirty = True
             self._dirty.append(flushable)
@@ -291,7 +295,7 @@ class Poller:
             self._schedule()
 
     def interval_timer(self, interval_s: float) -> IntervalTimer:
-        """Return the shared timer of an interval; there are few, since intervals come from the configuration."""
+        """Return the shared timer of an interval. Intervals come from the configuration, so timers are few."""
         known = self._timers.get(interval_s)
         if known is None:
             known = self._timers[interval_s] = IntervalTimer(self._loop, interval_s)
@@ -307,12 +311,12 @@ class Poller:
         return buffer
 
     def release(self, buffer: memoryview) -> None:
-        """Take back a buffer of :meth:`acquire`."""
+        """Take back a buffer that :meth:`acquire` has returned."""
         if len(self._free) < _KEPT_BUFFERS:
             self._free.append(buffer)
 
     def drop_buffers(self) -> int:
-        """Free all but a few of the buffers not used since the last call; return how many were freed."""
+        """Free all but a few of the buffers not used since the last call. Return the number of freed buffers."""
         dropped = max(0, self._unused - _FEW_BUFFERS)
         del self._free[:dropped]  # acquire() takes the last one, so the first are the unused ones
         self._unused = len(self._free)
@@ -338,8 +342,8 @@ class Poller:
             for each in self._timers.values():
                 each.close()
             self._timers.clear()
-            # Fibers can outlive their poller: a program cancels them in any order when it ends, and they must
-            # still run their clean-up. The loop runs them instead.
+            # Fibers can outlive their poller, because a program that ends cancels them in any order. They must
+            # still run their clean-up, so the loop runs their steps.
             for waiting in self._steps:
                 self._loop.call_soon(waiting.step)
             self._steps.clear()
@@ -364,10 +368,10 @@ class Poller:
             self._schedule()
 
     def _serve(self) -> bool:
-        """Run one turn; return whether the next one has work already."""
+        """Run one iteration. Return whether there is already work for the next iteration."""
         self.now_s = self._loop.time()
-        # Before the new events: sockets that always have more to read must not wait for those with little, nor the
-        # other way round. Each gets READS_PER_TURN reads per iteration.
+        # Serve the run queue before new events: sockets that always have more to read must not wait for sockets
+        # with little to read, nor the reverse. Each socket gets READS_PER_TURN reads per iteration.
         requeued = self._requeued
         left = len(requeued)
         self._bulk_until_s = 0.0
@@ -391,7 +395,7 @@ class Poller:
         fresh.clear()
         for number, (fd, mask) in enumerate(ready, start=1):
             # An earlier event of this batch can have closed this socket. Its number can even be in use again, by a
-            # socket accepted since, for which a hang-up of the closed one would be an end.
+            # newly accepted socket, which must not get a hang-up of the closed socket.
             handler_at = handlers.get(fd)
             if handler_at is not None and not (fresh and fd in fresh):
                 try:
@@ -402,8 +406,8 @@ class Poller:
                     return False
             if not number % EVENTS_PER_FLUSH:
                 self._flush()
-        # Coroutines run before the flush, so that their output leaves in the same iteration. They run in slices,
-        # which keeps the network busy in between. A step can queue further steps. Output produced by a flush (a
+        # Coroutines run before the flush, so that their output is sent in the same iteration. Flushes between
+        # slices of steps keep the network busy. A step can queue further steps. Output produced by a flush (of a
         # tunnel that has room again) is flushed in the next round of this loop.
         steps = self._steps
         until_s = 0.0
@@ -428,8 +432,8 @@ class Poller:
         if spin is not None and ready:
             spin.worked(self.now_s, self.read_bytes)
             self.read_bytes = 0
-        # A full batch can have left events in epoll. The loop watches our epoll level-triggered and would return
-        # by itself, but only after its own poll, which is one more wake-up.
+        # After a full batch, epoll can have further events. The loop watches our epoll level-triggered and would
+        # call us again, but only after its own poll, which is one more wake-up.
         return bool(
             steps
             or self._dirty
@@ -461,8 +465,8 @@ class Poller:
             else:
                 ready = self._epoll.poll(0, _BATCH)
         except Exception as error:  # noqa: BLE001
-            # Without memory for the list the events and their edges are lost. All sockets get an event in the next
-            # iteration, which is superfluous for most.
+            # Without memory for the list, the events and their edges are lost. So all sockets get an event in the
+            # next iteration, which most sockets do not need.
             self._edges_lost = True
             self._report(self, error)
             return []
@@ -483,7 +487,7 @@ class Poller:
             on_bug(error if isinstance(error, Exception) else RuntimeError(f"callback raised {error!r}"))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as second:  # noqa: BLE001  clean-up is what fails first when memory is short
+        except BaseException as second:  # noqa: BLE001  clean-up fails first when memory is short
             self._report(owner, second)
 
     def _report(self, owner: object, error: BaseException) -> None:

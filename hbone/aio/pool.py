@@ -1,4 +1,4 @@
-"""Tunnels over shared connections: :class:`hbone.pool.PoolState` decides, this module dials, opens and closes."""
+"""Opens tunnels over shared connections. :class:`hbone.pool.PoolState` decides; this module dials and closes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_ATTEMPTS = 4
 
 
 class Pool(PoolConnections):
-    """Shares connections between tunnels of one key. Close it before the poller.
+    """Shares connections between tunnels with equal keys. Close the pool before the poller.
 
     Args:
         dial: opens a connection for a key. Its errors are raised unchanged by the :meth:`open` that caused the
@@ -36,22 +36,22 @@ class Pool(PoolConnections):
         self._dial = dial
 
     async def open(self, key: Hashable, request: Iterable[Header], client: PlainSocket | None = None) -> Tunnel:
-        """Return a tunnel on a connection of ``key``, after its 200; the caller closes it.
+        """Return a tunnel on a connection of ``key``, after the tunnel's 200. The caller closes the tunnel.
 
-        A request certainly not processed by the peer (REFUSED_STREAM, a GOAWAY that crossed it) is repeated on
-        another connection (RFC 9113, 8.7). Cancelling is safe at any point.
+        A request that the peer has certainly not processed (REFUSED_STREAM, a GOAWAY that crossed it) is repeated
+        on another connection (RFC 9113, 8.7). Cancelling is safe at any point.
 
         Args:
             key: tunnels with equal keys share connections.
-            request: its fields.
+            request: the request's header fields.
             client: see :meth:`Connection.open <hbone.aio.connection.Connection.open>`.
 
         Raises:
-            ConnectRefused: answered with something else than 200.
+            ConnectRefused: the peer answered with another status than 200.
             TunnelBroken: the stream or the connection ended before the answer.
             PoolClosed: the pool was drained or closed meanwhile.
-            PoolFull: too many tunnels already wait.
-            Exception: what ``dial`` raised, if it dialled for this caller.
+            PoolFull: too many tunnels are waiting.
+            Exception: the error of ``dial``, if this call caused the dial.
         """
         headers = tuple(request)
         for attempt in range(1, _MOST_ATTEMPTS + 1):
@@ -79,7 +79,7 @@ class Pool(PoolConnections):
         raise AssertionError("unreachable")
 
     async def prepare(self, key: Hashable) -> None:
-        """Open a connection of ``key`` for later tunnels. The connection is idle then. Returns at once if one has
+        """Open a connection of ``key`` for later tunnels, and leave it idle. Return at once if a connection has
         room.
 
         Raises:
@@ -111,7 +111,7 @@ class Pool(PoolConnections):
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
-                self._released(future.result()[0])  # assigned and cancelled in the same turn
+                self._released(future.result()[0])  # a slot was assigned and the call cancelled in one iteration
             raise
         finally:
             self._waiting.pop(waiter, None)
@@ -126,16 +126,16 @@ class Pool(PoolConnections):
                 return  # CancelDial: no tunnel waits for this dial any more
             self._dial_over(key, TunnelBroken("dial was cancelled"))
             raise
-        except Exception as error:  # noqa: BLE001  the caller that asked for the dial gets any error
+        except Exception as error:  # noqa: BLE001  passed to the caller that caused the dial
             self._dial_over(key, error)
             return
         if self._dials.get(key) is not task:
             connection.close()
             return
         if isinstance(connection.error, TlsError):
-            # A TLS 1.3 client has finished its handshake before the server judges its certificate, so a refusal
-            # can have arrived already. Using the connection would cause one more dial for each waiter, with the
-            # same result.
+            # A TLS 1.3 client finishes its handshake before the server checks the client's certificate, so a
+            # refusal can have arrived already. Using the connection would cause one more dial for each waiter,
+            # with the same result.
             self._dial_over(key, connection.error)
             return
         del self._dials[key]

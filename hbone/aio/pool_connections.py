@@ -1,4 +1,4 @@
-"""The open connections of a pool, and the tunnels on them. :class:`hbone.pool.PoolState` decides, this module
+"""The open connections of a pool, and the tunnels on these. :class:`hbone.pool.PoolState` decides; this module
 opens and closes.
 
 All methods return at once. :class:`hbone.aio.pool.Pool` adds the coroutines, which dial and wait.
@@ -33,7 +33,7 @@ from hbone.pool import (
     WaiterId,
 )
 
-#: A reserved slot on a connection, and the connection, or None if it has ended meanwhile.
+#: The id of a connection with a reserved slot, and the connection, or None if it has ended meanwhile.
 Assigned: TypeAlias = tuple[ConnectionId, Connection | None]
 
 
@@ -92,7 +92,7 @@ class PoolConnections:
 
     @property
     def connections(self) -> tuple[Connection, ...]:
-        """Every open connection, for re-checks (revocation) and dumps."""
+        """All open connections, for revocation checks and dumps."""
         return tuple(self._connections.values())
 
     def has(self, key: Hashable) -> bool:
@@ -104,7 +104,7 @@ class PoolConnections:
         next.
 
         Returns:
-            None: no open connection has room, so a tunnel would have to wait.
+            The connection with the slot. None: no open connection has room, so a tunnel would have to wait.
         """
         connection_id = self._state.reserve(key)
         if connection_id is None:
@@ -140,13 +140,13 @@ class PoolConnections:
     def adopt(
         self, key: Hashable, connection: Connection, tunnels: Iterable[Tunnel], *, idle_s: float = 0.0
     ) -> None:
-        """Share a connection that another process has dialled, whose ``tunnels`` are open.
+        """Add a connection that another process has dialled, and that has open ``tunnels``, to the pool.
 
         Args:
             key: the connection's key.
             connection: the connection, which continues here.
-            tunnels: its open tunnels.
-            idle_s: from :meth:`idle_s` of the other process's pool.
+            tunnels: the connection's open tunnels.
+            idle_s: the result of :meth:`idle_s` in the other process.
         """
         opened = list(tunnels)
         limit = connection.engine.peer_max_streams
@@ -157,20 +157,20 @@ class PoolConnections:
             tunnel.on_close = partial(self._released, connection_id)
         connection.on_change(partial(self._changed, connection_id))
         self._changed(connection_id, connection)
-        if self._timer is not None:  # set for this process's connections, which have been idle for a shorter time
+        if self._timer is not None:  # restart it, because the adopted connection can be due earlier
             self._timer.cancel()
             self._timer = None
         self._schedule()
 
     def idle_s(self, connection: Connection) -> float:
-        """Return how many seconds a connection has had no tunnels; 0 if it has some or is not of this pool."""
+        """Return how many seconds a connection has had no tunnels. 0 if it has tunnels or is in another pool."""
         for connection_id, each in self._connections.items():
             if each is connection:
                 return self._state.idle_s(connection_id, self._loop.time())
         return 0.0
 
     def drain(self) -> None:
-        """Open no new tunnels, fail the waiting ones, and close each connection with its last stream."""
+        """Open no new tunnels, fail waiting calls, and close each connection when its last stream has ended."""
         self._execute(self._state.close(PoolClosed("the pool was drained")))
 
     def _dialling(self, key: Hashable) -> Coroutine[Any, Any, None]:
@@ -185,8 +185,8 @@ class PoolConnections:
                     self._dials[key] = Fiber(self._poller, self._dialling(key), name)
                 case Assign(waiter=waiter, connection=connection_id):
                     future = self._waiting.pop(waiter)
-                    # The waiter was cancelled, but its ``finally`` has not run yet. The slot is returned later,
-                    # because this list of actions is not finished.
+                    # If the waiter was cancelled, but its ``finally`` has not run yet, the slot is returned later,
+                    # because this list of actions must be finished first.
                     if future.done():
                         self._loop.call_soon(self._released, connection_id)
                     else:
@@ -253,9 +253,9 @@ class PoolConnections:
         if self._timer is None:
             deadline_s = self._state.next_deadline_s()
             if deadline_s is not None:
-                # There is one timer at a time, and it must not be late for an earlier deadline: a connection that
-                # becomes spare after this call is due before the idle ones, but never sooner than the spare
-                # timeout.
+                # There is only one timer, which must not be late for an earlier deadline: a connection that
+                # becomes spare after this call is due before idle connections, but not sooner than the spare
+                # timeout from now.
                 soonest_s = self._loop.time() + self.settings.spare_timeout_s
                 self._timer = self._loop.call_at(min(deadline_s, soonest_s), self._advance)
 

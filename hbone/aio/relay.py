@@ -18,7 +18,7 @@ LINGER_S = 30.0
 
 
 _CHECKS_PER_TIMEOUT = (
-    8  # at the counters per idle time: a timer moved with each chunk would cost more than the copy
+    8  # checks of the counters per idle time: a timer restarted with each chunk would cost more than the copy
 )
 
 
@@ -60,7 +60,7 @@ class ByteCounts:
         return self._b.read_bytes if self._b is not None else self._received
 
     def follow(self, a: End, b: End) -> None:
-        """Read the ends' own counters from now on, so that no work is done per chunk."""
+        """Use the counters of the two ends from now on, so that no chunk has to be counted here."""
         self._a, self._b = a, b
 
     def freeze(self) -> None:
@@ -73,9 +73,9 @@ class RelayEnd:
     """The result of a relay.
 
     Attributes:
-        first: the end that stopped first, as given to :func:`relay`. None if this side ended the relay.
+        first: the end that stopped first, as given to :func:`relay`. None if this process ended the relay.
         error: the failure that an end reported. None if both directions ended in order.
-        timed_out: no bytes moved for the idle time.
+        timed_out: whether the relay ended because no bytes moved for the idle time.
     """
 
     __slots__ = ("error", "first", "timed_out")
@@ -86,8 +86,8 @@ class RelayEnd:
         self.timed_out = timed_out
 
 
-#: Called once with the end of a relay. It runs in the middle of an end's work, so it only records the result, and
-#: has the poller resume the caller.
+#: Called once when a relay ends. It is called in the middle of an end's work, so it only records the result, and
+#: schedules the caller with the poller.
 OnRelayEnd: TypeAlias = Callable[[RelayEnd], None]
 
 
@@ -96,10 +96,10 @@ class MovedRelay:
     """The progress of a relay in another process.
 
     Attributes:
-        first: the end that stopped first. ``None``: both are running.
+        first: the end that stopped first. ``None``: both ends are running.
         open_sinks: the ends whose output is not over.
         quiet: how many eighths of the idle time have passed without bytes.
-        seen: the bytes moved in both directions until the last check; -1 before the first.
+        seen: the number of bytes moved in both directions until the last check. -1 before the first check.
     """
 
     first: End | None
@@ -181,15 +181,15 @@ class Relay(RelayObserver):
         return waits.relay_end(self, self._done).__await__()
 
     def abort(self, reason: str) -> None:
-        """End both directions now; idempotent. The owner then closes the ends, which informs their networks."""
+        """End both directions now. Idempotent. The owner then closes both ends, which also ends their networks."""
         if self._error is None:
             self._error = TunnelClosed(reason)
             self._first = None
         self._finish()
 
     def finish(self, reason: str) -> None:
-        """Like :meth:`abort`, but ends both directions by :meth:`End.end_in_order`, which does not look like a
-        failure.
+        """Like :meth:`abort`, but end both directions by :meth:`End.end_in_order`, so that the end does not look
+        like a failure.
         """
         a, b = self._a, self._b
         self.abort(reason)
@@ -211,7 +211,7 @@ class Relay(RelayObserver):
 
     @property
     def progress(self) -> MovedRelay | None:
-        """The relay's progress; ``None`` if it is about to end. Idle time and :attr:`on_half_close` stay here."""
+        """The relay's progress, without idle time and :attr:`on_half_close`. ``None`` if it is about to end."""
         if self._error is not None or self._linger is not None or not self._is_running():
             return None
         return MovedRelay(
@@ -245,8 +245,8 @@ class Relay(RelayObserver):
     def sink_broken(self, end: End, error: Exception) -> None:
         if self._first is None:
             self._first = end
-        # The other direction may end in order (an application that is writing its last bytes), or never: an end
-        # whose output is discarded has no reason to stop.
+        # The other direction can end in order (an application that is writing its last bytes), or never: a remote
+        # side whose bytes are discarded has no reason to stop.
         if self._linger is None and self._a is not None:
             self._linger = self._loop.call_later(LINGER_S, self.abort, "peer gone")
 
@@ -305,7 +305,7 @@ def relay(
         a: by convention the client's side.
         b: the other end.
         counts: follows the bytes from now on.
-        idle_timeout_s: the relay ends if neither side has sent a byte for this time, or up to a seventh more.
+        idle_timeout_s: the relay ends if neither side has sent a byte for this time, or up to a seventh longer.
         on_end: called at the end, possibly before this returns. ``None``: the caller awaits the relay.
     """
     return Relay(a, b, counts, idle_timeout_s, on_end)

@@ -1,5 +1,5 @@
-"""The requests of a server's connection, from their arrival until their streams are released. Each is handled by a
-fiber, or by an object without a coroutine (:data:`TakeNow`).
+"""The requests of a server's connection, from their arrival until their streams are released. Each request is
+handled by a fiber, or by an object without a coroutine (:data:`TakeNow`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 
 class Request:
-    """A request that waits for its answer. It need not be CONNECT: the handler answers 404 or 400 to other
-    methods.
+    """A request that waits for its answer, with any method. The handler answers 404 or 400 to methods other than
+    CONNECT.
     """
 
     __slots__ = ("_cancelled", "_requests", "_tunnel", "answered", "connection", "ended", "head")
@@ -39,14 +39,14 @@ class Request:
         self._tunnel = tunnel
         self._cancelled: str | None = None
 
-    # Before its work begins, when the poller has handled the turn's events
+    # Before the handler begins, once the poller has handled the iteration's events
 
     def cancel(self, msg: str | None = None) -> None:
-        """Have the work cancelled as soon as it begins; see :class:`Cancellable`."""
+        """Cancel the handler as soon as it begins; see :class:`Cancellable`."""
         self._cancelled = msg or "cancelled"
 
     def step(self) -> None:
-        """Begin the work; see :class:`hbone.aio.poller.Steppable`."""
+        """Begin to handle the request; see :class:`hbone.aio.poller.Steppable`."""
         self._requests._begin(self, self._tunnel, self._cancelled)
 
     # Its answer
@@ -77,7 +77,7 @@ class Request:
         body: bytes = b"",
         reset_code: int = ErrorCode.NO_ERROR,
     ) -> None:
-        """Answer and end the stream; reset it as well when the client has not ended it.
+        """Answer and end the stream. Reset the stream as well if the client has not ended it.
 
         The default is the Rust ztunnel's answer (END_STREAM, RST_STREAM(NO_ERROR)). Envoy's 503 has a body and
         CONNECT_ERROR. Has no effect on a closed stream.
@@ -118,7 +118,7 @@ class Cancellable(Protocol):
     """The owner of a request: a fiber, or an object that accepted it by :data:`TakeNow`."""
 
     def cancel(self, msg: str | None = None) -> object:
-        """Cancel the work: the stream ended before its response, or the connection is over."""
+        """Cancel the handler, because the stream ended before its response, or the connection has ended."""
 
 
 #: Accepts a request without a coroutine, and calls :meth:`Request.over` at its end, possibly at once.
@@ -176,7 +176,7 @@ class Requests:
     def cancel(self, tunnel: Tunnel) -> None:
         """Cancel the handler of a request that the peer has reset.
 
-        After the answer the stream is the handler's tunnel, whose relay still delivers what was received.
+        After the answer, the stream is the handler's tunnel, whose relay still delivers received bytes.
         """
         entry = self._running.get(tunnel)
         if entry is not None and entry[0] is not None and not entry[0].answered:
@@ -207,8 +207,8 @@ class Requests:
             self._emptied.set_result(None)
 
     async def wait(self, *, cancel: bool, timeout_s: float | None = None) -> None:
-        """Wait until every request is over. ``cancel`` cancels them; otherwise they deliver received bytes
-        first.
+        """Wait until every request is over. With ``cancel``, all requests are cancelled. Without, they deliver
+        received bytes first.
         """
         for tunnel, (_, work) in list(self._running.items()):
             tunnel.end_discarding()

@@ -31,16 +31,17 @@ async def serve_connection(
         tls_context: the server's TLS parameters. None means cleartext HTTP/2 with prior knowledge.
         settings: times and windows.
         poller: this loop's poller.
-        on_request: runs as a fiber per request, and must answer it. Owns the accepted tunnel, which is closed when
-            the handler returns. Cancelled when the stream ends before the answer.
+        on_request: the handler, which runs as a fiber per request, and must answer the request. The handler owns
+            the accepted tunnel, which is closed when the handler returns. It is cancelled if the stream ends
+            before the answer.
         take_now: called first for each request. If it accepts the request, ``on_request`` is not called.
-        on_established: gets the connection (and its ``facts``) before any HTTP/2 frame is read, or sent except
-            SETTINGS. It can keep the connection for ``drain``, ``abort`` or ``close``, and can raise to close the
-            connection without an answer.
+        on_established: called with the connection (which has ``facts``) before any HTTP/2 frame is read, or sent
+            except SETTINGS. It can store the connection for ``drain``, ``abort`` or ``close``. It can raise an
+            error to close the connection without an answer.
 
     Raises:
         TlsError, PeerSilent, ConnectionBroken: the handshake failed.
-        Exception: what ``on_established`` raised.
+        Exception: the error raised by ``on_established``.
     """
     requests = Requests(on_request, take_now)
     connection = Connection(
@@ -55,11 +56,11 @@ async def serve_connection(
 
 
 async def serve_to_end(connection: Connection, requests: Requests) -> None:
-    """Wait until an established connection and all its handlers are over. Cancelling this ends both."""
+    """Wait until an established connection and all its handlers have ended. Cancelling this call ends both."""
     try:
         await connection.wait_closed()
-        # The connection has ended, but its received bytes are not all delivered. An application that reads slowly
-        # still gets them. Relays without a tunnel end within their linger time.
+        # The connection has ended, but not all received bytes are delivered. An application that reads slowly
+        # still gets these bytes. Relays without a tunnel end within their linger time.
         await requests.wait(cancel=False, timeout_s=LINGER_S)
     finally:
         connection.abort("no longer served")

@@ -18,14 +18,14 @@ from hbone.errors import TunnelClosed, bare
 CROWD_SOCKETS: Final = 128
 CROWDED_UNSENT_BYTES: Final = 128 * 1024
 """The limit of unsent bytes in the kernel, besides bytes in flight, while :data:`CROWD_SOCKETS` sockets are open.
-For an application that does not read, the kernel's buffer would otherwise grow up to 4 MiB (tcp_wmem), which is
-charged to our cgroup: 2,000 such streams took 1.3 GB.
+Without this limit, the kernel's buffer for an application that does not read grows up to 4 MiB (tcp_wmem), charged
+to our cgroup: 2,000 such streams took 1.3 GB.
 """
 LASTING_S: Final = 10.0
 """The age after which a connection gets options that few connections need, see
 :meth:`PlainSocket.when_lasting`.
 """
-_MOST_DISCARDS: Final = 256  # of 256 KiB each: more than any receive buffer
+_MOST_DISCARDS: Final = 256  # reads of 256 KiB each, together more than any receive buffer
 _MOST_CHUNKS = 64  # buffers of one sendmsg; more are joined first (the kernel's limit is 1024)
 
 
@@ -39,10 +39,11 @@ class PlainSocket(End):
     """One end of a relay: a connected, non-blocking stream socket, owned by this object from now on.
 
     Bytes that arrive before a relay starts stay in the kernel, unless :meth:`read` takes them and
-    :meth:`push_back` gives them back. The poller watches the socket from the first wait or the relay's start on.
+    :meth:`push_back` returns them. The poller watches the socket from the first wait or from the relay's start.
 
     Args:
-        fresh: just connected, so no bytes can have arrived. A relay waits for the first event.
+        fresh: whether the socket was just connected, so that no bytes can have arrived. A relay then waits for the
+            first event.
     """
 
     __slots__ = (
@@ -79,12 +80,12 @@ class PlainSocket(End):
         self._watched = False
         self._hung_up = 0  # the bits of HUNG_UP that were reported
         self._paused = False
-        self._bulk = False  # read much at once; see Poller.defers_bulk
+        self._bulk = False  # whether the last reads were large; see Poller.defers_bulk
         self._pending = bytearray()
         self._pushed = b""
         self._pipe: SplicePipe | None = None  # as a source, once the flow is large
         self._unsent_bounded = False
-        self._starving = False  # as a sink: the peer's pipe waits for room in our socket
+        self._starving = False  # as a sink: whether the peer's pipe waits for room in our socket
         self._gather: list[memoryview] = []
         self._gathered = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -104,7 +105,7 @@ class PlainSocket(End):
     # Before a relay
 
     async def peek(self, size: int, *, seen: int = 0) -> bytes:
-        """Return up to ``size`` bytes and leave them in the kernel; waits for more than ``seen``, or for EOF.
+        """Return up to ``size`` bytes and leave them in the kernel. Wait for more than ``seen`` bytes, or for EOF.
 
         Raises:
             OSError: the connection was reset.
@@ -116,7 +117,7 @@ class PlainSocket(End):
             await self._next_event()
 
     async def read(self, size: int) -> bytes:
-        """Consume and return up to ``size`` bytes; waits for at least one, returns none at EOF.
+        """Consume and return up to ``size`` bytes. Wait for at least one byte. Return no bytes at EOF.
 
         Raises:
             OSError: the connection was reset.
@@ -137,7 +138,7 @@ class PlainSocket(End):
             return None
 
     def push_back(self, data: bytes) -> None:
-        """Give back bytes that :meth:`read` took; the next read or the relay gets them first."""
+        """Return bytes that :meth:`read` has consumed. The next read or the relay gets these bytes first."""
         self._pushed = data + self._pushed
 
     def peek_into(self, room: memoryview) -> int:
@@ -165,11 +166,11 @@ class PlainSocket(End):
             self._pushed = self._pushed[size:]
         elif not self.closed:
             try:
-                # All bytes are still there, also after a reset. With MSG_TRUNC TCP discards the bytes without a
-                # copy (tcp(7)).
+                # All bytes are still in the kernel, even after a reset. With MSG_TRUNC, TCP discards the bytes
+                # without a copy (tcp(7)).
                 self.sock.recv(size, socket.MSG_TRUNC)
             except OSError as error:
-                self.broken = bare(error)  # an error of this socket, not of the connection whose response led here
+                self.broken = bare(error)  # an error of this socket, not of the tunnel connection that called this
             if not self._watched:
                 self._readable = False  # registering reports the remaining bytes as the first event
 
@@ -245,7 +246,7 @@ class PlainSocket(End):
                 self._pump()
 
     def delivered(self, size: int) -> None:
-        """No-op: the kernel's buffers need no credit."""
+        """Do nothing, because the kernel's buffers need no credit."""
 
     def _pump(self) -> None:
         if self.source is not SOURCE_OPEN or self.closed:
@@ -296,14 +297,14 @@ class PlainSocket(End):
         self.poller.requeue(self)
 
     def _begin_splicing(self) -> bool:
-        """Make the pipe if the rest of the flow can stay in the kernel: the peer is a plain socket too."""
+        """Create the pipe if the rest of the flow can stay in the kernel: the peer must be a plain socket, too."""
         peer = self.peer
         if type(peer) is not PlainSocket or peer._pending or peer.broken is not None or peer.closed:
             return False
         try:
             self._pipe = SplicePipe()
         except OSError:
-            return False  # out of descriptors: copying needs none, and the next chunk asks again
+            return False  # out of descriptors: copy, which needs none, and try again with the next chunk
         return True
 
     def _splice(self) -> None:
@@ -332,7 +333,7 @@ class PlainSocket(End):
             self.poller.requeue(self)
 
     def _empty_pipe(self, pipe: SplicePipe, peer: PlainSocket) -> bool:
-        """Move the pipe's bytes into the sink. Return False if the sink is full and will resume this source
+        """Move the pipe's bytes into the sink. Return False if the sink is full. It then resumes this source
         later."""
         try:
             if pipe.empty(peer.sock.fileno()):
@@ -401,8 +402,8 @@ class PlainSocket(End):
 
     def _end(self, error: OSError | None) -> None:
         self._readable = False
-        # The kernel reports a reset once, to a send or to a receive. Afterwards it reports EOF. So callers pass
-        # the error of a send, if there was one. EPIPE means that a FIN came before the reset (tcp(7)): all bytes
+        # The kernel reports a reset only once, to a send or to a receive, and afterwards EOF. So callers pass the
+        # error of a send, if there was an error. EPIPE means that a FIN came before the reset (tcp(7)): all bytes
         # were read, and only our direction is broken.
         if error is None:
             self.advance(EndEvent.READ_EOF)
@@ -501,11 +502,11 @@ class PlainSocket(End):
 
     @property
     def blocked(self) -> bool:
-        """Whether bytes wait for room in the socket, here or in the pipe of their source."""
+        """Whether bytes wait for room in the socket, in this object or in the pipe of the source."""
         return bool(self._pending) or self._starving
 
     def _watch_writable(self) -> None:
-        self._watch()  # a header may be sent before the relay
+        self._watch()  # a header can be sent before the relay
         if not self._unsent_bounded and self.poller.registered >= CROWD_SOCKETS:
             self._bound_unsent()  # the number of open sockets has grown since
         self.poller.watch_writable(self.sock.fileno())
@@ -528,7 +529,7 @@ class PlainSocket(End):
         if peer is not None and sent:
             peer.delivered(sent)
         if not self._pending:
-            self._pending = bytearray()  # frees the memory that a stall used
+            self._pending = bytearray()  # frees the memory used while the network accepted no bytes
             if self.sink is not SINK_OPEN:
                 self.advance(EndEvent.DRAINED)
             elif peer is not None:
@@ -551,25 +552,23 @@ class PlainSocket(End):
                 self.broken = bare(error)
 
     def _send_reset(self) -> None:
-        """Send nothing yet: SO_LINGER makes the kernel send RST when the owner closes the socket, which follows at
-        once.
-        """
+        """Do nothing: SO_LINGER makes the kernel send RST when the owner closes the socket right after this."""
 
     def end_in_order(self) -> None:
-        """Send FIN now: the kernel would reset a socket that is closed while received bytes are unread."""
+        """Send FIN now, because the kernel would reset a socket that is closed with unread bytes."""
         if self.closed or self.broken is not None or self._pending:
             return
         with contextlib.suppress(OSError):  # the socket has ended, or all bytes are read
             self.sock.shutdown(socket.SHUT_WR)
-            # Later bytes are answered with a reset, which does not reach an application that has ended with its
-            # FIN.
+            # Discard received bytes, so that the close sends no reset. Bytes after the close are answered with a
+            # reset, which does not reach an application that has already ended.
             room = self.poller.ciphertext  # stays unchanged, because TCP discards without a copy (MSG_TRUNC)
             for _ in range(_MOST_DISCARDS):
                 if self.sock.recv_into(room, 0, socket.MSG_TRUNC) < len(room):
                     break
 
     def detach(self) -> socket.SocketType:
-        """Give the socket to a new owner unchanged. Allowed only before a relay, and without pushed-back bytes."""
+        """Return the socket to a new owner. Allowed only before a relay, and without pushed-back bytes."""
         assert self.relay is None
         assert not self._pushed
         self.closed = True

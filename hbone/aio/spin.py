@@ -1,19 +1,19 @@
 """Adaptive spin: whether the poller polls again instead of sleeping.
 
-Sleeping costs a wake-up: the scheduler's work, cold caches and a pass through the event loop. Spinning costs the
-processor for the duration of the wait. Which is cheaper depends on the machine, on the distance of peers and on
-the load. If a client waits for each answer before its next request, a proxy that spins can double its rate. If
-requests arrive at their own rate, the same spin has no benefit.
+Sleeping costs a wake-up: the scheduler's work, cold caches and a pass through the event loop. Spinning costs
+processor time for the duration of the wait. Which is cheaper depends on the machine, on the distance of peers and
+on the load. If a client waits for each answer before its next request, a proxy that spins can double the client's
+rate. If requests arrive at a fixed rate, spinning has no benefit.
 
 So the poller measures which is cheaper. A proxy has one of two habits, sleeping or spinning, and sometimes tries
-the other for some iterations. It adopts the habit with the smaller product of CPU time per byte and the third
-power of elapsed time per byte, once that habit has won twice in a row. (Circuit design weighs energy against delay
-with such products.) The third power sets the value of faster answers: 2.3 times the CPU time for two thirds of the
-elapsed time is a gain, and a tenth less elapsed time is worth 1.15 times the CPU time. Requests at a fixed rate
-take the same time per byte either way, so the habit with less CPU time wins. While the other habit does not win
-and the load stays the same, it is tried less and less often.
+the other habit for some iterations. The cost of a habit is the product of CPU time per byte and the third power of
+elapsed time per byte. If the other habit is cheaper in two trials in a row, the proxy adopts it. (Circuit design
+weighs energy against delay with such products.) The third power sets the value of faster answers: 2.3 times the
+CPU time for two thirds of the elapsed time is a gain, and a tenth less elapsed time is worth 1.15 times the CPU
+time. At a fixed rate of requests, both habits take equal time per byte, so the habit with less CPU time wins.
+While the other habit does not win and the load does not change, it is tried less and less often.
 
-In a chain of proxies on one machine each wait is short only while the other proxies are awake. So trials start at
+In a chain of proxies on one machine, each wait is short only while the other proxies are awake. So trials start at
 the same time in all processes of a machine: at multiples of the period on the monotonic clock.
 """
 
@@ -26,38 +26,38 @@ from dataclasses import dataclass
 from typing import Final
 
 _POLLS: Final = 8  # polls in a row, before the loop's other callbacks run: some 5 microseconds
-_LATE_S: Final = 500e-6  # between two polls in a row: another process had the processor for long
-_HOLD_S: Final = 0.005  # the first pause; doubled each time, up to
+_LATE_S: Final = 500e-6  # a longer time between two polls means that another process had the processor for long
+_HOLD_S: Final = 0.005  # the first pause, doubled each time up to the next constant
 _LONGEST_HOLD_S: Final = 3.2
 _WINDOW_TURNS: Final = 64
 """The number of iterations of a measurement. A trial is one measurement."""
 _ENOUGH_TURNS: Final = 32  # fewest iterations of a measurement that the next period cut short
 _PERIOD_S: Final = 0.064
 _MOST_FAILURES: Final = 7  # failed trials that double the time to the next one: at most 8 seconds
-_MOST_CONFIRMED: Final = 4  # the same while spinning: at most one second
-_SLOWEST_TURN_S: Final = 0.002  # slower iterations than this gain nothing from spinning
+_MOST_CONFIRMED: Final = 4  # the same limit while spinning, where the time is at most one second
+_SLOWEST_TURN_S: Final = 0.002  # slower iterations do not benefit from spinning
 _BETTER: Final = 0.85
-"""The highest cost of a tried habit, relative to the current one, for a change."""
+"""The cost of a tried habit, relative to the current habit, below which a trial is won."""
 _WINS: Final = 2
 """The number of consecutive trials that a habit must win, because randomly arriving requests can be uneven within
 one trial.
 """
-_CHANGED: Final = 1.6  # a rate this many times higher or lower counts as a different load
+_CHANGED: Final = 1.6  # a rate that is higher or lower by this factor counts as a different load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpinSettings:
-    """Adaptive spin, disabled if ``limit_s`` is 0. ``limit_s`` bounds one spin after the last activity."""
+    """The settings of adaptive spin. ``limit_s`` is the longest spin after the last activity, 0 for none."""
 
     limit_s: float = 0.0
 
 
 class Spin:
-    """Decides after each turn whether to poll again at once; see the module for the rule.
+    """Decides after each iteration whether to poll again at once; see the module for the rule.
 
-    Between polls the processor is offered to other processes (sched_yield), because the poller mostly waits for
-    their answers. A late return means contended cores, and spinning pauses, because the scheduler favours sleeping
-    processes over yielding ones.
+    Between polls the processor is yielded to other processes (sched_yield), because the poller mostly waits for
+    their answers. If the yield returns late, the cores are contended, and spinning pauses, because the scheduler
+    favours sleeping processes over yielding processes.
     """
 
     __slots__ = (
@@ -82,7 +82,7 @@ class Spin:
 
     def __init__(self, settings: SpinSettings) -> None:
         self.on = False
-        """Poll again instead of sleeping."""
+        """Whether to poll again instead of sleeping."""
         self._limit_s = settings.limit_s
         self._until_s = 0.0
         self._held_until_s = 0.0
@@ -108,8 +108,8 @@ class Spin:
                 return ready
             os.sched_yield()
             now_s = time.perf_counter()
-            # Another process had the processor for half a millisecond: where cores are scarce, a yield is a long
-            # sleep, and a real sleep would be the shorter one. Hold off, longer each time it happens again.
+            # Another process had the processor for half a millisecond. If cores are scarce, yielding takes longer
+            # than sleeping. So stop spinning for some time, longer each time this happens again.
             if now_s - last_s > _LATE_S:
                 self._hold_s = min(_LONGEST_HOLD_S, 2 * self._hold_s)
                 self._held_until_s = now_s + self._hold_s

@@ -12,7 +12,7 @@ import os
 from typing import Final
 
 SPLICE_AFTER_BYTES: Final = 128 * 1024  # of one direction; a guess: between a web page and bulk
-_PIPE_BYTES: Final = 1024 * 1024  # the most an unprivileged process may ask for by default
+_PIPE_BYTES: Final = 1024 * 1024  # the default limit for unprivileged processes
 _F_SETPIPE_SZ: Final = 1031
 _FLAGS: Final = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 

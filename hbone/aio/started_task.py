@@ -1,9 +1,9 @@
 """Tasks that reach their first await before they can be cancelled.
 
-asyncio throws a cancellation into a task also before its first step: then neither the coroutine nor its
-``finally`` runs. Code that passes ownership in the call (a socket, an entry in a table) would leak it. A
-:class:`StartedTask` always starts, and its first await raises the CancelledError. :class:`hbone.aio.fiber.Fiber`
-has the same rule. Python 3.12's eager tasks start inside the caller instead, whose buffers can be in use.
+If an asyncio task is cancelled before its first step, neither the coroutine nor its ``finally`` runs. An argument
+that the coroutine owns (a socket, an entry in a table) would leak. A :class:`StartedTask` always starts, and its
+first await raises the CancelledError. :class:`hbone.aio.fiber.Fiber` works in the same way. Python 3.12's eager
+tasks are no alternative: they start inside the caller, whose buffers can be in use.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class StartedTask(asyncio.Task[T]):
 
 
 async def _begin(coroutine: Coroutine[Any, Any, T], start: _Start) -> T:
-    # The task is not an argument, because a traceback would keep this frame alive, and the frame the task with its
-    # error.
+    # The task is not an argument, because of the reference cycle of task, error, traceback and this frame.
     start.begun = True
     if start.cancellations:
         _cancel_now(start)

@@ -24,11 +24,12 @@ def _broken(error: OSError | LinkClosed) -> ConnectionBroken:
 
 
 class TlsSocket(End):
-    """Owns a connected, non-blocking socket; call :meth:`establish` before a relay.
+    """Owns a connected, non-blocking socket. Call :meth:`establish` before a relay.
 
-    The output of an event loop's iteration is one TLS write. Plaintext that arrived with the handshake is kept for
-    the relay, and no more is read before the relay starts. Incoming records are decrypted into the poller's buffer
-    and passed at once to the other end of the relay. While that end has no room, the socket is not read.
+    All output of a loop iteration is sent in one TLS write. Plaintext that arrived with the handshake is kept for
+    the relay, and no further bytes are read before the relay starts. Incoming records are decrypted into the
+    poller's buffer and passed at once to the other end of the relay. While the other end has no room, the socket
+    is not read.
     """
 
     __slots__ = (
@@ -79,7 +80,7 @@ class TlsSocket(End):
         Raises:
             TlsError: either side refused the handshake.
             PeerSilent: the handshake did not finish within ``timeout_s``.
-            ConnectionBroken: the network ended it.
+            ConnectionBroken: the network ended the connection.
         """
         await waits.handshake(self._handshake_step, self._established, timeout_s, self._give_up)
         assert self.facts is not None
@@ -106,7 +107,7 @@ class TlsSocket(End):
             self._established.set_exception(_broken(error))
             self._established.exception()
             return
-        except Exception as error:  # noqa: BLE001  the verify hook may raise what it wants
+        except Exception as error:  # noqa: BLE001  the verify hook can raise any error
             self._established.set_exception(error)
             self._established.exception()
             return
@@ -196,7 +197,7 @@ class TlsSocket(End):
                 self._end(LinkClosed(notified=True))
                 return
             if not self.link.readable:
-                self._send_tls()  # a key update asks for an answer
+                self._send_tls()  # a key update can require an answer
                 self._bulk = self.link.read_bytes - before >= BULK_BYTES
                 return
         self.poller.requeue(self)
@@ -214,8 +215,8 @@ class TlsSocket(End):
         elif error.notified:
             self.advance(EndEvent.READ_EOF)
         else:
-            # A FIN without close_notify: an attacker can have truncated the stream (RFC 8446, 6.1). Many
-            # applications end that way, so the peer gets an EOF nevertheless, and the relay gets the error.
+            # After a FIN without close_notify, an attacker can have truncated the stream (RFC 8446, 6.1). But many
+            # applications end like this, so the relay's other end gets an EOF, and the relay gets the error.
             truncated = ConnectionBroken("peer ended TLS without close_notify")
             self.advance(EndEvent.READ_EOF, truncated, clean=False)
         if self._failed:
@@ -243,7 +244,7 @@ class TlsSocket(End):
             return None
         if self._output is None:
             self._output = self.poller.acquire()
-        self.poller.schedule_flush(self)  # also when the read finds nothing: flush() returns the buffer
+        self.poller.schedule_flush(self)  # needed even if the read returns no bytes: flush() releases the buffer
         return self._output[self._filled : self._filled + limit]
 
     def commit(self, size: int) -> None:
@@ -263,7 +264,7 @@ class TlsSocket(End):
             self.peer.delivered(size)
 
     def flush(self) -> None:
-        """Encrypt and send what was collected; called at the end of a turn."""
+        """Encrypt and send the collected bytes. Called at the end of an iteration."""
         self.dirty = False
         output = self._output
         if output is None or self.link.blocked:
@@ -293,7 +294,7 @@ class TlsSocket(End):
     def _drained(self) -> None:
         """Continue a requested shutdown as far as the network accepts output; idempotent."""
         if self.sink is SinkState.EOF_PENDING and not self.link.blocked:
-            # The close_notify alert is pending output, too. A later call sends the FIN, when the network has
+            # The close_notify alert is pending output, too. A later call sends the FIN, once the network has
             # accepted the alert.
             assert self.link.tls is not None
             self.link.tls.close()
@@ -337,12 +338,10 @@ class TlsSocket(End):
                 self.broken = bare(error)
 
     def _send_reset(self) -> None:
-        """Send nothing yet: SO_LINGER makes the kernel send RST when the owner closes the socket, which follows at
-        once.
-        """
+        """Do nothing: SO_LINGER makes the kernel send RST when the owner closes the socket right after this."""
 
     def close(self, error: Exception | None = None) -> None:
-        """Send close_notify if the network takes it, and close; idempotent."""
+        """Send close_notify if the network accepts it, and close. Idempotent."""
         if self.closed:
             return
         self.closed = True

@@ -20,7 +20,7 @@ _SMALL_FRAME = 64 * 1024
 
 
 class EarlySource(Protocol):
-    """The source of a client's early data: its bytes can be read again for another attempt."""
+    """The source of a client's early data, whose bytes can be read again for another attempt."""
 
     def peek_into(self, room: memoryview) -> int:
         """Copy the received bytes into ``room`` without consuming them, and return their number."""
@@ -30,7 +30,7 @@ class EarlySource(Protocol):
 
 
 class TunnelCarrier(ABC):
-    """The connection that carries a tunnel. A base class, not a Protocol: compiled calls need no look-up."""
+    """The connection that carries a tunnel. It is a base class and not a Protocol for faster compiled calls."""
 
     __slots__ = ("dirty", "engine", "error", "facts", "handshake_s", "local_name", "poller", "role")
 
@@ -43,7 +43,7 @@ class TunnelCarrier(ABC):
     facts: PeerFacts | None
     """The peer facts proven by TLS. None without TLS, and before the end of the handshake."""
     handshake_s: float
-    """For the owner's use: how long the TLS handshake took. Initially 0."""
+    """The duration of the TLS handshake, set and reset by the owner. Initially 0."""
     local_name: tuple[str, int]
     """Address and port of our end, read once for all tunnels; ("", 0) for a socket pair."""
 
@@ -54,12 +54,12 @@ class TunnelCarrier(ABC):
     @property
     @abstractmethod
     def early_limit(self) -> int:
-        """Bytes of one stream that are held before its relay starts."""
+        """The largest number of bytes buffered for a stream before its relay starts."""
 
     @abstractmethod
     def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
-        """Return room for payload of ``tunnel``, or None; :meth:`Tunnel.on_room` is then called when there might
-        be room.
+        """Return room for payload of ``tunnel``. If there is none, return None, and call :meth:`Tunnel.on_room`
+        when there might be room.
         """
 
     @abstractmethod
@@ -90,8 +90,8 @@ class TunnelCarrier(ABC):
 class Tunnel(End):
     """One CONNECT stream, of a client or of a server.
 
-    Bytes that arrive before the relay starts are held. A server can send a full window. A client without an answer
-    can send at most ``early_bytes`` of the connection's HTTP/2 settings. More bytes reset the stream.
+    Bytes that arrive before the relay starts are buffered: from a server up to a full window, and from a client
+    before the answer up to ``early_bytes`` of the connection's HTTP/2 settings. More bytes reset the stream.
     """
 
     __slots__ = (
@@ -122,18 +122,18 @@ class Tunnel(End):
         self.on_close: Callable[[], None] | None = None
         """Called once, when the owner has closed the tunnel."""
         self.early_sent: tuple[EarlySource, int] | None = None
-        """Client: the source of the early data that left with the request, and its size."""
+        """Client: the source of the early data that was sent with the request, and the number of bytes."""
         self.error: Exception | None = None
         """The error that ended the stream; None after an orderly end."""
         self._early: list[bytes] = []
         self._early_bytes = 0
-        self._owed = 0  # bytes given to the peer whose credit the connection has not got back
+        self._owed = 0  # bytes given to the peer whose credit is not returned to the connection yet
         self._pending = bytearray()
         self._started = False
 
     @property
     def gone(self) -> bool:
-        """The stream accepts no more bytes: either side has reset it, or its connection has ended."""
+        """Whether either side has reset the stream, or the connection has ended. Then it accepts no more bytes."""
         return self.sink is SINK_BROKEN or self.sink is SinkState.RESET_SENT
 
     # From the connection
@@ -170,9 +170,9 @@ class Tunnel(End):
         """Record RST_STREAM, or the end of the connection; idempotent."""
         if self.gone:
             return
-        # NO_ERROR and CANCEL end a completed stream, like in the Rust ztunnel: a server that has answered in full
-        # before the end of the request (RFC 9113, 8.1), or a client whose application has closed. The earlier
-        # bytes are complete, so the application gets a FIN. With any other code it gets a RST.
+        # As in the Rust ztunnel, NO_ERROR and CANCEL end a complete stream: a server has answered in full before
+        # the end of the request (RFC 9113, 8.1), or a client's application has closed. All bytes have arrived, so
+        # the application gets a FIN. After any other code, it gets a RST.
         clean = error.code in _CLEAN_CODES
         if not clean:
             self.error = error
@@ -187,7 +187,7 @@ class Tunnel(End):
             self.advance(EndEvent.READ_RESET, error, clean=False)
 
     def end_discarding(self) -> None:
-        """The connection is gone: let the relay end as soon as the received bytes are delivered."""
+        """After the end of the connection, let the relay end as soon as the received bytes are delivered."""
         if self.gone and self.relay is not None:
             self.relay.write_ended(self)
 
@@ -222,7 +222,7 @@ class Tunnel(End):
         self._started = True
 
     def resume(self) -> None:
-        """No-op: the connection pushes received bytes, bounded by the flow-control window."""
+        """Do nothing, because the connection pushes received bytes, limited by the flow-control window."""
 
     def delivered(self, size: int) -> None:
         """Return the credit of delivered bytes to the peer."""
@@ -240,7 +240,7 @@ class Tunnel(End):
 
     @property
     def scatters(self) -> bool:
-        """Whether the peer accepts small frames only, so that one system call should fill several."""
+        """Whether the remote side accepts only small frames, so that one system call should fill several."""
         return self.connection.engine.peer_max_frame_bytes < _SMALL_FRAME and self.sink is SINK_OPEN
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
@@ -271,7 +271,7 @@ class Tunnel(End):
             peer.delivered(sent)
 
     def flush(self) -> None:
-        """No-op: the connection flushes at the end of the iteration."""
+        """Do nothing, because the connection flushes at the end of the iteration."""
 
     def write_eof(self) -> None:
         self.advance(EndEvent.WRITE_EOF)
@@ -320,26 +320,26 @@ class Tunnel(End):
         self.connection.reset(self, ErrorCode.CONNECT_ERROR)
 
     def _both_over(self) -> None:
-        # A client's stream that is closed reads no more. A server's last bytes can still be in the kernel for our
-        # application, and a close with unread bytes from the application would reset that socket and destroy them.
-        # So a client's side of the tunnel discards until the application ends, or until the relay's linger time is
+        # The server's last bytes can still be in the kernel on their way to our application. If the application's
+        # socket were closed with unread bytes, it would be reset, and these last bytes would be lost. So the
+        # client side of a closed stream discards bytes until the application ends, or the relay's linger time is
         # over.
         if self.connection.role is Role.SERVER:
             super()._both_over()
 
     def close(self, error: Exception | None = None) -> None:
-        """Release the stream, with RST_STREAM unless both sides have ended it (codes like in the Rust ztunnel).
+        """Release the stream, with RST_STREAM unless both sides have ended it. The codes are the Rust ztunnel's.
         Idempotent.
         """
         early, self._early_bytes = self._early_bytes, 0
         self._early.clear()
-        # Bytes that the peer still held when the relay ended are lost. Their credit must be returned, or the
-        # connection's window would shrink with every aborted tunnel, until the connection stalls.
+        # Bytes that the relay's other end had not sent when the relay ended are lost. Return their credit, or
+        # every aborted tunnel would shrink the connection's window, until the connection stalls.
         lost, self._owed = early + self._owed, 0
         if lost:
             self.connection.acknowledge(self.stream_id, lost)
         if not self.gone:
-            # Reported first: the relay then detaches, and later events do not reach its other end.
+            # Report to the relay first. It detaches its ends, so later events do not reach the other end.
             if self.relay is not None:
                 self.relay.fail(self, error or TunnelClosed("tunnel closed during a relay"))
             code = self._close_code()
@@ -359,5 +359,5 @@ class Tunnel(End):
             return ErrorCode.CANCEL
         if self.source is not SourceState.OPEN:
             return None
-        # A server that has answered in full asks the client to stop (RFC 9113, 8.1). A client has no such code.
+        # A server that has answered in full sends NO_ERROR to stop the client (RFC 9113, 8.1). A client cancels.
         return ErrorCode.NO_ERROR if self.connection.role is Role.SERVER else ErrorCode.CANCEL

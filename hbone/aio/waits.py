@@ -1,8 +1,8 @@
 """Coroutines for the classes that ``make compiled`` compiles.
 
-mypyc stores the handled exception per thread, not per coroutine: a coroutine that waits inside ``try`` can resume
-with the exception of another coroutine. So waits inside ``try`` are in this module, which is never compiled.
-``tests/test_compiled.py`` checks that.
+mypyc stores the handled exception per thread, not per coroutine, so a compiled coroutine that waits inside ``try``
+can resume with the exception of another coroutine. Therefore waits inside ``try`` are in this module, which is
+never compiled. ``tests/test_compiled.py`` checks this.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def handshake(
     timeout_s: float,
     end: Callable[[Exception], None],
 ) -> None:
-    """Call ``begin`` and wait until ``established`` resolves. If it does not, call ``end`` and raise.
+    """Call ``begin`` and wait until ``established`` resolves. If this fails, call ``end`` and raise the error.
 
     Raises:
         PeerSilent: the peer has not finished within ``timeout_s``.
@@ -56,7 +56,7 @@ async def handshake(
 
 
 async def answer(tunnel: Closable, answered: asyncio.Future[T]) -> T:
-    """Wait for the answer to a CONNECT and return it. Close the stream if there is none."""
+    """Wait for the answer to a CONNECT and return it. Close the stream if there is no answer."""
     try:
         return await answered
     except BaseException:
@@ -78,7 +78,8 @@ async def handled(
 ) -> None:
     """Run ``handler`` to its end, pass its error to ``failed``, and call ``over`` in any case.
 
-    A cancellation ends here: only the owner of the request cancels it, and does not wait for the CancelledError.
+    A CancelledError is not raised again, because only the owner of the request cancels it, and the owner does not
+    wait for the error.
     """
     try:
         await handler()
