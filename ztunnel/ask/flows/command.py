@@ -190,13 +190,14 @@ def _read(page: str, wanted: Wanted, name: str) -> Iterator[Line]:
         try:
             line = json.loads(text)
             flow = read(line)
+            moment = time_ns(flow.time) if flow is not None else 0
+            lost = flow is None and (line.get("lost_events") or {}).get("num_events_lost")
         except (ValueError, TypeError, AttributeError):
             raise AskFailed(f"{name}: /flows has a line that is no flow") from None
         if flow is None:
-            lost = (line.get("lost_events") or {}).get("num_events_lost")
             if lost:
                 print(f"{name}: flows were overwritten before they were read", file=sys.stderr)
-        elif wanted.since_ns < time_ns(flow.time) <= wanted.until_ns and wanted.test(flow):
+        elif wanted.since_ns < moment <= wanted.until_ns and wanted.test(flow):
             yield flow, line
 
 

@@ -134,9 +134,10 @@ def test_a_proxy_without_a_recorder_is_named(capsys: Output) -> None:
     with pages({"/config_dump": b"{}"}) as address:
         assert main(["flows", "--address", address]) == 2
     assert "it has no flight recorder (/flows)" in capsys.readouterr().err
-    with pages({"/flows": b"{}\nnonsense\n"}) as address:
-        assert main(["flows", "--address", address]) == 2
-    assert "/flows has a line that is no flow" in capsys.readouterr().err
+    for line in ("nonsense", '{"flow": {"time": "soon"}}', '{"lost_events": 5}'):
+        with pages({"/flows": f"{{}}\n{line}\n".encode()}) as address:
+            assert main(["flows", "--address", address]) == 2
+        assert "/flows has a line that is no flow" in capsys.readouterr().err
 
 
 def test_following_prints_each_flow_once(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
