@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -32,12 +33,15 @@ from tproxy.operations import (
     FlushChain,
     NftTransaction,
 )
+from tproxy.render import nf_tables as nf
 from tproxy.render import nftables
 from tproxy.resources import Chain, Element, Namespace, NamespaceName, Ownership, Rule, Set, SetKey, State, Table
+from tproxy.wire import be32, nest, text
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 OWNED = Ownership(frozenset({"t"}), "memory")
 HERE = NamespaceName("here")
+INET = Family.INET
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +160,55 @@ def test_more_refusals_than_the_receive_buffer_holds_are_one_error(elsewhere: Ne
         request = nftables.nft_message(nftables.NFT_GETTABLE, 0, nftables.DUMP)
         with NetlinkSocket(NETLINK_NETFILTER, elsewhere) as fresh:
             assert link.dump(request) == fresh.dump(request)
+
+
+@pytest.mark.parametrize(
+    ("device", "leaf"),
+    [
+        ("lo", "../../../../../..{}"),
+        ("..", "ip_forward"),
+        ("lo/../all", "rp_filter"),
+        ("lo\0lo", "rp_filter"),
+    ],
+    ids=["leaf", "parent", "device", "zero"],
+)
+def test_saved_sysctl_that_names_another_file_is_ignored(
+    elsewhere: Netns, tmp_path: Path, device: str, leaf: str
+) -> None:
+    """As a container with CAP_NET_ADMIN can write it."""
+    target = tmp_path / "file"
+    target.write_text("before")
+    item = Set(f"ipv4-{leaf.format(target)}", SetKey.INTERFACE)
+    element = Element(device.encode().ljust(16, b"\0"), "1")
+    steps = (AddTable(INET, "memory"), AddSet(INET, "memory", item))
+    with (
+        NetlinkSocket(NETLINK_NETFILTER, elsewhere) as link,
+        contextlib.closing(BlockingKernel({HERE: elsewhere}, OWNED)) as kernel,
+    ):
+        kernel.apply(state())
+        link.batch(nftables.nft_batch((*steps, AddElements(INET, "memory", item.name, (element,)))))
+        try:
+            assert kernel.apply(state()) == ()
+        finally:
+            link.batch(nftables.nft_batch([DeleteTable(INET, "memory")]))
+    assert target.read_text() == "before"
+
+
+def test_foreign_set_with_a_catch_all_interval_is_removed(elsewhere: Netns) -> None:
+    item = Set("foreign", SetKey.IPV4_ADDRESS, interval=True)
+    element = Element(b"\x0a\0\0\1", "", last=b"\x0a\0\0\5")
+    table = Table("t")
+    steps = (AddTable(INET, "t"), AddSet(INET, "t", item), AddElements(INET, "t", item.name, (element,)))
+    begin, *messages, end = nftables.nft_batch(steps)
+    names = text(nf.NFTA_SET_ELEM_LIST_TABLE, "t") + text(nf.NFTA_SET_ELEM_LIST_SET, item.name)
+    catch_all = nest(nf.NFTA_LIST_ELEM, be32(nf.NFTA_SET_ELEM_FLAGS, 2))
+    body = messages[-1].body[:4] + names + nest(nf.NFTA_SET_ELEM_LIST_ELEMENTS, catch_all)
+    with NetlinkSocket(NETLINK_NETFILTER, elsewhere) as link:
+        link.batch([begin, *messages, replace(messages[-1], body=body), end])
+        with contextlib.closing(BlockingKernel({HERE: elsewhere}, OWNED)) as kernel:
+            kernel.apply(state(table))
+            assert kernel.read().namespaces[HERE].tables == (table,)
+            kernel.apply(state())
 
 
 def test_a_dump_that_fails_after_its_start_is_an_error(elsewhere: Netns) -> None:

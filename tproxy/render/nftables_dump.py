@@ -176,11 +176,19 @@ def _joined(starts: Iterable[Element], ends: Iterable[bytes]) -> Iterator[Elemen
     """
     waiting = sorted(ends, reverse=True)
     for start in sorted(starts, key=lambda element: element.key):
+        if not start.key:  # the catch-all element, which only another program can have added
+            yield start
+            continue
         while waiting and waiting[-1] <= start.key:
             waiting.pop()
         size = len(start.key)
         last = int.from_bytes(waiting[-1], "big") - 1 if waiting else (1 << 8 * size) - 1
         yield replace(start, last=last.to_bytes(size, "big"))
+
+
+def _is_component(name: str) -> bool:
+    """Return whether a name is one component of a path, and not a step upwards."""
+    return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
 def _remembered(sets: Iterable[Set]) -> dict[SysctlKey, str]:
@@ -191,6 +199,10 @@ def _remembered(sets: Iterable[Set]) -> dict[SysctlKey, str]:
             continue
         for element in item.elements:
             device = element.key.rstrip(b"\0").decode(errors="replace")
+            # A process with CAP_NET_ADMIN in the namespace can have written the table. Its names must not lead to
+            # another file, which we would write with our own rights.
+            if not (_is_component(device) and _is_component(leaf)):
+                continue
             version = cast(Literal["ipv4", "ipv6"], family)
             values[SysctlKey(version, device, leaf)] = element.comment
     return values
