@@ -1,7 +1,7 @@
-"""A peer's cost budget for the work that its bytes cause: one per connection, and one for all its connections.
+"""Budgets for the work that a peer's bytes cause: one for each connection, and one for all the peer's connections.
 
 Work is counted in units (:mod:`hbone.limits`), which take about a microsecond of a fast core. A budget is a share
-of a core, so a unit has a price (:class:`UnitPrice`): on a core that needs twice the time for the same work, each
+of a core, so a unit has a price (:class:`UnitPrice`): on a core that needs twice the time for equal work, each
 unit is charged twice.
 """
 
@@ -20,18 +20,18 @@ UNIT_S: Final = 0.7e-6
 rest of a microsecond: 0.2 to 0.45 of the engine's time (``python -m tests.hostile``, DATA of 1 byte).
 """
 HIGHEST_PRICE: Final = 8.0
-"""The limit of a price, for measurements that took too long. A guess: no core in use is this slow."""
+"""The largest price, in case a measurement took too long. A guess: no core in use is this slow."""
 _FIRST_UNITS: Final = 10_000  # charged before the first measurement: 46 requests
 _UNITS_BETWEEN: Final = 100_000  # a measurement takes a two hundredth of their time
-_WEIGHT: Final = 0.5  # of a new measurement: the load of the core's caches and other thread changes within seconds
+_WEIGHT: Final = 0.5  # weight of a new measurement: the load of the core's caches changes within seconds
 
 
 class UnitPrice:
     """The price of a unit of work on this core, shared by all connections of a process.
 
-    A measurement runs a fixed piece of the engine's work and takes its processor time. So the price does not
-    depend on the frames of a peer, nor on the time in which other processes run. The measurement is repeated after
-    each 100,000 units of charged work. A process whose peers cause little work never measures.
+    A measurement runs a fixed piece of the engine's work and measures its processor time. So the price depends
+    neither on the frames of a peer, nor on the time in which other processes run. The measurement is repeated
+    after each 100,000 units of charged work. A process whose peers cause little work never measures.
 
     Args:
         measure: returns the processor time in seconds that the engine needs for a unit now. None: the price is
@@ -72,7 +72,7 @@ class CostBudget:
     """The work budget of one connection.
 
     Attributes:
-        price: the price of a unit, shared by all connections of the process; 1 until the owner sets another.
+        price: the price of a unit, shared by all connections of the process. 1 until the owner sets a price.
         shared: the budget of all connections of the same peer. None until the peer is known.
     """
 
@@ -85,15 +85,15 @@ class CostBudget:
         self.shared: Budget | None = None
 
     def charge(self, units: int, now_s: float) -> float:
-        """Charge ``units`` of work at their price and return how long to stop reading, in seconds.
+        """Charge ``units`` of work at the current price. Return for how many seconds to stop reading.
 
-        Backpressure comes first: an honest peer with many small frames sends fewer and larger ones when it must
-        wait, and a busy peer does not notice. A peer that needs to be slowed down for many seconds has caused
-        wasted work for as long.
+        Backpressure is tried first: an honest peer with many small frames sends fewer and larger frames when it
+            must
+        wait, and a busy peer does not notice. Only a peer that must be slowed down for many seconds is
+        disconnected.
 
-        A higher price makes pauses longer. It does not end the connection sooner, because the limit on pauses
-        counts them as if the price were 1. So a slow core slows honest peers down, but does not end their
-        connections sooner.
+        A higher price makes pauses longer, but the limit on pauses counts them as if the price were 1. So a slow
+        core slows down honest peers, but does not end their connections sooner.
 
         Raises:
             Failure: the peer has been slowed down for too long; the connection ends.
@@ -105,8 +105,8 @@ class CostBudget:
         cost = units * price.value
         work = self._work
         pause_s = 0.0 if work.spend(now_s, cost) else work.overdrawn_s
-        # A pause that the peer's other connections have caused is no reason to end this one: a hundred workloads
-        # can share one name.
+        # A pause caused by the peer's other connections does not count towards ending this connection, because a
+        # hundred workloads can share one name.
         if pause_s and not self._stalls.spend(now_s, pause_s / price.value):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for what it carries")
         shared = self.shared
@@ -115,7 +115,7 @@ class CostBudget:
         return pause_s
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return how long to stop reading from now. :meth:`refund` can have shortened the pause since."""
+        """Return for how many seconds to stop reading from now. A :meth:`refund` can have shortened the pause."""
         self._work.spend(now_s, 0.0)
         pause_s = self._work.overdrawn_s
         if self.shared is not None:
@@ -131,6 +131,6 @@ class CostBudget:
             self.shared.refund(cost)
 
     def leave_debt(self, units: int, now_s: float) -> None:
-        """Charge work to the peer's shared budget, not to this connection, which is over."""
+        """Charge work to the peer's shared budget, because this connection has ended."""
         if self.shared is not None:
             self.shared.spend(now_s, units * self.price.value)

@@ -3,8 +3,8 @@
 An end is a source (its network sends to us) and a sink (we send to its network). The two halves close separately,
 in order or cut short, and the network can refuse our bytes at any time. For each pair of states and each event,
 :data:`TRANSITIONS` has the next pair and the actions, in order. Plain sockets, TLS sockets and tunnels
-(:mod:`hbone.aio.end`) share this table. They differ only in the effect of the actions on their networks.
-``docs/relay.md`` prints it.
+(:mod:`hbone.aio.end`) share this table, and differ only in the effect of the actions on their networks.
+``docs/relay.md`` prints the table.
 
 Some pairs cannot occur, for example a reset source with an open sink, because a reset ends both directions of TCP
 and of a stream. The table has these pairs nevertheless, so that each event has a result in each state.
@@ -24,9 +24,9 @@ class SourceState(Key):
 
     OPEN = "open"
     ENDED = "ended"
-    """In order: FIN, close_notify, END_STREAM, or a reset with NO_ERROR or CANCEL."""
+    """The network has ended in order: FIN, close_notify, END_STREAM, or a reset with NO_ERROR or CANCEL."""
     CUT = "cut"
-    """Cut short: RST, a failed TLS session, a stream reset with an error."""
+    """The network was cut short: RST, a failed TLS session, a stream reset with an error."""
 
 
 class SinkState(Key):
@@ -37,7 +37,7 @@ class SinkState(Key):
     """An EOF was requested. It is sent after the bytes that still wait for the network."""
     EOF_SENT = "eof"
     RESET_PENDING = "reset pending"
-    """An abortive close was requested. It is also sent after the waiting bytes."""
+    """An abortive close was requested. The reset is also sent after the bytes that still wait for the network."""
     RESET_SENT = "reset"
     BROKEN = "broken"
     """The network accepts no more bytes. Bytes from the peer are discarded."""
@@ -51,11 +51,11 @@ class EndEvent(Key):
     READ_RESET = "read reset"
     """The network ended its direction with an error or a reset."""
     WRITE_EOF = "write eof"
-    """The peer's source ended in order: pass the EOF on."""
+    """The peer's source has ended in order, and passes an EOF to this end."""
     WRITE_RESET = "write reset"
-    """The peer's source was cut short: pass the reset on."""
+    """The peer's source was cut short, and passes a reset to this end."""
     DRAINED = "drained"
-    """The network accepted the last pending byte."""
+    """The network has accepted the last pending byte."""
     BREAK = "break"
     """The network accepts no more bytes."""
 
@@ -64,7 +64,7 @@ class EndAction(Enum):
     """The actions of an end after an event."""
 
     REPORT_READ = "report read"
-    """Tell the relay that the source has no more bytes."""
+    """Report to the relay that the source has no more bytes."""
     PASS_EOF = "pass eof"
     """Write an EOF to the peer."""
     PASS_RESET = "pass reset"
@@ -76,7 +76,7 @@ class EndAction(Enum):
     SEND_RESET = "send reset"
     """Send RST or RST_STREAM; the relay ends."""
     REPORT_WRITTEN = "report written"
-    """Report that everything for this network, its EOF included, was sent or discarded."""
+    """Report that all output for this network, including its EOF, was sent or discarded."""
     BOTH_OVER = "both over"
     """The source is over and the sink broken: no more bytes can be sent to or received from this network."""
 
@@ -122,8 +122,8 @@ def _read_eof(source: SourceState, sink: SinkState) -> Transition:
 
 
 def _read_reset(source: SourceState, sink: SinkState) -> Transition:
-    # Both directions are closed. If the source had ended in order before, the peer has all of its bytes. A reset
-    # would make the complete stream look truncated, so only the sink breaks.
+    # Both directions are closed. If the source has already ended in order, the peer has all bytes of the source. A
+    # reset would make the complete stream look truncated, so only the sink breaks.
     if source is not SourceState.OPEN:
         return _break(source, sink)
     broken = _break(SourceState.CUT, sink)
@@ -173,6 +173,6 @@ TRANSITIONS: Final[dict[tuple[SourceState, SinkState, EndEvent], Transition]] = 
     for sink in SinkState
     for event in EndEvent
 }
-"""The transition for every event in every state. A connection has only a few events, each of which takes one
+"""The transition for every event in every state. A connection has only a few events, and each event takes one
 look-up.
 """

@@ -1,8 +1,8 @@
 """One HTTP/2 connection as a state machine, both roles, limited to CONNECT tunnels and calls (RFC 9113).
 
-Theory of operation. The caller passes received bytes to :meth:`Engine.receive_data`, which returns events. Every
-other method changes the state and can queue frames. Frames wait in :attr:`Engine.output` and are sent together,
-once per iteration of the caller's loop.
+The caller passes received bytes to :meth:`Engine.receive_data`, which returns events. Every other method changes
+the state and can queue frames. Frames wait in :attr:`Engine.output` and are sent together, once per iteration of
+the caller's loop.
 
 The engine makes no objects for DATA frames. Received payload is passed on as views of the received bytes, even
 while the frame is incomplete. To send payload, the caller reads from its socket straight into the output buffer
@@ -10,19 +10,19 @@ while the frame is incomplete. To send payload, the caller reads from its socket
 other methods that send are in :mod:`hbone.sender`; this module handles the peer's frames.
 
 Flow control follows delivery. A received byte counts against the windows of its stream and of the connection until
-:meth:`Engine.acknowledge` reports that it has left this proxy. A stream's credit is returned when half of its
-window was used, and the connection's when the credit due exceeds the peer's remaining window. This takes few
-frames and never stops a sender. The sizes of the windows are set by :mod:`hbone.windows`. A stream without a
+:meth:`Engine.acknowledge` reports that this proxy has sent the byte. A stream's credit is returned when half of
+its window was used, and the connection's credit when the credit due exceeds the peer's remaining window. This
+takes few frames and never stops a sender. :mod:`hbone.windows` sets the sizes of the windows. A stream without a
 reader pins only its own window.
 
-A stream is known from its first frame until both sides have ended it or one has reset it. A table lists the frames
-that each state allows (:mod:`hbone.stream_state`). Everything that a peer can repeat is either bounded in number
-(streams, header bytes, unsent frames) or charged to a budget (:mod:`hbone.flow`). A peer that overdraws the work
-budget is not read until it is balanced (:attr:`Engine.pause_s`). A peer that keeps doing so, or overdraws another
-budget, is sent ENHANCE_YOUR_CALM. :mod:`hbone.limits` has the numbers.
+A stream has an entry from its first frame until both sides have ended it or one side has reset it. A table lists
+the frames that each state allows (:mod:`hbone.stream_state`). Whatever a peer can repeat is either limited in
+number (streams, header bytes, unsent frames) or charged to a budget (:mod:`hbone.flow`). If a peer overdraws its
+work budget, its bytes are not read until the budget has recovered (:attr:`Engine.pause_s`). A peer that is paused
+for too long, or overdraws another budget, is sent ENHANCE_YOUR_CALM. :mod:`hbone.limits` has the numbers.
 
-Nothing waits for the peer's SETTINGS: the defaults of RFC 9113, 6.5.2 apply until they arrive. Push and
-priorities are not implemented. Field sections are validated in :mod:`hbone.head`.
+The engine does not wait for the peer's SETTINGS: until they arrive, the defaults of RFC 9113, 6.5.2 apply. Push
+and priorities are not implemented. Field sections are validated in :mod:`hbone.head`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from hbone.sender import DEFAULT_FRAME, DRAIN_PING, Sender, Stream
 from hbone.settings import Http2Settings, Role
 from hbone.stream_state import HALF_CLOSED_LOCAL, OPEN, RECEIVED, Scope, StreamFrame, StreamState, Violation
 
-_EARNED_SHIFT: Final = 10  # one WINDOW_UPDATE is free per KiB we sent
+_EARNED_SHIFT: Final = 10  # one WINDOW_UPDATE of the peer is free for each KiB that we have sent
 _NO_LIMIT: Final = 1 << 62
 
 _OVERSIZED: Final = Malformed("header list over the limit")
@@ -94,7 +94,7 @@ def _failure(error: HeaderBlockError) -> Failure:
 
 
 class Engine(Sender):
-    """One connection. ``buffers`` lends output buffers; without it the engine allocates its own."""
+    """One connection. ``buffers`` lends output buffers. Without ``buffers``, the engine allocates its own."""
 
     def __init__(self, role: Role, settings: Http2Settings, buffers: Buffers | None = None) -> None:
         super().__init__(role, settings, buffers)
@@ -102,8 +102,8 @@ class Engine(Sender):
         """How long to stop reading from the peer, because it caused more work than its budget allows."""
         limits = settings.limits
         self.slice_units = limits.slice_units
-        """The limit of work for :meth:`receive_data` that takes about the same time on any core: ``slice_units``
-        of the limits, divided by the price of a unit.
+        """The limit of work for :meth:`receive_data`: ``slice_units`` of the limits, divided by the price of a
+        unit, so that a slice takes about the same time on any core.
         """
         self._received = RECEIVED[role]
         self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
@@ -132,8 +132,8 @@ class Engine(Sender):
             data: received bytes. Events hold views of this buffer, valid until the caller changes it.
             now_s: monotonic seconds, for the budgets.
             slice_units: the limit of work. The call stops after the frame, or the piece of a long header block,
-                that exceeds the limit. The rest of ``data`` is kept (:attr:`unparsed`). Further calls, also
-                without data, process that rest first.
+                that exceeds the limit. The rest of ``data`` is kept (:attr:`unparsed`). Further calls, which can
+                have no data, process this rest first.
 
         Returns:
             The events, in order. The last can be :class:`ConnectionFailed`, after which further data is ignored.
@@ -156,9 +156,9 @@ class Engine(Sender):
                 self._continue_block()
             used = reader.feed(view, self, slice_units) if self._long_block is None else 0
             if used < len(view):
-                # A copy, once: ``data`` is the caller's again when this returns.
+                # Copy the rest once, because the caller can reuse ``data`` when this returns.
                 self._unparsed = view[used:] if unparsed is not None else memoryview(bytes(view[used:]))
-                self._fit_slice()  # only here: the price has no effect on a read with less than a slice
+                self._fit_slice()  # not needed elsewhere, because the price matters only for more than a slice
             if reader.work:
                 self.pause_s = self._costs.charge(reader.work, now_s)
                 reader.work = 0
@@ -178,7 +178,7 @@ class Engine(Sender):
 
     @property
     def unparsed(self) -> bool:
-        """Whether :meth:`receive_data` has kept bytes that its slice had no room for."""
+        """Whether :meth:`receive_data` has kept bytes beyond its last slice."""
         return self._unparsed is not None or self._long_block is not None
 
     def follow_price(self, price: UnitPrice) -> None:
@@ -190,10 +190,10 @@ class Engine(Sender):
         self.slice_units = int(self.settings.limits.slice_units / self._costs.price.value)
 
     def share(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
-        """Charge costs to ``share`` and take window growth from it, together with the peer's other connections.
+        """Charge costs to ``share``, the quota of all the peer's connections, and take window growth from it.
 
-        Windows also grow from ``pod``, if there is one. Called before the first stream, or after the move from
-        another process; :meth:`leave_share` ends it.
+        Window growth is also taken from ``pod``, if there is one. Called before the first stream, or after the
+        move from another process. :meth:`leave_share` undoes this.
         """
         self._costs.shared = share.work
         self._window.join(share, pod)
@@ -202,8 +202,9 @@ class Engine(Sender):
         """Return this connection's windows to its share. Idempotent, and without effect if the connection has no
         share.
 
-        Tunnels that carried no bytes are charged here, too: opening them and dropping the connection causes the
-        same work as resetting them.
+        Tunnels that carried no bytes are charged here, too: opening tunnels and then dropping the connection
+            causes
+        as much work as resetting the tunnels.
         """
         self._window.leave()
         account = self._costs
@@ -213,11 +214,11 @@ class Engine(Sender):
         account.shared = None
 
     def charge_records(self, overhead: int) -> None:
-        """Charge for ``overhead`` octets of TLS that carried no payload, with the next :meth:`receive_data`."""
+        """Charge for ``overhead`` octets of TLS without payload in the next :meth:`receive_data`."""
         self._reader.work += overhead // RECORD_BYTES
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return how long to stop reading from now. A 200 sent since can have shortened the pause."""
+        """Return for how many seconds to stop reading from now. A 200 sent since can have shortened the pause."""
         return self._costs.overdrawn_s(now_s)
 
     # Frames in, called by FrameReader
@@ -239,7 +240,7 @@ class Engine(Sender):
                 raise Failure(ErrorCode.PROTOCOL_ERROR, "stream depends on itself")
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
-        """Account for a DATA frame. Nearly all frames take this path, so the checks are written inline."""
+        """Account for a DATA frame. Nearly all frames are handled here, so the checks are written inline."""
         stream = self._streams.get(stream_id)
         if (
             stream is None
@@ -281,7 +282,7 @@ class Engine(Sender):
                 stream = None
             elif not payload and not ended:
                 self._charge()
-        # Padding and its length byte count against the windows (RFC 9113, 6.1), and are delivered as soon as seen.
+        # Padding and its length byte count against the windows (RFC 9113, 6.1). Their credit is returned at once.
         if length > payload:
             self.acknowledge(stream_id, length - payload)
         self._data_stream_id = stream_id
@@ -312,7 +313,7 @@ class Engine(Sender):
             self._remote_ended(self._data_stream_id, stream)
 
     def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
-        # Every block is decoded, even if unused, because the table must follow the peer's (RFC 7541, 2.2).
+        # Every block is decoded, even if unused, because our table must stay equal to the peer's (RFC 7541, 2.2).
         if len(block) > LONG_BLOCK_BYTES:
             (self._requests if self._server else self._responses).begin(block)
             self._long_block = _LongBlock(stream_id, ended)
@@ -363,7 +364,7 @@ class Engine(Sender):
             The state after the frame. None if it has no effect on the stream, or was answered by RST_STREAM.
 
         Raises:
-            Failure: it ends the connection.
+            Failure: the frame ends the connection.
         """
         state = self.stream_state(stream_id)
         verdict = self._received[state][frame]
@@ -420,7 +421,7 @@ class Engine(Sender):
         elif not isinstance(head, ResponseHead) or (head.status < 200 and ended) or head.status == 101:
             self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
         elif head.status < 200:
-            self._charge()  # informational: of no use to a tunnel
+            self._charge()  # an informational response, which tunnels do not need
         else:
             stream.answered = True
             stream.tunnel = stream.tunnel and head.status == 200
@@ -429,7 +430,7 @@ class Engine(Sender):
                 self._remote_ended(stream_id, stream)
 
     def _trailers(self, stream_id: int, stream: Stream, head: object, *, ended: bool) -> None:
-        """Take a second header block: trailers, but on a tunnel only DATA may follow (RFC 9113, 8.5)."""
+        """Handle a second header block: trailers. On a tunnel they are an error, as only DATA can follow (8.5)."""
         if stream.tunnel or not ended or not isinstance(head, Trailers):
             self._stream_error(stream_id, ErrorCode.PROTOCOL_ERROR)
         else:
@@ -438,9 +439,9 @@ class Engine(Sender):
     # Other frames
 
     def _window_update(self, stream_id: int, increment: int) -> None:
-        # A peer returns credit as often as it likes (nginx per frame, others per half window), so a fixed rate
-        # would be too low for a fast transfer or too high for an idle one. Each KiB sent earns it one update for
-        # free.
+        # Peers return credit at different rates (nginx per frame, others per half window), so a fixed limit would
+        # be too low for a fast transfer or too high for an idle one. So each KiB that we send gives the peer one
+        # free update.
         if self._earned >= 1 << _EARNED_SHIFT:
             self._earned -= 1 << _EARNED_SHIFT
         else:
@@ -473,8 +474,8 @@ class Engine(Sender):
         if self._admit(stream_id, StreamFrame.RST_STREAM) is None or stream is None:
             return
         self._forget(stream_id, stream)
-        # Rapid reset, CVE-2023-44487: opening and abandoning a stream costs the client almost no work, but costs
-        # us a handler, a dial and a log line, and MAX_CONCURRENT_STREAMS does not bound it.
+        # Rapid reset, CVE-2023-44487: opening and abandoning streams costs the client almost no work, but costs us
+        # a handler, a dial and a log line for each. MAX_CONCURRENT_STREAMS does not limit this.
         if self._server and not stream.answered:
             self._charge_reset()
         unprocessed = code == ErrorCode.REFUSED_STREAM and not stream.answered
@@ -498,8 +499,7 @@ class Engine(Sender):
                 window = value
             else:
                 self._apply_setting(key, value)
-        # Apply once for any number of values: each application touches every open stream, and only the last value
-        # counts.
+        # Apply only the last of several values, because each application updates every open stream.
         if window != self._peer_initial_window:
             self._move_windows(window)
         self.output.append(frames.frame(frames.SETTINGS, frames.ACK, 0))
@@ -509,8 +509,8 @@ class Engine(Sender):
     def _move_windows(self, window: int) -> None:
         """Apply SETTINGS_INITIAL_WINDOW_SIZE.
 
-        This also moves the windows of open streams by the difference. A window can become negative, and its stream
-        then waits for WINDOW_UPDATEs (RFC 9113, 6.9.2).
+        This also changes the windows of open streams by the difference. If a window becomes negative, its stream
+        waits for WINDOW_UPDATEs (RFC 9113, 6.9.2).
         """
         change = window - self._peer_initial_window
         self._peer_initial_window = window
@@ -570,7 +570,7 @@ class Engine(Sender):
     # Shared
 
     def stream_state(self, stream_id: int) -> StreamState:
-        """Return the state of any stream. A closed stream is RESET only while that reset is remembered."""
+        """Return the state of any stream. A stream that was reset is RESET only while the reset is remembered."""
         stream = self._streams.get(stream_id)
         if stream is not None:
             return stream.state
@@ -579,8 +579,8 @@ class Engine(Sender):
         if not stream_id & 1:
             return StreamState.IDLE
         if self._goaway_limit is not None and stream_id > self._goaway_limit:
-            # Streams after our final GOAWAY are not answered, as if we had reset them (RFC 9113, 6.8). A client
-            # has only its own streams; streams not yet opened stay idle.
+            # Frames on streams after our final GOAWAY are ignored, as if we had reset these streams (RFC 9113,
+            # 6.8). A client has only its own streams. Streams that it has not opened are idle.
             return StreamState.RESET if self._server or stream_id <= last else StreamState.IDLE
         if stream_id > last:
             return StreamState.IDLE
@@ -595,7 +595,7 @@ class Engine(Sender):
         self._events.append(StreamEnded(stream_id, trailers))
 
     def _stream_error(self, stream_id: int, code: ErrorCode) -> None:
-        """Reset a stream for an error of the peer on it."""
+        """Reset a stream because of an error of the peer."""
         # MadeYouReset, CVE-2025-8671: the rapid reset with the roles changed, for a peer can provoke our
         # RST_STREAM as cheaply as it sends its own.
         self._charge_reset()
@@ -606,8 +606,8 @@ class Engine(Sender):
         self._send_reset(stream_id, code)
 
     def _charge(self, tokens: float = 1.0) -> None:
-        # Two limits for two floods: frames arriving too fast, and answers (ACKs, resets) queued here because the
-        # peer sends but does not read.
+        # There are limits for two floods: frames that arrive too fast, and answers (ACKs, resets) that are queued
+        # here because the peer sends but does not read.
         if not self._control.spend(self._now, tokens):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")
         if self.output.frames > self.settings.limits.unsent_frames:

@@ -1,12 +1,12 @@
 """The state of an HTTP/2 connection as one value, and an engine that resumes this state.
 
 :func:`engine_state` reads an :class:`hbone.engine.Engine` between two calls of its methods, and :func:`engine_of`
-makes a new engine from it, in this process or in another. The peer cannot distinguish the new engine from the old
-one. Settings belong to the state, because the peer has received them. Times are stored as ages, so that clocks
-need not agree. Caches are omitted, because they only save work.
+makes a new engine from the state, in this process or in another. The peer cannot distinguish the two engines.
+Settings belong to the state, because the peer has received them. Times are stored as ages, because clocks of
+processes can differ. Caches are omitted, because they only save work.
 
-A new field must have a default, so that different versions can read each other's states. A change of a field's
-meaning increments :data:`SCHEMA`.
+A new field must have a default, so that different versions can read each other's states. If the meaning of a field
+changes, :data:`SCHEMA` must be incremented.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class StreamValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowValue(msgspec.Struct, frozen=True, kw_only=True):
-    """The receive window of the connection, and the rest of its streams' pools."""
+    """The receive window of the connection, and what is left of the pools for its streams."""
 
     most_bytes: int
     most_stream_bytes: int
@@ -186,7 +186,7 @@ def engine_state(engine: Engine, now_s: float) -> EngineState:
 
     Args:
         engine: the engine to read.
-        now_s: monotonic seconds, of the clock that the engine gets.
+        now_s: monotonic seconds, of the clock whose times the engine receives.
 
     Raises:
         Unfrozen: the state cannot be read now.
@@ -225,7 +225,7 @@ def engine_of(state: EngineState, buffers: Buffers | None, now_s: float) -> Engi
     Args:
         state: the previous engine's state.
         buffers: lends output buffers.
-        now_s: monotonic seconds, of the clock that the engine will get.
+        now_s: monotonic seconds, of the clock whose times the engine will receive.
 
     Raises:
         ValueError: the state contradicts itself.

@@ -4,6 +4,6 @@ from enum import Enum
 
 
 class Key(Enum):
-    """An enumeration whose members hash by identity, in C: Enum hashes their names, in Python, at each look-up."""
+    """An enumeration whose members hash by identity, in C. Enum would hash their names, in Python."""
 
     __hash__ = object.__hash__

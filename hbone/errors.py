@@ -3,11 +3,11 @@
 ::
 
     HboneError
-    ├── LocalProtocolError          our bug: a call the protocol does not allow now
+    ├── LocalProtocolError          our bug: a call that the protocol does not allow now
     ├── RemoteProtocolError         the peer broke RFC 9113 or a limit; the connection ends
     ├── InvalidHeader               a header value that its parser refuses; callers answer 400 or ignore it
-    ├── TlsError                    the handshake or a record failed; ``reason`` says why
-    ├── ConnectRefused              the peer answered CONNECT with something else than 200
+    ├── TlsError                    the handshake or a record failed, for ``reason``
+    ├── ConnectRefused              the peer answered CONNECT with another status than 200
     ├── TunnelClosed                ended by us: abort, drain, a closed pool
     │   └── PoolClosed
     └── TunnelBroken                ended by the network or the peer
@@ -72,7 +72,7 @@ class LocalProtocolError(HboneError):
 
 
 class RemoteProtocolError(HboneError):
-    """The peer broke RFC 9113, or a limit we set against floods."""
+    """The peer broke RFC 9113, or exceeded a limit against floods."""
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(code, detail)
@@ -139,10 +139,10 @@ class TunnelBroken(HboneError):
 
     Attributes:
         code: the HTTP/2 error code that the peer sent, if any.
-        unprocessed: the peer certainly did not process the request, so it can be repeated elsewhere
+        unprocessed: whether the peer certainly did not process the request, so that it can be repeated elsewhere
             (REFUSED_STREAM, or a GOAWAY below its stream id; RFC 9113, 8.7).
-        perhaps_delivered: bytes were sent along with the request, and the application can have received them. A
-            repetition would deliver them twice.
+        perhaps_delivered: whether bytes were sent along with the request that the application can have received. A
+            repetition would deliver these bytes twice.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class PeerSilent(ConnectionBroken):
 def bare(error: ErrorT) -> ErrorT:
     """Return an error without traceback, cause and context, so that a long-lived object can keep it.
 
-    A traceback refers to frames, and frames refer to the object that keeps the error. Each failed connection would
-    leave such a reference cycle, with views of large buffers in it.
+    A traceback refers to frames, and frames refer to the object that keeps the error. So without this, each failed
+    connection would leave a reference cycle, which contains views of large buffers.
     """
     error.__cause__ = error.__context__ = None
     return error.with_traceback(None)

@@ -1,5 +1,5 @@
-"""The events that :class:`hbone.engine.Engine` reports. They are built for each read, so they are not frozen:
-frozen dataclasses take twice as long to build.
+"""The events that :class:`hbone.engine.Engine` reports. They are created for each read, so they are not frozen:
+frozen dataclasses take twice as long to create.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Headers: TypeAlias = tuple[Header, ...]
 
 @dataclass(slots=True, kw_only=True)
 class RequestHead:
-    """A valid request header section (RFC 9113, 8.3), pseudo-header fields apart from the rest.
+    """A valid request header section (RFC 9113, 8.3), with its pseudo-header fields as attributes.
 
     ``path`` and ``scheme`` are None for CONNECT; ``protocol`` is set for extended CONNECT only (RFC 8441).
     """
@@ -27,13 +27,13 @@ class RequestHead:
 
     @property
     def is_tunnel(self) -> bool:
-        """A CONNECT as in RFC 9113, 8.5: with method and authority only."""
+        """Whether this is a CONNECT as in RFC 9113, 8.5: with method and authority only."""
         return self.method == b"CONNECT" and self.protocol is None
 
 
 @dataclass(slots=True)
 class RequestReceived:
-    """Server: a stream was opened. ``ended``: the peer will send no DATA (StreamEnded follows)."""
+    """Server: a stream was opened. If ``ended``, the peer will send no DATA, and StreamEnded follows."""
 
     stream_id: int
     head: RequestHead
@@ -42,7 +42,7 @@ class RequestReceived:
 
 @dataclass(slots=True)
 class ResponseReceived:
-    """Client: the final answer. ``ended``: no DATA follows (StreamEnded does)."""
+    """Client: the final answer. If ``ended``, the peer will send no DATA, and StreamEnded follows."""
 
     stream_id: int
     status: int
@@ -54,8 +54,8 @@ class ResponseReceived:
 class DataReceived:
     """Payload of one stream, gathered from consecutive DATA frames.
 
-    ``chunks`` are views of the bytes given to ``receive_data``: use or copy them before that buffer is used
-    again. ``size`` bytes, padding apart, count against both windows until ``acknowledge``.
+    ``chunks`` are views of the bytes given to ``receive_data``. The caller must use or copy them before it reuses
+    this buffer. ``size`` bytes (without padding) count against both windows until ``acknowledge``.
     """
 
     stream_id: int
@@ -65,7 +65,7 @@ class DataReceived:
 
 @dataclass(slots=True)
 class StreamEnded:
-    """The peer sent END_STREAM: it will send no more, but can still receive. Tunnels have no ``trailers``."""
+    """The peer sent END_STREAM. It sends no more bytes, but can still receive. Tunnels have no ``trailers``."""
 
     stream_id: int
     trailers: Headers = ()
@@ -73,9 +73,10 @@ class StreamEnded:
 
 @dataclass(slots=True)
 class StreamReset:
-    """The stream is gone: the peer's RST_STREAM, our answer to a stream error (not ``by_peer``), or a GOAWAY.
+    """The stream has ended, by the peer's RST_STREAM, by ours after a stream error (not ``by_peer``), or by
+    GOAWAY.
 
-    ``unprocessed``: the peer certainly did not act on the request (RFC 9113, 8.7).
+    If ``unprocessed``, the peer certainly did not act on the request (RFC 9113, 8.7).
     """
 
     stream_id: int
@@ -86,7 +87,7 @@ class StreamReset:
 
 @dataclass(slots=True)
 class WindowOpened:
-    """``reserve`` may succeed again on this stream; stream 0 means on any stream of the connection."""
+    """``reserve`` can succeed again on this stream. Stream 0 means any stream of the connection."""
 
     stream_id: int
 
@@ -105,7 +106,7 @@ class PingAcknowledged:
 
 @dataclass(slots=True)
 class GoawayReceived:
-    """The peer takes no new streams. Those above ``last_stream_id`` were reported as reset before this."""
+    """The peer accepts no new streams. Streams above ``last_stream_id`` were already reported as reset."""
 
     last_stream_id: int
     code: int

@@ -1,7 +1,8 @@
-"""Budgets against floods: how much work a peer may cause per second and at once. Time is an argument.
+"""Budgets against floods: how much work a peer can cause per second and at once. Time is an argument.
 
 A limit on the rate alone would refuse honest bursts (a hundred tunnels that close together), and a limit on the
-total would eventually refuse a long-lived connection. A token bucket allows a burst and then a rate.
+total would eventually refuse a long-lived connection. Therefore each budget is a token bucket, which allows a
+burst and then a rate.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from hbone.limits import Limits
 _WINDOW_BYTES: Final = 256 * 1024 * 1024  # the default for a whole process
 _MOST_PEERS: Final = 4096  # peers remembered, with or without a connection: a guess, at some 300 bytes each
 PEER_BULK_BYTES: Final = 64 * 1024
-"""Bytes that the connections of one peer can read in an iteration of the poller before its other connections are
-queued.
+"""The number of bytes that one peer's connections can read in an iteration of the poller. Then the peer's other
+connections are queued.
 """
 
 
@@ -36,7 +37,7 @@ class Budget:
         return self._left >= 0
 
     def affords(self, now_s: float, tokens: float = 1.0) -> bool:
-        """Take ``tokens`` and return True, or take none and return False if there are not enough."""
+        """Take ``tokens`` and return True. If there are fewer, take none and return False."""
         self._refill(now_s)
         if self._left < tokens:
             return False
@@ -70,7 +71,7 @@ class WindowPool:
         self.used = 0
 
     def take(self, size: int) -> bool:
-        """Take ``size`` bytes and return True, or take none and return False if fewer are left."""
+        """Take ``size`` bytes and return True. If fewer are left, take none and return False."""
         if self.used + size > self.limit:
             return False
         self.used += size
@@ -86,7 +87,7 @@ class PeerQuota:
 
     Args:
         limits: the peer's limits.
-        windows: the process's window budget, from which the peer's windows are taken too.
+        windows: the process's window budget, from which the peer's windows are also taken.
     """
 
     __slots__ = (
@@ -148,7 +149,7 @@ class PeerQuotas:
     """The quotas of all peers of a process, by the name in the peer's verified certificate.
 
     A quota outlives its connections, so that a peer cannot clear its deficit by reconnecting. Above
-    ``_MOST_PEERS`` quotas, the oldest one without a connection is dropped.
+    ``_MOST_PEERS`` quotas, the oldest quota without a connection is dropped.
 
     Attributes:
         windows: the windows of all peers together. The owner sets their limit.

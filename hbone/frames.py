@@ -45,8 +45,8 @@ class Setting(IntEnum):
     MAX_FRAME_SIZE = 5
     MAX_HEADER_LIST_SIZE = 6
     ENABLE_CONNECT_PROTOCOL = 8
-    #: Server: this many bytes of a stream can arrive before the answer to its CONNECT, and are held until then.
-    #: The identifier is from the range for experiments; other peers ignore it (RFC 9113, 6.5.2).
+    #: Server: the number of bytes of a stream that are buffered if they arrive before the answer to its CONNECT.
+    #: The identifier is from the range for experiments. Other implementations ignore it (RFC 9113, 6.5.2).
     EARLY_BYTES = 0xF0EB
 
 
@@ -57,7 +57,7 @@ def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
 
 
 def settings_frame(values: dict[int, int]) -> bytes:
-    """Return SETTINGS with ``values`` in their order."""
+    """Return a SETTINGS frame with ``values`` in the order of the dictionary."""
     return frame(SETTINGS, 0, 0, b"".join(SETTING.pack(key, value) for key, value in values.items()))
 
 

@@ -27,7 +27,7 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True)
 class Trailers:
-    """A section without pseudo-header fields: trailers, or a head that is malformed."""
+    """A field section without pseudo-header fields: trailers, or a malformed head."""
 
     headers: Headers
 
@@ -89,7 +89,7 @@ def _split(fields: Headers) -> tuple[dict[bytes, bytes], Headers] | Malformed:
     pseudo: dict[bytes, bytes] = {}
     headers: list[Header] = []
     for name, value in fields:
-        # Faster than a regular expression: a value of 100 octets takes 0.2 instead of 1 microsecond.
+        # This is faster than a regular expression: a value of 100 octets takes 0.2 instead of 1 microsecond.
         if 0 in value or 10 in value or 13 in value or value.strip(b"\t ") != value:
             return Malformed("forbidden bytes in a field value")
         if name[:1] == b":":

@@ -3,11 +3,11 @@
 Our blocks do not use the dynamic table: every field is a static index or a never-indexed literal. This costs about
 two hundred bytes per tunnel and makes a field's encoding independent of other fields, so that it is encoded once.
 A value that never recurs (``traceparent``) is appended to its name's encoding. A peer's block can be cached only
-while its dynamic table does not change, which is so for peers with repeating requests (Envoy indexes all its
-fields after the first request).
+while its dynamic table does not change. This is the case for peers with recurring requests (Envoy has indexed all
+its fields after the first request).
 
-A block that neither reads nor changes the dynamic table, like ours, is decoded here (:func:`plain_fields`), in a
-fifth of the library's time. The library decodes all others, including Huffman codes.
+:func:`plain_fields` decodes blocks that, like ours, neither read nor change the dynamic table, in a fifth of the
+library's time. The library decodes all other blocks, including Huffman codes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONG_BLOCK_BYTES = 1024
 #: Fields whose values never recur (a trace's identifier, a client's port) or are secrets. Blocks with such a field
 #: are not cached.
 _ONE_OFF = (b"traceparent", b"forwarded", b"authorization")
-#: Fields whose values recur only within a second: of the blocks with such a field, the cache keeps the last.
+#: Fields whose values recur only within a second. Of the blocks with such a field, the cache keeps only the last.
 _OF_THE_MOMENT = b"date"
 
 T = TypeVar("T")
@@ -45,11 +45,12 @@ _LITERALS = (0x00, 0x10)  # without indexing, never indexed (RFC 7541, 6.2.2 and
 
 
 def plain_fields(block: bytes, max_list_bytes: int) -> Headers | None:
-    """Decode a block that uses neither the dynamic table nor Huffman codes. Return None for any other.
+    """Decode a block that uses neither the dynamic table nor Huffman codes. Return None for any other block.
 
     Args:
         block: a whole header block.
-        max_list_bytes: limit of the list's size (RFC 9113, 6.5.2: 32 bytes per field besides its own).
+        max_list_bytes: limit of the list's size (RFC 9113, 6.5.2: each field counts 32 bytes more than its
+            octets).
 
     Returns:
         The fields. None if the library must decode the block, which can be malformed.
@@ -133,10 +134,11 @@ class BlockDecoder(Generic[T]):
     ``parse`` gets the decoded fields. Its result is cached with the block.
 
     Args:
-        max_list_bytes: the largest list that ``parse`` sees (RFC 9113, 6.5.2: 32 bytes per field besides its own).
+        max_list_bytes: the largest list passed to ``parse``, counted as in RFC 9113, 6.5.2.
         parse: see above.
-        oversized: the result for a larger list. Lists up to :data:`TOLERATED_LIST_BYTES` are decoded nevertheless,
-            which keeps the dynamic tables of both sides equal. So one bad request ends its own stream only.
+        oversized: the result for a larger list. Lists up to :data:`TOLERATED_LIST_BYTES` are decoded without using
+            the result, which keeps the dynamic tables of both sides equal. So an oversized request ends only its
+            stream.
     """
 
     __slots__ = (
@@ -178,17 +180,18 @@ class BlockDecoder(Generic[T]):
         self._string: HuffmanString | None = None
         self._before_string = b""
         self.decoded_octets = 0
-        """Octets that the last call had to decode; 0 if the block was cached."""
+        """The number of octets that the last call had to decode, or 0 if the block was cached."""
         self.decoded_fields = 0
         """The number of fields in the block that the last call decoded."""
 
     def decode(self, block: bytes) -> T:
-        """Return the parsed block. Call it for every block of the peer, even if unused (RFC 7541, 2.2).
+        """Return the parsed block. Must be called for every block of the peer, even if unused (RFC 7541, 2.2).
 
-        A block of more than :data:`LONG_BLOCK_BYTES` can take long. :meth:`begin` and :meth:`advance` divide it.
+        Decoding more than :data:`LONG_BLOCK_BYTES` can take long; :meth:`begin` and :meth:`advance` decode in
+        pieces.
 
         Raises:
-            HeaderBlockError: the connection must end, since the dynamic tables of both sides may differ now.
+            HeaderBlockError: the connection must end, because the dynamic tables of both sides can differ now.
         """
         if len(block) > LONG_BLOCK_BYTES:
             self.begin(block)
@@ -212,11 +215,11 @@ class BlockDecoder(Generic[T]):
         fields = self._decoded(block)
         self.decoded_fields = len(fields)
         if list_bytes(fields) > self._max_list_bytes:
-            self._forget()  # the block may have changed the table, as below
+            self._forget()  # the block can have changed the table, as below
             return self._oversized
         parsed = self._parse(fields)
-        # The table does not count a size update to 0 and back as a change, although this empties the table. A
-        # cached block with such an update would not empty it the next time.
+        # A block with a size update is not cached. A size update to 0 and back empties the table without counting
+        # as a change, but a cached result would not empty it.
         if self._table.changes != self._changes or block[0] & _SIZE_UPDATE_MASK == _SIZE_UPDATE:
             self._forget()
         else:
@@ -224,7 +227,7 @@ class BlockDecoder(Generic[T]):
         return parsed
 
     def begin(self, block: bytes) -> None:
-        """Start a block that :meth:`advance` decodes. Do not pass another block before :meth:`finish`."""
+        """Start a block that :meth:`advance` decodes. No other block can be decoded before :meth:`finish`."""
         self._long = block
         self._position = 0
         self._string = None
@@ -232,7 +235,7 @@ class BlockDecoder(Generic[T]):
         self._list_bytes = 0
 
     def advance(self) -> bool:
-        """Decode the next piece of the block; return whether it was the last.
+        """Decode the next piece of the block. Return whether it was the last piece.
 
         Raises:
             HeaderBlockError: see :meth:`decode`.
@@ -286,12 +289,12 @@ class BlockDecoder(Generic[T]):
         except OversizedHeaderListError as error:
             raise HeaderBlockError(str(error), oversized=True) from error
         except HPACKError as error:
-            # Only the error's type: some messages of the library contain a memory address, which differs each
-            # time.
+            # The text is only the error's type, because some messages of the library contain a memory address,
+            # which differs each time.
             raise HeaderBlockError(type(error).__name__, oversized=False) from error
 
     def _forget(self) -> None:
-        """Drop the cache: a change of the dynamic table changes the meaning of blocks."""
+        """Drop the cache, because a change of the dynamic table changes the meaning of blocks."""
         self._changes = self._table.changes
         self._blocks.clear()
         self._last = None
@@ -312,7 +315,7 @@ class BlockDecoder(Generic[T]):
 
 
 class BlockEncoder:
-    """Encodes our header blocks; holds no state that a peer could grow, and may serve many connections."""
+    """Encodes our header blocks. It has no state that a peer could enlarge, and can serve many connections."""
 
     __slots__ = ("_blocks", "_encoder", "_fields", "_last", "_names")
 
@@ -361,8 +364,8 @@ class BlockEncoder:
         name, value = header
         beginning = self._names.get(name)
         if beginning is None:
-            # sensitive=True is the library's only literal that leaves the peer's table unchanged. No field of the
-            # static table has this value, whose last two bytes are the length and the byte itself.
+            # With sensitive=True, the library's literal leaves the peer's table unchanged. No field of the static
+            # table has the value "x", so the last two bytes are the value's length and the value.
             beginning = self._encoder.add((name, b"x"), sensitive=True, huffman=False)[:-2]
             if len(self._names) >= _MAX_ENTRIES:
                 self._names.clear()

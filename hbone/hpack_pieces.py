@@ -14,7 +14,7 @@ from hpack.huffman_table import HUFFMAN_COMPLETE, HUFFMAN_EMIT_SYMBOL, HUFFMAN_F
 
 PIECE_FIELDS: Final = 64
 PIECE_OCTETS: Final = 1024
-"""A piece ends with the field that reaches this length, or :data:`PIECE_FIELDS`."""
+"""A piece ends after the field that reaches this length, or after :data:`PIECE_FIELDS` fields."""
 HUFFMAN_OCTETS: Final = 2048
 """A longer Huffman-coded value is decoded here, in steps of this many octets, which take half a millisecond each.
 A block with a field name longer than this is refused as unreadable, because no real field has one.
@@ -24,7 +24,7 @@ _LONGEST_INTEGER: Final = 10  # octets after the prefix, as in the library
 
 
 class Unreadable(Exception):
-    """The block ends inside of a field, has too long an integer, or begins with too many table size updates."""
+    """The block ends inside a field, has too long an integer, or begins with too many table size updates."""
 
 
 class Piece(NamedTuple):
@@ -43,9 +43,8 @@ class Piece(NamedTuple):
 def next_piece(block: bytes, start: int) -> Piece:
     """Return the piece that begins at ``start``, the beginning of a field.
 
-    Dynamic table size updates begin a piece only at the start of the block. Elsewhere they are an error (RFC 7541,
-    4.2), which the library reports because the piece has a field before them. At the start a block needs at most
-    two.
+    A piece can begin with dynamic table size updates only at the start of the block, which needs at most two.
+    Other updates follow a field within a piece, so the library reports them as an error (RFC 7541, 4.2).
 
     Raises:
         Unreadable: the first field of the piece cannot be read. Later unreadable fields are left to the next
@@ -76,7 +75,7 @@ class HuffmanString:
 
     Args:
         block: the header block.
-        start, end: where the string's octets are.
+        start, end: the positions of the string's first octet and after its last octet.
     """
 
     __slots__ = ("_block", "_end", "_position", "_state", "decoded")
@@ -126,10 +125,10 @@ def plain_length(length: int) -> bytes:
 
 
 def _field(block: bytes, position: int) -> tuple[int, tuple[int, int]]:
-    """Return the position after a field, and the position of its value if that is a long string in Huffman codes.
+    """Return the position after a field, and the position of its value if this is a long string in Huffman codes.
 
     Raises:
-        Unreadable: the field is malformed, or its name is such a string, which no real field has.
+        Unreadable: the field is malformed, or its name is a long string in Huffman codes, unlike any real name.
     """
     first = block[position]
     if first & 0x80:

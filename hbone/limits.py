@@ -1,14 +1,14 @@
 """All limits on the peer of a connection, with their units and the reasons for their defaults.
 
-There are three responses to a peer, from mild to final. A peer that overdraws its work budget is not read until
-the budget has recovered (backpressure). A stream that exceeds its bounds is reset. If the peer continues, the
-connection is closed with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` compares the limits with other
-proxies.
+There are three responses to a peer, from mild to final. If a peer overdraws its work budget, its bytes are not
+read until the budget has recovered (backpressure). A stream that exceeds its limits is reset. If the peer
+continues, the connection is closed with GOAWAY(ENHANCE_YOUR_CALM). ``docs/reliability.md`` compares the limits
+with those of other proxies.
 
-Work is counted in units of about a microsecond of a fast core in pure Python. Each kind of frame costs the units
-that were measured for it. Work is not timed, because a clock would also charge a peer for other processes on the
-machine. The price of a unit follows the speed of this core (:class:`hbone.cost_budget.UnitPrice`), so that a
-budget is the same share of a slow core.
+Work is counted in units of about a microsecond of a fast core in pure Python. Each kind of frame costs a number of
+units that was measured. Work is not timed, because a clock would also charge a peer for other processes on the
+machine. The price of a unit depends on the speed of this core (:class:`hbone.cost_budget.UnitPrice`), so that a
+budget is the same share of any core.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Final
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-"""The time for a TLS handshake, in seconds; the default of every setting for it."""
+"""The time limit for a TLS handshake, in seconds. It is the default of all settings of this limit."""
 
 # The costs of the peer's actions, in units of work.
 
@@ -42,7 +42,7 @@ REQUEST_UNITS: Final = 200
 block.
 """
 IDLE_STREAM_UNITS: Final = 200
-"""The cost of a closed tunnel that has received no bytes: its opening was wasted work."""
+"""The cost of a closed tunnel that has received no bytes, because opening the tunnel was wasted work."""
 REFUND_UNITS: Final = 500
 """The most that a 200 refunds."""
 RECORD_BYTES: Final = 24
@@ -53,35 +53,36 @@ overhead, is free.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds on what one connection can make us hold or do.
+    """Limits on the memory and the work that one connection can cause.
 
-    The work budget is a quarter of a core per connection. 10,000 requests of 1 KiB a second in its tunnels cost
-    10,000 units. 2,500 new tunnels a second that carry bytes cost as little, because each 200 refunds its request.
-    1,000 refused requests a second cost 300,000 units and are slowed down. The burst has room for 600 requests at
-    once, before the first answer. Frames of 1 KiB or more are free. The other rates are guesses: above the
-    observed needs of busy honest peers, and far below harmful rates.
+    The work budget is a quarter of a core per connection. 10,000 requests of 1 KiB per second in its tunnels cost
+    10,000 units. 2,500 new tunnels per second that carry bytes cost no more, because each 200 refunds its request.
+    1,000 refused requests per second cost 300,000 units, so the peer is slowed down. The burst has room for 600
+    requests at once, before the first answer. Frames of 1 KiB or more are free. The other rates are guesses:
+    higher than busy honest peers were observed to need, and far lower than harmful rates.
     """
 
     work_burst: int = 200_000
     work_rate: float = 250_000.0
-    """Units of work at once, and per second, at a price of 1. Above that we stop reading until the budget has
-    recovered.
+    """Units of work at once, and per second, at a price of 1. Above this rate, we stop reading until the budget
+    has recovered.
     """
     peer_work_burst: int = 400_000
     peer_work_rate: float = 500_000.0
     """The work budget of all connections of one peer, known by its certificate: half of a core."""
     stall_burst_s: float = 3.0
     stall_rate: float = 0.05
-    """The budget for these pauses: seconds at once, and per second, at a price of 1. A peer that overdraws it is
-    disconnected.
+    """The budget for pauses in reading: seconds at once, and per second, at a price of 1. A peer that overdraws
+    this budget is disconnected.
     """
     slice_units: int = 1000
-    """Work for one connection before the other sockets get their turn, at a price of 1."""
+    """The work for one connection, at a price of 1, before other sockets are served."""
     slice_s: float = 0.001
     """The longest work for one connection in seconds, checked between reads."""
 
     peer_window_bytes: int = 32 * 1024 * 1024
-    """The most received bytes that can wait here for all connections of one peer, beyond each one's first window.
+    """The largest number of received bytes that can wait here for all connections of one peer, beyond the first
+    window of each connection.
     """
 
     control_burst: int = 1000
@@ -98,6 +99,6 @@ class Limits:
     settings_bytes: int = 4096
     goaway_bytes: int = 16_384
     header_block_bytes: int = 131_072
-    """The most encoded bytes of one header section: twice the longest list, so that a list over its limit ends
-    only its stream.
+    """The largest number of encoded bytes of one header section. This is twice the longest list, so that a list
+    over its limit ends only its stream.
     """

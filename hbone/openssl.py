@@ -1,8 +1,8 @@
 """OpenSSL's binding, and a check for the names in it that this package uses.
 
 pyOpenSSL wraps the OpenSSL library inside ``cryptography``. Functions that it does not wrap are called through the
-cffi binding, and a few private attributes of pyOpenSSL's classes are used. Another release can rename any
-attribute. The check below reports that as one clear error at import, instead of a failure in a handshake.
+cffi binding, and a few private attributes of pyOpenSSL's classes are used. Another release can rename these. The
+check below then raises one clear error at import, instead of a failure in a handshake.
 """
 
 from typing import Any, Final
@@ -55,7 +55,7 @@ lib: Final[Any] = Binding.lib
 def missing_names(
     library: object, context: object, connection: object, certificate: object, store: object
 ) -> list[str]:
-    """Return the names that this package uses and the installed releases lack."""
+    """Return the names that this package uses but that the installed releases do not have."""
     return [
         f"{where}.{name}"
         for where, holder, names in (

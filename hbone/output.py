@@ -1,7 +1,7 @@
-"""The engine's output: frames in order. A read from a socket writes DATA payload directly into the output buffer.
+"""The engine's output: frames in order. Payload is read from a socket directly into the output buffer.
 
 Frames are written consecutively into a buffer that is borrowed while there is output. Frames that do not fit, or
-must wait for the network to accept the buffer, are queued as bytes objects.
+that must wait until the network has accepted the buffer, are queued as bytes objects.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _LEAST_ROOM: Final = 4096  # a smaller remainder is not used for a read
 
 
 class Buffers(Protocol):
-    """A source of output buffers. An idle connection holds none."""
+    """A source of output buffers. An idle connection holds no buffer."""
 
     def acquire(self) -> memoryview:
         """Lend a writable buffer of at least 64 KiB."""
 
     def release(self, buffer: memoryview) -> None:
-        """Take back a buffer of ``acquire``."""
+        """Take back a buffer that ``acquire`` has returned."""
 
 
 class OwnBuffers:

@@ -1,19 +1,19 @@
-"""Which connection carries the next tunnel: the pool's decisions, without sockets or clock.
+"""Decides which connection carries the next tunnel, without sockets or clock.
 
 A key is any hashable value, and all connections with the same key are interchangeable. A tunnel uses the oldest
-connection of its key that has room. If none has room and the limits allow it, exactly one connection per key is
-dialled, however many tunnels wait, because a burst of clients must not become a burst of handshakes. When the dial
-succeeds, waiting tunnels open on the new connection in order, and the next dial starts only if some are left. When
-it fails, the waiter that caused it gets the error and the next waiter causes a new dial, so that no waiter depends
-on an event that never occurs.
+connection of its key that has room. If no connection has room and the limits allow it, exactly one connection per
+key is dialled, no matter how many tunnels wait, because a burst of clients must not become a burst of handshakes.
+When the dial succeeds, waiting tunnels open on the new connection in order, and the next dial starts only if
+tunnels still wait. When the dial fails, the waiter that caused it gets the error, and the next waiter causes a new
+dial, so that no waiter depends on an event that never occurs.
 
-A connection has room while its streams are fewer than our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS. A
+A connection has room while it has fewer streams than our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS. A
 limit received later applies from then on. A draining connection (GOAWAY, our drain, evicted) keeps its streams and
-takes no more. Idle connections are released after ``idle_timeout_s``, and above ``max_idle`` the least recently
-used first. A connection that becomes idle beside others of its key is a spare left from a peak, and is released
-after ``spare_timeout_s``. Each peer keeps one connection.
+gets no new streams. Idle connections are released after ``idle_timeout_s``, and above ``max_idle`` the least
+recently used first. A connection that becomes idle while its key has other connections is a spare, left over from
+a peak, and is released after ``spare_timeout_s``. One connection per key is never a spare.
 
-The methods return actions. The caller executes them in order and reports their results to this object.
+The methods return actions. The caller executes these in order and reports the results to this object.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Dial:
 
     key: Hashable
     waiter: WaiterId
-    """The waiter that gets the error if the dial fails."""
+    """The waiter that gets the dial's error if it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Close ``connection``, which has no streams and takes no more."""
+    """Close ``connection``, which has no streams and gets no new streams."""
 
     connection: ConnectionId
 
@@ -131,7 +131,7 @@ class PoolState:
 
     @property
     def connections(self) -> int:
-        """The number of open connections, draining ones included."""
+        """The number of open connections, including draining connections."""
         return len(self._members)
 
     @property
@@ -159,9 +159,10 @@ class PoolState:
         return key in self._keys
 
     def reserve(self, key: Hashable) -> ConnectionId | None:
-        """Fast path: reserve a slot on an existing connection and return it, or None.
+        """Reserve a slot on an existing connection. Return the connection, or None if no connection has a free
+        slot.
 
-        The usual case of :meth:`request` without the cost of a waiter: 6 of 30 microseconds per tunnel.
+        This is the usual case of :meth:`request` without a waiter, which saves 6 of 30 microseconds per tunnel.
         """
         # Earlier waiters get a free slot first, in their order.
         entry = self._keys.get(key)
@@ -176,8 +177,8 @@ class PoolState:
         """Request a slot. An :class:`Assign` or :class:`Fail` for the returned waiter follows, now or later.
 
         Raises:
-            PoolFull: too many are waiting.
-            PoolClosed: after :meth:`close`.
+            PoolFull: too many tunnels are waiting.
+            PoolClosed: the pool was closed by :meth:`close`.
         """
         if self._closed:
             raise PoolClosed("the pool is closed")
@@ -203,7 +204,7 @@ class PoolState:
             return self._assign_waiters(key, entry, now_s)
         if entry.waiters:
             if entry.dialling == waiter:
-                entry.dialling = next(iter(entry.waiters))  # a failed dial would be reported to the next waiter
+                entry.dialling = next(iter(entry.waiters))  # if the dial fails, the next waiter gets the error
             return []
         entry.dialling = None
         self._drop_if_empty(key, entry)
@@ -212,7 +213,7 @@ class PoolState:
     def dialled(self, key: Hashable, peer_limit: int | None, now_s: float) -> tuple[ConnectionId, list[Action]]:
         """Add the connection that the dial of ``key`` opened.
 
-        ``peer_limit`` is the peer's limit of streams; None if not known yet.
+        ``peer_limit`` is the peer's limit of streams, or None while it is unknown.
         """
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1
@@ -237,9 +238,9 @@ class PoolState:
         Args:
             key: the connection's key.
             peer_limit: the peer's limit of streams. None while it is not known.
-            streams: the number of its open streams.
+            streams: the number of the connection's open streams.
             now_s: the time.
-            idle_s: how long the connection has had no streams. Its idle timeouts do not restart.
+            idle_s: how long the connection has had no streams. The idle timeouts continue from this time.
         """
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1
@@ -258,11 +259,11 @@ class PoolState:
         return connection
 
     def idle_s(self, connection: ConnectionId, now_s: float) -> float:
-        """Return how long a connection has had no streams; 0 if it has some."""
+        """Return for how many seconds a connection has had no streams, or 0 if it has streams."""
         return now_s - self._members[connection].idle_since_s if connection in self._idle else 0.0
 
     def dial_failed(self, key: Hashable, error: Exception, now_s: float) -> list[Action]:
-        """Fail the waiter that caused the dial of ``key``, and dial again for the next one."""
+        """Fail the waiter that caused the dial of ``key``, and dial again for the next waiter."""
         entry = self._keys.get(key)
         if entry is None or entry.dialling is None:
             return []
@@ -275,7 +276,7 @@ class PoolState:
         return actions + self._assign_waiters(key, entry, now_s)
 
     def limit_learned(self, connection: ConnectionId, peer_limit: int | None, now_s: float) -> list[Action]:
-        """Apply the peer's SETTINGS; streams above a lower limit stay."""
+        """Apply the peer's limit of streams. Open streams above a lower limit continue."""
         member = self._members.get(connection)
         if member is None:
             return []
@@ -334,7 +335,7 @@ class PoolState:
         return actions
 
     def next_deadline_s(self) -> float | None:
-        """Return when :meth:`advance` has work to do, or None if it has none in the current state."""
+        """Return when :meth:`advance` must be called next, or None if there is no idle connection to release."""
         return min(
             (
                 self._members[next(iter(waiting))].idle_since_s + timeout_s
@@ -345,7 +346,7 @@ class PoolState:
         )
 
     def close(self, error: Exception) -> list[Action]:
-        """Fail every waiter and drain every connection. A connection whose dial ends later is closed at once."""
+        """Fail every waiter and drain every connection. If a dial ends later, its connection is closed at once."""
         self._closed = True
         actions: list[Action] = []
         for key, entry in list(self._keys.items()):
@@ -370,7 +371,7 @@ class PoolState:
         )
 
     def _became_idle(self, connection: ConnectionId, member: _Member, now_s: float) -> None:
-        """Add a connection without streams to the idle ones, and to the spare ones if its key has others."""
+        """Add a connection to the idle connections, and to the spare connections if its key has others."""
         member.idle_since_s = now_s
         self._idle[connection] = None
         others = self._keys[member.key].members
@@ -421,8 +422,8 @@ class PoolState:
     def _refuse_waiter(self, connection: ConnectionId, member: _Member, now_s: float) -> list[Action]:
         """Drain a connection whose peer allows no streams, and fail one waiter.
 
-        If SETTINGS_MAX_CONCURRENT_STREAMS is 0, further connections would be equally useless. Failing one waiter
-        for each connection ends the dials after the last waiter.
+        With SETTINGS_MAX_CONCURRENT_STREAMS of 0, further connections would be useless, too. As each connection
+        fails one waiter, the dials end after the last waiter.
         """
         entry = self._keys[member.key]
         actions: list[Action] = []

@@ -1,11 +1,11 @@
-"""Parses received bytes into frames, however the network split them: the reading half of the engine.
+"""Parses received bytes into frames, no matter how the network split them: the reading half of the engine.
 
-Control frames are collected in full. DATA payload passes through in the chunks that arrived. Header blocks
-are assembled from HEADERS and CONTINUATION. Unknown frames are skipped without being collected. A frame whose nine
+Control frames are collected in full. DATA payload is passed on in the chunks that arrived. Header blocks are
+assembled from HEADERS and CONTINUATION. Unknown frames are skipped without being collected. A frame whose nine
 header bytes are invalid is refused here, before its payload is collected (RFC 9113, 4 and 6).
 
-The reader also counts the frames' costs (:mod:`hbone.limits`). It stops at a frame's boundary when they exceed the
-caller's limit, so that one read, however many frames it has, does not delay other connections for long.
+The reader also counts the frames' costs (:mod:`hbone.limits`). When the costs exceed the caller's limit, it stops
+at the end of a frame, so that a read with many frames does not delay other connections for long.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STREAM_ONLY: Final = frozenset((frames.HEADERS, frames.PRIORITY, frames.RST_STR
 
 
 class Failure(Exception):
-    """A connection error (RFC 9113, 5.4.1): unwinds to ``Engine.receive_data``."""
+    """A connection error (RFC 9113, 5.4.1), caught in ``Engine.receive_data``."""
 
     def __init__(self, code: ErrorCode, detail: str) -> None:
         super().__init__(code, detail)
@@ -46,8 +46,8 @@ class FrameSink(Protocol):
     """Receives the frames from a :class:`FrameReader`; implemented by the engine."""
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
-        """Handle a DATA frame without padding that arrived completely. Any other DATA frame calls the next three
-        methods.
+        """Handle a DATA frame without padding that arrived completely. For any other DATA frame, the next three
+        methods are called.
         """
 
     def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
@@ -103,7 +103,7 @@ class FrameReader:
         """Parse ``view`` until it is used up, or :attr:`work` exceeds ``most_work``.
 
         Returns:
-            How many bytes of ``view`` were parsed. Frames after these were not examined.
+            The number of parsed bytes of ``view``. Later bytes were not examined.
 
         Raises:
             Failure: the connection cannot continue.

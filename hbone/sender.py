@@ -24,21 +24,21 @@ from hbone.stream_state import HALF_CLOSED_LOCAL, HALF_CLOSED_REMOTE, OPEN, SENT
 from hbone.windows import ConnectionWindow, StreamWindow
 
 DEFAULT_FRAME: Final = 16_384
-"""The peer's SETTINGS_MAX_FRAME_SIZE before it sends another, and the least that is allowed (RFC 9113, 6.5.2)."""
+"""The initial and the smallest allowed value of SETTINGS_MAX_FRAME_SIZE (RFC 9113, 6.5.2)."""
 DRAIN_PING: Final = bytes.fromhex("0b7ba2f08b9bfe54")
-"""The payload of the PING of :meth:`Sender.drain`."""
+"""The payload of the PING that :meth:`Sender.drain` sends."""
 _DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
 _DEFAULT_TABLE: Final = 4096  # RFC 9113, 6.5.2
 _REMEMBERED_RESETS: Final = 512
 
-_ENCODER: Final = BlockEncoder()  # stateless towards peers, see BlockEncoder
+_ENCODER: Final = BlockEncoder()  # shared, because it has no state of a connection
 
 
 def field(name: bytes, value: bytes) -> bytes:
-    """Return an encoded header field, which :meth:`Engine.open_tunnel` takes on every connection.
+    """Return an encoded header field, for :meth:`Engine.open_tunnel` of any connection.
 
     Args:
-        name: in lower case.
+        name: the field's name in lower case.
     """
     return _ENCODER.field((name, value))
 
@@ -49,8 +49,8 @@ def fields(headers: Iterable[Header]) -> bytes:
 
 
 class Stream(StreamWindow):
-    """An open stream. ``send_window`` is the number of bytes that the peer still accepts. A ``tunnel`` has DATA of
-    any length and no trailers.
+    """An open stream. ``send_window`` is the number of bytes that the peer still accepts. A ``tunnel`` can have
+    any amount of DATA, but no trailers.
     """
 
     __slots__ = ("answered", "blocked", "cost", "send_window", "state", "tunnel")
@@ -62,7 +62,7 @@ class Stream(StreamWindow):
         self.answered = False
         self.tunnel = True
         self.blocked = False
-        self.cost = 0  # units of work that a 200 refunds
+        self.cost = 0  # the units of work that a 200 refunds
 
 
 class Sender:
@@ -73,7 +73,7 @@ class Sender:
         self.settings = settings
         self.output = Output(buffers if buffers is not None else OwnBuffers())
         self.failed = False
-        """Whether the connection has failed: it accepts no more input; send the output and close."""
+        """Whether the connection has failed. It accepts no more input. The caller sends the output and closes."""
         self.going_away = False
         """Whether the peer sent GOAWAY."""
         self.draining = False
@@ -82,9 +82,9 @@ class Sender:
         """Whether the peer has acknowledged the PING of :meth:`drain`. It can still open streams."""
         self.peer_max_frame_bytes = DEFAULT_FRAME
         self.peer_max_streams: int | None = None
-        """The peer's SETTINGS_MAX_CONCURRENT_STREAMS. None while it has not limited us."""
+        """The peer's SETTINGS_MAX_CONCURRENT_STREAMS. None: the peer has sent no limit."""
         self.peer_early_bytes = 0
-        """Client: the early data in bytes per stream that the peer holds until its answer; 0 if it announced none.
+        """Client: the bytes of early data per stream that the peer buffers until its answer. 0: none announced.
         """
         self.peer_settings_seen = False
         self._server = role is Role.SERVER
@@ -114,7 +114,7 @@ class Sender:
         opening += frames.settings_frame(self.settings.wire(self.role))
         raise_by = self.settings.first_connection_window_bytes - _DEFAULT_WINDOW
         if raise_by:
-            # SETTINGS_INITIAL_WINDOW_SIZE moves stream windows only (RFC 9113, 6.9.2).
+            # SETTINGS_INITIAL_WINDOW_SIZE changes only stream windows (RFC 9113, 6.9.2).
             opening += frames.frame(frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(raise_by))
         return opening
 
@@ -152,7 +152,7 @@ class Sender:
         )
 
     def open_stream(self, headers: Iterable[Header], *, ended: bool = False, tunnel: bool = True) -> int:
-        """Client: send a request, pseudo-header fields first, in the order given; CONNECT makes a ``tunnel``.
+        """Client: send a request. ``headers`` begin with the pseudo-header fields. A CONNECT opens a ``tunnel``.
 
         Raises:
             LocalProtocolError: no stream can be opened now, see :attr:`accepts_streams`.
@@ -197,10 +197,10 @@ class Sender:
 
         ``ended`` without a body puts END_STREAM on the HEADERS. ``body`` (within the windows: a few hundred bytes)
         is one DATA frame that ends the stream. ``reset_code`` then resets a stream whose request side is still
-        open. After an answer without any of these the stream is a tunnel.
+        open. Without any of these arguments, the stream becomes a tunnel.
 
         Raises:
-            LocalProtocolError: the stream is gone or already answered.
+            LocalProtocolError: the stream is closed or already answered.
         """
         stream = self._known(stream_id)
         if not self._server or stream.answered or StreamFrame.HEADERS not in SENT[stream.state]:
@@ -216,7 +216,7 @@ class Sender:
                 stream.send_window -= size
                 self._send_window -= size
                 self.output.append(frames.frame(DATA, END_STREAM, stream_id, body))
-            else:  # there is no room; the body only explains the status, so it is not worth a queue
+            else:  # there is no room; omit the body, which only explains the status
                 self.output.append(frames.frame(DATA, END_STREAM, stream_id))
         if ended or body:
             self._local_ended(stream_id, stream)
@@ -227,18 +227,18 @@ class Sender:
         """Send RST_STREAM. Idempotent, and without effect on a closed stream."""
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
-            # The rest of a DATA frame that the network has split is treated like later frames: dropped, with its
-            # credit returned.
+            # If a DATA frame of this stream is incomplete, its rest is treated like later frames: the bytes are
+            # dropped, and their credit is returned.
             if stream is self._data_stream:
                 self._data_stream = None
             self._window.closed(stream, len(self._streams))
             self._send_reset(stream_id, code)
 
     def end_stream(self, stream_id: int, trailers: Headers = ()) -> None:
-        """Send END_STREAM on an empty DATA frame, or on ``trailers``; the other direction stays open.
+        """Send END_STREAM on an empty DATA frame, or on ``trailers``. The other direction stays open.
 
         Raises:
-            LocalProtocolError: the stream is gone, or was ended before.
+            LocalProtocolError: the stream is closed, or was ended before.
         """
         stream = self._known(stream_id)
         if StreamFrame.DATA_END not in SENT[stream.state]:
@@ -267,8 +267,8 @@ class Sender:
             )
 
     def goaway(self, code: int = ErrorCode.NO_ERROR) -> None:
-        """Send the final GOAWAY, with the last stream of the peer that was accepted. Later streams are not
-        answered.
+        """Send the final GOAWAY, with the identifier of the last accepted stream of the peer. Later streams are
+        not answered.
         """
         self.draining = True
         if self._goaway_limit is None or code != ErrorCode.NO_ERROR:
@@ -280,12 +280,12 @@ class Sender:
     def reserve(self, stream_id: int, limit: int) -> memoryview | None:
         """Return room in the output for up to ``limit`` bytes of the stream's payload.
 
-        None means no room before a :class:`WindowOpened` of this stream or of stream 0 or, if ``output.full``,
-        before the output was sent. Do not call other methods between this and :meth:`commit`. A reservation
-        without commit has no effect.
+        If there is no room, return None. There can be room after a :class:`WindowOpened` of this stream or of
+        stream 0 or, if ``output.full``, once the output was sent. No other method can be called between this and
+        :meth:`commit`. A reservation without commit has no effect.
 
         Raises:
-            LocalProtocolError: the stream is gone, or we have ended it.
+            LocalProtocolError: the stream is closed, or we have ended it.
         """
         allowed = self._allowed(stream_id, limit)
         if allowed == 0:
@@ -295,7 +295,7 @@ class Sender:
     def reserve_many(self, stream_id: int, limit: int) -> list[memoryview] | None:
         """Like :meth:`reserve`, but with one view per frame, so that one read can fill several frames.
 
-        For peers with small frames: a single view would need one system call per 16 KiB.
+        Used for peers with small frames, because a single view would need one system call per 16 KiB.
         """
         allowed = self._allowed(stream_id, limit)
         return self.output.reserve_many(allowed, self.peer_max_frame_bytes) if allowed else None
@@ -309,7 +309,7 @@ class Sender:
         self.output.commit(stream_id, size, self.peer_max_frame_bytes)
 
     def send_data(self, stream_id: int, data: bytes | memoryview) -> int:
-        """Copy ``data`` into the output, up to the limits of windows and room. Return the number of bytes."""
+        """Copy ``data`` into the output, as far as windows and room permit. Return the number of copied bytes."""
         sent = 0
         while sent < len(data):
             room = self.reserve(stream_id, len(data) - sent)
@@ -346,8 +346,9 @@ class Sender:
         """Return the connection's credit. Called when the credit due is at least as large as the peer's remaining
         window.
 
-        The comparison is with the remaining window, not with the whole: if slow streams pin most of the window,
-        live ones use the rest, however small. So this is checked when bytes arrive, not only when they leave.
+        The credit due is compared with the remaining window, not with the whole window: if slow streams pin most
+            of
+        the window, other streams can still use a small rest. So this is checked also when bytes arrive.
         """
         window = self._window
         if window.unacknowledged > 0:
@@ -365,11 +366,11 @@ class Sender:
 
     def _allowed(self, stream_id: int, limit: int) -> int:
         stream = self._streams.get(stream_id)
-        # The same states as in SENT, written out because this runs for each chunk.
+        # These are the states of SENT, written out because this code runs for each chunk.
         if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
             raise LocalProtocolError(f"stream {stream_id} cannot send")
-        # The exhausted window decides which WINDOW_UPDATE reports room again (WindowOpened). Only a sender that
-        # has requested room is notified, so idle streams cause no work.
+        # The WINDOW_UPDATE of the window that is exhausted (the stream's or the connection's) is reported by
+        # WindowOpened. Only a sender that has requested room is notified, so idle streams cause no work.
         allowed = stream.send_window
         if allowed <= 0:
             stream.blocked = True

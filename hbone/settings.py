@@ -32,15 +32,15 @@ class Http2Settings:
     stream_window_bytes: int = 4 * 1024 * 1024
     connection_window_bytes: int = 16 * 1024 * 1024
     initial_window_bytes: int = 16_384
-    """A stream's announced window: the bytes that it can pin before it has shown that it needs more."""
+    """A stream's announced window: the bytes that it can pin before it has shown that it needs a larger window."""
     max_frame_bytes: int = 1024 * 1024
     max_header_list_bytes: int = 65_536
     early_bytes: int = 64 * 1024
-    """Server: the bytes of one stream that are held before its response."""
+    """Server: the number of bytes of one stream that are buffered before its response."""
     early_data: bool = False
     """Server: announce ``early_bytes``. Client: make use of a server's announcement."""
     extra: tuple[tuple[int, int], ...] = ()
-    """More (identifier, value) pairs, sent first, to resemble another implementation."""
+    """Further (identifier, value) pairs, sent first, to imitate another implementation."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class Http2Settings:
         return min(_FIRST_CONNECTION_WINDOW, self.connection_window_bytes)
 
     def wire(self, role: Role) -> dict[int, int]:
-        """The identifiers and values to announce, in their order."""
+        """The identifiers and values to announce, in the order of sending."""
         values: dict[int, int] = {}
         if role is Role.CLIENT:
             values[Setting.ENABLE_PUSH] = 0

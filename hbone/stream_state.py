@@ -1,9 +1,9 @@
 """The allowed frames of a stream in each state, and the next state (RFC 9113, 5.1).
 
-:data:`RECEIVED` is for frames of the peer, :data:`SENT` for ours. :mod:`hbone.engine` uses both, and
-``docs/streams.md`` prints them. Push is not implemented, so the reserved states are missing. The RFC's *closed* is
-two states here, because it requires two behaviours: frames under way when we sent RST_STREAM must be ignored,
-while a peer that has closed a stream itself violates the protocol by sending more.
+:data:`RECEIVED` is for frames of the peer, :data:`SENT` for our frames. :mod:`hbone.engine` uses both tables, and
+``docs/streams.md`` prints them. Push is not implemented, so the reserved states are missing. The RFC's state
+*closed* is two states here, because the RFC requires two behaviours: frames that were in flight when we sent
+RST_STREAM must be ignored, while a peer that has closed a stream itself violates the protocol by sending more.
 
 The tables check only the order of frames. The engine checks everything else (header fields, windows, sizes, a
 second response head) after the table has allowed a frame.
@@ -30,13 +30,13 @@ class StreamState(Key):
     HALF_CLOSED_REMOTE = "half-closed (remote)"
     """The peer has sent END_STREAM."""
     CLOSED = "closed"
-    """Both have sent END_STREAM, or the peer RST_STREAM."""
+    """Both sides have sent END_STREAM, or the peer has sent RST_STREAM."""
     RESET = "closed (reset by us)"
-    """We have sent RST_STREAM; the peer may not know yet."""
+    """We have sent RST_STREAM, which the peer might not have received yet."""
 
 
 class StreamFrame(Key):
-    """Frames of a stream, with separate members for those with END_STREAM."""
+    """Frames of a stream, with separate members for frames with END_STREAM."""
 
     HEADERS = "HEADERS"
     HEADERS_END = "HEADERS, END_STREAM"
@@ -64,7 +64,7 @@ class Violation:
 
 
 class Ignored(Enum):
-    """The frame has no effect on the stream; the engine charges a budget if a peer could repeat it."""
+    """The frame has no effect on the stream. If a peer could repeat it, the engine charges a budget."""
 
     IGNORED = "ignored"
 
@@ -88,7 +88,7 @@ _BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
         _F.RST_STREAM: _UNEXPECTED,
         _F.WINDOW_UPDATE: _UNEXPECTED,
     },
-    # A second header block of a request is its trailers, and they end it (RFC 9113, 8.1).
+    # A second header block of a request is its trailers, which end the request (RFC 9113, 8.1).
     _S.OPEN: {
         _F.HEADERS: _NO_TRAILERS,
         _F.HEADERS_END: _S.HALF_CLOSED_REMOTE,
@@ -114,9 +114,9 @@ _BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
         _F.WINDOW_UPDATE: _S.HALF_CLOSED_REMOTE,
     },
     # RST_STREAM and WINDOW_UPDATE can have crossed our END_STREAM (RFC 9113, 5.1). HEADERS would reuse a stream
-    # identifier, which ends the connection (5.1.1). Late DATA is answered by RST_STREAM only. It can be for a
-    # stream that we have reset, because only a bounded number of resets is remembered, and one confused stream
-    # must not end a hundred tunnels.
+    # identifier, which ends the connection (5.1.1). Late DATA is answered only by RST_STREAM, because it can be
+    # for a stream that we have reset: only a limited number of resets is remembered, and one faulty stream must
+    # not end a hundred tunnels.
     _S.CLOSED: {
         _F.HEADERS: _LATE_HEADERS,
         _F.HEADERS_END: _LATE_HEADERS,
@@ -130,7 +130,7 @@ _BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
 
 RECEIVED: Final[dict[Role, dict[StreamState, dict[StreamFrame, Verdict]]]] = {
     Role.SERVER: _BY_SERVER,
-    # Without push, a server opens no streams. It can send informational heads before the final one. HEADERS on an
+    # Without push, a server opens no streams. It can send informational heads before the final head. HEADERS on an
     # ended stream answer a request that we have abandoned.
     Role.CLIENT: {
         **_BY_SERVER,
@@ -153,7 +153,7 @@ SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
         _F.WINDOW_UPDATE: _S.OPEN,
     },
     _S.HALF_CLOSED_LOCAL: {_F.RST_STREAM: _S.RESET, _F.WINDOW_UPDATE: _S.HALF_CLOSED_LOCAL},
-    # No WINDOW_UPDATE, because the peer sends no more bytes that could need it.
+    # WINDOW_UPDATE is not sent, because the peer sends no more bytes on this stream.
     _S.HALF_CLOSED_REMOTE: {
         _F.HEADERS: _S.HALF_CLOSED_REMOTE,
         _F.HEADERS_END: _S.CLOSED,

@@ -2,10 +2,10 @@
 
 Bulk data does not pass through pyOpenSSL's ``recv_into``/``bio_read``, which allocate and copy per call. This
 module calls the same library through its cffi binding with pointers into the caller's buffers: 105 instead of 360
-microseconds to encrypt and decrypt 256 KiB (the standard library: 194), and no more for 1 KiB
+microseconds to encrypt and decrypt 256 KiB (the standard library: 194), without being slower for 1 KiB
 (``bench/tls_micro.py``). Ciphertext is read in place through a read-only BIO (one copy less than a memory BIO). So
-the data given to :meth:`TlsSession.receive` must be drained before its buffer is reused. Callers do not depend on
-the implementation of these few calls.
+the data given to :meth:`TlsSession.receive` must be used up before its buffer is reused. Callers do not depend on
+this implementation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADER_BYTES: Final = 5
 """The length of a record's header (RFC 8446, 5.1)."""
 _EXPANSION: Final = HEADER_BYTES + 1 + 16
 """The bytes that a TLS 1.3 record adds to its content: header, content type and tag."""
-_KEY_UPDATE_BYTES: Final = 5  # the length of the whole message
+_KEY_UPDATE_BYTES: Final = 5  # the length of a whole KeyUpdate message
 _NO_EARLY_DATA: Final = 2  # SSL_READ_EARLY_DATA_FINISH
 
 _REASONS: Final = (
@@ -76,7 +76,7 @@ class PeerFacts:
 
 
 class Unmovable(Exception):
-    """The connection cannot move to another process now; the message says why."""
+    """The connection cannot move to another process now. The text states the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class TrafficKeys:
 
     Attributes:
         suite: the cipher suite's name.
-        sending, receiving: traffic secret and number of the next record, of our direction and the peer's.
+        sending, receiving: the traffic secret and the number of the next record, for each direction.
     """
 
     suite: str
@@ -102,8 +102,8 @@ class TlsStream(ABC):
 
     Attributes:
         established: whether the handshake is finished.
-        half_rtt_sent: whether the half-RTT data left with the first flight.
-        peer_closed: whether the peer sent close_notify. No more bytes can be read then.
+        half_rtt_sent: whether the half-RTT data was sent with the first flight.
+        peer_closed: whether the peer has sent close_notify. Then no more bytes can be read.
     """
 
     __slots__ = ("established", "half_rtt_sent", "peer_closed")
@@ -114,14 +114,14 @@ class TlsStream(ABC):
 
     @abstractmethod
     def receive(self, ciphertext: memoryview) -> None:
-        """Accept received ciphertext. It is read in place: drain the session before changing that buffer."""
+        """Accept received ciphertext. It is read in place: call :meth:`read_into` before changing the buffer."""
 
     @abstractmethod
     def handshake(self) -> bool:
         """Advance the handshake with the received bytes; return whether it is finished.
 
         Raises:
-            TlsError: it failed; :meth:`seal` returns the alert to send.
+            TlsError: the handshake failed. :meth:`seal` returns the alert to send.
         """
 
     @abstractmethod
@@ -150,24 +150,24 @@ class TlsStream(ABC):
 
     @abstractmethod
     def facts(self) -> PeerFacts:
-        """Return the facts that the handshake proved; call this once :meth:`handshake` has returned True."""
+        """Return the facts proved by the handshake. Call this only after :meth:`handshake` has returned True."""
 
     @property
     @abstractmethod
     def missing(self) -> int:
-        """The least number of bytes to receive before the connection can move to another process; 0 if it can move
-        now.
+        """The smallest number of bytes to receive before the connection can move to another process. 0: it can
+        move now.
         """
 
 
 class TlsSession(TlsStream):
     """One TLS connection, by OpenSSL.
 
-    Order of calls: :meth:`receive`, then :meth:`handshake` until it is True, then :meth:`read_into` until it
-    returns less than asked; after any call, :meth:`seal` takes what must be sent.
+    After :meth:`receive`, the caller calls :meth:`handshake` until it returns True, and later :meth:`read_into`
+    until it no longer fills the buffer. After any call, :meth:`seal` returns the bytes to send.
 
     Args:
-        context: parameters and identity.
+        context: the TLS parameters and our identity.
         half_rtt_data: sent by a server with its first flight, before the client is authenticated, so that the
             client has it before its first request (RFC 8446, 2; "0.5-RTT data"). Not sent with TLS 1.2, nor after
             a HelloRetryRequest; see :attr:`half_rtt_sent`.
@@ -210,7 +210,7 @@ class TlsSession(TlsStream):
         self.established = False
         self.half_rtt_sent = False
         self.peer_closed = False
-        # For :meth:`traffic_keys`, counted from the end of the handshake on, under the first application keys.
+        # For :meth:`traffic_keys`: counts since the end of the handshake, under the first application keys.
         self._rbio: Any = None
         self._tracked = False
         self._received = 0  # records
@@ -238,7 +238,7 @@ class TlsSession(TlsStream):
                 self._send_half_rtt_data()
             result = _lib.SSL_do_handshake(self._ssl)
             if result != 1:
-                # do_handshake() would raise an error for an unfinished handshake, too.
+                # Not do_handshake(), which would also raise an error for an unfinished handshake.
                 if _lib.SSL_get_error(self._ssl, result) == _lib.SSL_ERROR_WANT_READ:
                     return False
                 self._connection._raise_ssl_error(self._ssl, result)
@@ -260,10 +260,10 @@ class TlsSession(TlsStream):
             self._begin_tracking()
         return True
 
-    # Moving to another process: secrets come from OpenSSL's key log, record numbers are counted here
+    # Moving to another process. Secrets come from OpenSSL's key log. Record numbers are counted here.
 
     def _begin_tracking(self) -> None:
-        """Count records from here on: OpenSSL has read exactly the records of the handshake."""
+        """Count records from now on, because OpenSSL has read exactly the records of the handshake."""
         self._tracked = True
         self._tickets_due = self._context.role is Role.SERVER
         incoming = self._incoming
@@ -273,7 +273,7 @@ class TlsSession(TlsStream):
             self.receive(rest[: max(0, size)])
 
     def _track(self, data: memoryview) -> None:
-        """Parse record headers in the received bytes; ``_due`` and ``_head`` say where the next one begins."""
+        """Parse record headers in the received bytes. ``_due`` and ``_head`` show where the next one begins."""
         size, position = len(data), self._due
         if self._head:
             head = self._head + bytes(data[: HEADER_BYTES - len(self._head)])
@@ -301,10 +301,10 @@ class TlsSession(TlsStream):
         return HEADER_BYTES - len(self._head) if self._head else self._due
 
     def traffic_keys(self) -> TrafficKeys:
-        """Return the keys for another implementation to continue; first take all output by :meth:`seal`.
+        """Return the keys with which another implementation continues. First take all output by :meth:`seal`.
 
         Raises:
-            Unmovable: this connection cannot move, or not now.
+            Unmovable: this connection cannot move, or cannot move yet.
         """
         if not self.established or not self._tracked:
             raise Unmovable(
@@ -318,7 +318,7 @@ class TlsSession(TlsStream):
         if self._tickets_due:
             raise Unmovable(
                 "nothing sent yet"
-            )  # the number of leading session tickets is known with the first output
+            )  # the number of leading session tickets is known only after the first output
         secrets = self._verification.secrets
         server, client = secrets.get(b"SERVER"), secrets.get(b"CLIENT")
         if server is None or client is None:
@@ -346,9 +346,8 @@ class TlsSession(TlsStream):
         if _lib.SSL_read_early_data(ssl, nothing, 1, size) != _NO_EARLY_DATA:
             self._connection._raise_ssl_error(ssl, -1)
         half_rtt_data, self._half_rtt_data = self._half_rtt_data, b""
-        # SSL_read_early_data also returns after a HelloRetryRequest, when there is no key yet, and only once. In
-        # that case, and with TLS 1.2, the data is sent after the handshake like any other, and half_rtt_sent is
-        # False.
+        # After a HelloRetryRequest, SSL_read_early_data also returns, before there is a key, and not again. Then,
+        # and with TLS 1.2, the data is sent after the handshake like other data, and half_rtt_sent is False.
         finished = _lib.SSL_version(ssl) == SSL.TLS1_3_VERSION and self._connection.get_finished() is not None
         if finished:
             if not _lib.SSL_write_early_data(ssl, half_rtt_data, len(half_rtt_data), size):
@@ -385,7 +384,7 @@ class TlsSession(TlsStream):
         if size:
             source = _ffi.from_buffer(plain)
             position = 0
-            # Encrypt record by record, so that the BIO in between stays small and in the processor's cache.
+            # Encrypt record by record, so that the memory BIO stays small and in the processor's cache.
             while position < size:
                 count = _lib.SSL_write(
                     ssl, source + position, RECORD_BYTES if size - position > RECORD_BYTES else size - position
@@ -417,7 +416,7 @@ class TlsSession(TlsStream):
             self._sent += 1
 
     def close(self) -> None:
-        # A second call of SSL_shutdown would wait for the peer's alert and read what it sends.
+        # A second call of SSL_shutdown would read the peer's bytes to find its alert.
         if self.established and not self._connection.get_shutdown() & SSL.SENT_SHUTDOWN:
             try:
                 self._connection.shutdown()
@@ -469,12 +468,12 @@ class TlsSession(TlsStream):
 
 
 def uri_sans(certificate: x509.Certificate) -> tuple[str, ...]:
-    """Return the URI subject alternative names. Empty also if the extension cannot be parsed."""
+    """Return the URI subject alternative names, or an empty tuple if the extension cannot be parsed."""
     return _uri_sans(certificate.public_bytes(Encoding.DER))
 
 
-# A few peers open most connections. The key is the encoded certificate: an entry with the certificate object would
-# keep its parsed form, about 80 objects, long after the certificate's successor is in use.
+# A few peers open most connections. The key is the encoded certificate, because a certificate object would keep
+# its parsed form, about 80 objects, long after the certificate was replaced.
 @lru_cache(maxsize=256)
 def _uri_sans(der: bytes) -> tuple[str, ...]:
     certificate = x509.load_der_x509_certificate(der)

@@ -1,4 +1,4 @@
-"""TLS parameters and identities, from memory: no key touches a file.
+"""TLS parameters and identities, built in memory, so that no key is written to a file.
 
 This uses the OpenSSL library inside ``cryptography`` (through pyOpenSSL), which is newer than the interpreter's.
 It can select TLS 1.3 suites, has post-quantum groups, and runs our verify hook inside the handshake, so that a
@@ -29,23 +29,23 @@ _lib: Final[Any] = openssl.lib
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason for refusing a peer, other than its name."""
+    """A refusal of a peer for another reason than its name."""
 
     reason: TlsReason
     detail: str
 
 
 Verify: TypeAlias = Callable[[Sequence[x509.Certificate]], str | Refusal | None]
-"""A check of the peer's verified chain, leaf first and root last. It returns the fault in the peer's name, or None
-to accept.
+"""A check of the peer's verified chain, leaf first and root last. It returns None to accept the peer, the fault in
+the peer's name, or a :class:`Refusal`.
 """
 
 _MODE_NO_AUTO_CHAIN: Final = 8  # SSL_MODE_NO_AUTO_CHAIN
 _NOT_YET_VALID: Final = 9  # X509_V_ERR_CERT_NOT_YET_VALID
 _EXPIRY_ERRORS: Final = frozenset((_NOT_YET_VALID, 10))  # and X509_V_ERR_CERT_HAS_EXPIRED
 _TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
-# X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID, _CRL_HAS_EXPIRED: an unknown status is not a revocation, and an
-# expired list still revokes its certificates (like in the Rust ztunnel).
+# X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID, _CRL_HAS_EXPIRED. As in the Rust ztunnel, an unknown status
+# does not count as revoked, and an expired list still revokes its certificates.
 _TOLERATED_CRL_ERRORS: Final = frozenset((3, 11, 12))
 _REVOKED: Final = 23  # X509_V_ERR_CERT_REVOKED
 _REJECTED: Final = 28  # X509_V_ERR_CERT_REJECTED: makes the alert bad_certificate
@@ -68,27 +68,29 @@ class ClientCertificate(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSettings:
-    """Everything a context is built from. PEM fields hold one or more blocks.
+    """The settings of a TLS context. PEM fields have one or more blocks.
 
     Attributes:
-        certificate_chain_pem: leaf first. None presents no certificate.
+        certificate_chain_pem: our chain, leaf first. None: present no certificate.
         further: a server's further certificates to choose from, see :mod:`hbone.tls_identities`.
-        trusted_ca_pem: trust anchors: roots or intermediates. None disables verification of the peer.
+        trusted_ca_pem: the trust anchors, roots or intermediates. None disables verification of the peer.
         crl_pem: revocation lists for any certificate of the chain.
-        client_certificate: whether a server requests or requires one. A client always verifies if it has trusted
-            certificates.
-        suites: TLS 1.3's suites in order of preference. AES-128-GCM first: ChaCha20 costs 20 to 40 % more CPU.
+        client_certificate: whether a server requests or requires a client certificate. A client always verifies
+            the server if it has trust anchors.
+        suites: the suites for TLS 1.3, in order of preference. AES-128-GCM is first, because ChaCha20 takes 20 to
+            40 % more CPU time.
         groups: key exchange groups in order of preference. None leaves the choice to OpenSSL, which prefers
             post-quantum hybrids.
         alpn: protocols in order of preference.
-        alpn_required: a server refuses clients whose ALPN has none of our protocols (no ALPN at all is accepted).
-            A client refuses servers that did not select one of ours.
+        alpn_required: whether a server refuses clients whose ALPN has none of our protocols (clients without ALPN
+            are accepted), and a client refuses servers that select none of our protocols.
         verify: see :data:`Verify`; needs ``trusted_ca_pem`` or ``any_chain``.
-        any_chain: without ``trusted_ca_pem``, ask for the peer's certificate and have ``verify`` alone judge it.
-            For pinned certificates and keys: the handshake proves the key, and the issuer does not matter.
-        key_log: gets one line of NSS key log per secret, without newline.
-        movable: keep the traffic secrets of each connection and count its records, so that it can move to another
-            process; see :meth:`hbone.tls.TlsSession.traffic_keys`.
+        any_chain: without ``trusted_ca_pem``, whether to request the peer's certificate and check it only by
+            ``verify``. For pinned certificates and keys: the handshake proves the key, so the issuer is
+            irrelevant.
+        key_log: called with one line of NSS key log per secret, without newline.
+        movable: whether to keep the traffic secrets of each connection and count its records, so that it can move
+            to another process; see :meth:`hbone.tls.TlsSession.traffic_keys`.
     """
 
     certificate_chain_pem: bytes | None = None
@@ -118,11 +120,11 @@ class TlsSettings:
 
 
 class NoCommonProtocol(Exception):
-    """Inside the ALPN callback: makes OpenSSL send no_application_protocol."""
+    """Raised in the ALPN callback, to make OpenSSL send the alert no_application_protocol."""
 
 
 class Verification:
-    """The judgement of the peer in one handshake, and the values collected by its callbacks.
+    """The result of verifying the peer in one handshake, and other values collected by the callbacks.
 
     Attributes:
         secrets: the traffic secrets by sender, ``CLIENT`` and ``SERVER``, of a connection that can move.
@@ -152,10 +154,10 @@ class TlsContext:
     Args:
         role: our side of the connections.
         settings: the parameters of the context.
-        shared: a context whose settings differ in ``verify`` only; see :meth:`expecting`.
+        shared: a context whose settings differ only in ``verify``; see :meth:`expecting`.
 
     Raises:
-        ValueError: a PEM, key, suite or group that cannot be used, or a key of another certificate.
+        ValueError: a PEM, key, suite or group cannot be used, or the key belongs to another certificate.
     """
 
     __slots__ = ("_kept", "_settings", "raw", "role")
@@ -180,13 +182,13 @@ class TlsContext:
         return self._settings
 
     def expecting(self, verify: Verify) -> TlsContext:
-        """Return a context that checks peers by ``verify`` instead.
+        """Return a context that checks peers by another ``verify``.
 
-        The rest is shared: a client needs one for each identity that it dials, and building each would take a
-        quarter of a millisecond and 20 KiB.
+        All other parts are shared: a client needs a context for each identity that it dials, and building a whole
+        context would take a quarter of a millisecond and 20 KiB.
 
         Raises:
-            ValueError: this context does not verify peers, so the shared part requests no verification.
+            ValueError: this context does not verify peers, so the shared part requests no certificate.
         """
         if self._settings.verify is None:
             raise ValueError("a context without verify cannot be shared")
@@ -247,7 +249,8 @@ class TlsContext:
         # A trusted intermediate ends the chain, as with the trust anchors of other TLS stacks.
         flags = crypto.X509StoreFlags.PARTIAL_CHAIN
         if settings.crl_pem is not None:
-            # An unreadable list must be an error: without a list OpenSSL would accept revoked certificates.
+            # An unreadable list must be an error, because without the list OpenSSL would accept revoked
+            # certificates.
             blocks = _pem_blocks(settings.crl_pem, b"X509 CRL")
             if not blocks:
                 raise ValueError("no certificate revocation list in PEM")
@@ -338,7 +341,7 @@ def _judge_error(store: Any, seen: Verification, *, allow_expired: bool) -> int:
 
 
 def _times(store: Any, error: int) -> str:
-    """Describe the violated validity bound and our time, because either clock can be wrong."""
+    """Describe the certificate's exceeded validity bound and our time, because either clock can be wrong."""
     certificate = _current_certificate(store)
     early = error == _NOT_YET_VALID
     bound = certificate.not_valid_before_utc if early else certificate.not_valid_after_utc

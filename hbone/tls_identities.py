@@ -1,9 +1,9 @@
 """The certificates of one TLS context. If there are several, a server chooses one in each handshake.
 
-OpenSSL chooses by the client's signature algorithms, among the first certificate of each key type, and prefers the
-shorter elliptic-curve key. Before that, the names in the certificates narrow the choice, like in Envoy:
-certificates whose subject alternative names include the client's server name (RFC 6066, 3), then those with a
-matching wildcard, then the first. A client without a server name chooses from all.
+As in Envoy, the names in the certificates narrow the choice first: to certificates whose subject alternative names
+include the client's server name (RFC 6066, 3), or else to certificates with a matching wildcard, or else to the
+first certificate. Without a server name, all certificates are considered. Then OpenSSL chooses by the client's
+signature algorithms among the first certificate of each key type, and prefers the shorter elliptic-curve key.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, load_pem_priv
 from OpenSSL import SSL
 
 _MAX_NAMES: Final = 256
-"""The most names in all certificates of one context: each needs an OpenSSL context of some 20 KiB."""
+"""The largest number of names in all certificates of one context. Each name needs an OpenSSL context of 20 KiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A certificate chain, leaf first, and its private key; both PEM."""
+    """A certificate chain, leaf first, and its private key, both in PEM."""
 
     chain_pem: bytes
     private_key_pem: bytes = field(repr=False)
@@ -36,17 +36,17 @@ class Identity:
 
 
 def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
-    """Return the identity with issuers added from the trusted certificates, if its chain has none.
+    """Return the identity. If its chain has no issuers, add them from the trusted certificates.
 
-    A peer that trusts only the root needs the intermediates. OpenSSL would search the intermediates in each
-    handshake, verify the resulting chain, and send the root, too.
+    A peer that trusts only the root needs the intermediates. Otherwise OpenSSL would search the intermediates in
+    each handshake, verify the resulting chain, and send the root, too.
 
     Args:
-        identity: its chain can consist of the leaf alone.
-        trusted_pem: roots and intermediates; ``None``: there are none.
+        identity: the identity, whose chain can be the leaf alone.
+        trusted_pem: roots and intermediates, or ``None``.
 
     Raises:
-        ValueError: a PEM that cannot be read.
+        ValueError: a PEM cannot be read.
     """
     last, *issuers = x509.load_pem_x509_certificates(identity.chain_pem)
     if issuers or trusted_pem is None:
@@ -76,8 +76,8 @@ def load(raw: SSL.Context, identity: Identity) -> None:
     """Present one certificate.
 
     Raises:
-        SSL.Error: OpenSSL refuses the certificate or the key, or they do not belong together.
-        ValueError: a PEM that cannot be read.
+        SSL.Error: OpenSSL refuses the certificate or the key, or the key belongs to another certificate.
+        ValueError: a PEM cannot be read.
     """
     leaf, *issuers = x509.load_pem_x509_certificates(identity.chain_pem)
     raw.use_certificate(leaf)
@@ -102,11 +102,11 @@ def load_each(raw: SSL.Context, identities: Iterable[Identity]) -> None:
 def by_server_name(
     identities: Sequence[Identity], context_of: Callable[[Sequence[Identity]], SSL.Context]
 ) -> Callable[[SSL.Connection], None]:
-    """Return the callback of a server that puts the certificates of the client's server name into a connection.
+    """Return a server's callback that selects the certificates for the client's server name.
 
     Args:
-        identities: in order of preference.
-        context_of: builds a context that differs in its certificates only.
+        identities: the identities, in order of preference.
+        context_of: builds a context that differs only in its certificates.
 
     Raises:
         ValueError: the certificates have too many names.
@@ -131,7 +131,7 @@ def by_server_name(
 
 
 def _dns_names(leaf: x509.Certificate) -> set[str]:
-    """Return the host names of a certificate: its DNS names, or its subject's common name if it has none."""
+    """Return a certificate's host names: its DNS names, or without DNS names the subject's common name."""
     try:
         extension = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         names = extension.value.get_values_for_type(x509.DNSName)

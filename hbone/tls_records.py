@@ -1,12 +1,13 @@
 """The record layer of TLS 1.3 (RFC 8446, 5), for connections whose handshake took place in another process.
 
-OpenSSL cannot export a connection. But after its handshake a connection of TLS 1.3 is plain data: a cipher suite,
-a traffic secret and a record number per direction, and the bytes of an incomplete record (:class:`RecordState`).
-:class:`RecordSession` continues from these. It has the interface of :class:`hbone.tls.TlsSession`, so that callers
-need not distinguish the two. The ciphers are ``cryptography``'s.
+OpenSSL cannot export a connection. But after its handshake, the state of a TLS 1.3 connection is small: a cipher
+suite, a traffic secret and a record number per direction, and the bytes of an incomplete record
+(:class:`RecordState`). :class:`RecordSession` continues from this state. It has the interface of
+:class:`hbone.tls.TlsSession`, so that callers need not distinguish the two. The ciphers are from ``cryptography``.
 
-After the handshake, a KeyUpdate message is obeyed and answered (4.6.3), session tickets are ignored, because no
-session is resumed, and any other message is an error. Keys are updated before a suite's limit of records (5.5).
+After the handshake, a KeyUpdate message updates the keys and is answered (4.6.3). Session tickets are ignored,
+because no session is resumed. Any other message is an error. Keys are updated before a suite's limit of records
+(5.5).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _IV_BYTES: Final = 12
 _MOST_CIPHERTEXT: Final = RECORD_BYTES + 256  # RFC 8446, 5.2
 _MOST_INNER: Final = RECORD_BYTES + 1  # plaintext with its content type
 _MOST_MESSAGE: Final = 128 * 1024  # a session ticket has at most 64 KiB, plus its nonce and extensions
-_MOST_EMPTY: Final = 32  # records without payload in a row, as in OpenSSL
+_MOST_EMPTY: Final = 32  # the largest number of records without payload in a row, as in OpenSSL
 
 _ALERT, _HANDSHAKE, _DATA = 21, 22, 23
 _NEW_SESSION_TICKET, _KEY_UPDATE = 4, 24
@@ -70,7 +71,7 @@ class Suite(NamedTuple):
 
 
 SUITES: Final = {
-    # 2^24.5 records of full size for AES-GCM (RFC 8446, 5.5); ChaCha20 has no limit below that of record numbers.
+    # AES-GCM is limited to 2^24.5 records of full size (RFC 8446, 5.5), ChaCha20 only by the record numbers.
     "TLS_AES_128_GCM_SHA256": Suite(16, hashes.SHA256, AESGCM, 1 << 24),
     "TLS_AES_256_GCM_SHA384": Suite(32, hashes.SHA384, AESGCM, 1 << 24),
     "TLS_CHACHA20_POLY1305_SHA256": Suite(32, hashes.SHA256, ChaCha20Poly1305, 1 << 48),
@@ -78,10 +79,10 @@ SUITES: Final = {
 
 
 def record_state(stream: TlsStream) -> RecordState:
-    """Return the state for :class:`RecordSession`; the connection's pending output must have been taken.
+    """Return the state for :class:`RecordSession`. The caller must have taken the connection's pending output.
 
     Raises:
-        Unmovable: the connection cannot move, or not now.
+        Unmovable: the connection cannot move, or cannot move yet.
     """
     if isinstance(stream, RecordSession):
         return stream.state()
@@ -142,7 +143,7 @@ class _Direction:
         """Return the content of the next record, with its type and padding.
 
         Raises:
-            InvalidTag: it was not sealed by these keys under this number.
+            InvalidTag: the record was not encrypted with these keys under this number.
         """
         content = self._aead.decrypt((self._iv ^ self.number).to_bytes(_IV_BYTES), payload, header)
         self.number += 1
@@ -156,7 +157,7 @@ class RecordSession(TlsStream):
     """Continues a connection from its state; see :class:`hbone.tls.TlsStream`.
 
     Raises:
-        ValueError: the state names an unknown suite, or has keys of another length.
+        ValueError: the state names an unknown suite, or has keys of a wrong length.
     """
 
     __slots__ = (
@@ -192,7 +193,7 @@ class RecordSession(TlsStream):
         self.half_rtt_sent = False
 
     def state(self) -> RecordState:
-        """Return the state from which another session continues. This session must not be used afterwards."""
+        """Return the state from which another session continues. Then this session must not be used any more."""
         return RecordState(
             suite=self._suite_name,
             sending=self._sending.state(),
@@ -233,7 +234,7 @@ class RecordSession(TlsStream):
                 if stop > len(data):
                     break
                 if length > size - filled and filled:
-                    break  # the content might not fit; the caller calls again
+                    break  # the content might not fit into the buffer, so the caller calls again
                 content, kind = self._open(data, position, stop)
                 position = stop
                 if kind == _DATA:
@@ -243,7 +244,7 @@ class RecordSession(TlsStream):
                 else:
                     self._take_control(content, kind)
         finally:
-            # A copy, because the caller may reuse its buffer.
+            # Copy the rest, because the caller can reuse its buffer.
             self._incoming = memoryview(bytes(data[position:]))
         return filled
 
@@ -294,7 +295,7 @@ class RecordSession(TlsStream):
         elif code == _USER_CANCELED:
             self._note_empty()
         else:
-            self._closed = True  # nothing may be sent any more, close_notify included
+            self._closed = True  # no more records can be sent, not even close_notify
             text = _ALERTS.get(code, str(code))
             raise TlsError(_PEER_REASONS.get(code, TlsReason.OTHER), f"alert {text}", by_peer=True)
 
@@ -320,7 +321,7 @@ class RecordSession(TlsStream):
         self._note_empty()
 
     def _key_update(self, body: bytes) -> None:
-        if self._message:  # messages may not span key changes (RFC 8446, 5.1)
+        if self._message:  # messages must not span key changes (RFC 8446, 5.1)
             raise self._fail(_UNEXPECTED_MESSAGE, "a key update that does not end its record")
         if len(body) != 1 or body[0] > 1:
             raise self._fail(

@@ -37,13 +37,13 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         suite: the cipher suite's name, as in :data:`SUITES`.
-        sending: our direction's keys.
-        receiving: the peer's direction's keys.
+        sending: the keys of our direction.
+        receiving: the keys of the peer's direction.
         partial: received bytes of a record that is not complete.
         message: the received part of a handshake message that spans records.
-        control: records to send that were not taken yet: alerts, key updates.
-        peer_closed: the peer has sent close_notify.
-        closed: we have sent close_notify.
+        control: records that wait to be sent: alerts, key updates.
+        peer_closed: whether the peer has sent close_notify.
+        closed: whether we have sent close_notify.
         facts: the result of the handshake, such as the peer's identity.
     """
 

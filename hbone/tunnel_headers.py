@@ -24,7 +24,7 @@ _PORT: Final = re.compile(r"[0-9]{1,5}\Z")
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Target of a CONNECT: an address, or a lower-case host name, and a port from 1 to 65535."""
+    """The target of a CONNECT: an address or a lower-case host name, and a port from 1 to 65535."""
 
     host: IPAddress | str
     port: int
@@ -47,11 +47,11 @@ def parse_authority(value: bytes | None) -> Authority:
         value: ASCII ``host:port``, an IPv6 host in brackets, no userinfo. None if the field was missing.
 
     Returns:
-        The host as an address if it is one (an IPv4-mapped IPv6 address as IPv4, so that rules apply to both
-        spellings), otherwise as a lower-case name. A trailing dot is refused.
+        The host, as an address (an IPv4-mapped IPv6 address as IPv4, so that rules apply to both spellings), or as
+        a lower-case name. A trailing dot is refused.
 
     Raises:
-        InvalidHeader: any other form. Callers answer 400.
+        InvalidHeader: the value has another form. Callers answer 400.
     """
     raw = value if value is not None else b""
     try:
@@ -83,7 +83,7 @@ def parse_authority(value: bytes | None) -> Authority:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baggage:
-    """Workload metadata of one side. Empty fields are left out on the wire."""
+    """The workload metadata of one side. Empty fields are not sent."""
 
     cluster_id: str = ""
     namespace: str = ""
@@ -124,7 +124,7 @@ def format_baggage(baggage: Baggage) -> bytes:
 def parse_baggage(headers: Headers) -> Baggage:
     """Parse all ``baggage`` fields of a section. Unknown keys are ignored, later values win, spaces are kept.
 
-    A value with a non-ASCII byte voids all values, like in the Rust ztunnel.
+    As in the Rust ztunnel, all values are ignored if a value has a non-ASCII byte.
     """
     values: dict[str, str] = {}
     for name, raw in headers:
@@ -146,7 +146,7 @@ def parse_baggage(headers: Headers) -> Baggage:
 
 
 def format_forwarded(client: str, host: str | None = None) -> bytes:
-    """Return the ``forwarded`` value (RFC 7239): the client's ``ip:port``, and the service addressed, if any."""
+    """Return the ``forwarded`` value (RFC 7239): the client's ``ip:port``, and the dialled service, if any."""
     value = f'for="{client}"'
     return (f"{value};host={host}" if host else value).encode("ascii")
 
@@ -169,8 +169,8 @@ def format_traceparent(noise: int, sampled_below: int = 0) -> bytes:
     """Return the ``traceparent`` value of a new trace (W3C trace context, version 00).
 
     Args:
-        noise: 192 random bits: the identifiers of trace and parent.
-        sampled_below: the trace is sampled if the last 7 octets of its identifier are a smaller number.
+        noise: 192 random bits, used as the identifiers of trace and parent.
+        sampled_below: the trace is sampled if the last 7 octets of its identifier are a number below this.
     """
     digits = f"{noise:048x}"
     flags = "01" if sampled_below and (noise >> 64) & 0xFFFFFFFFFFFFFF < sampled_below else "00"

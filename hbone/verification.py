@@ -24,12 +24,12 @@ _RSA_BITS, _EC_BITS, _DIGEST_BYTES = 2048, 224, 28
 def verified_chain(
     chain: Sequence[x509.Certificate], anchors: Sequence[x509.Certificate], shown_by: Role
 ) -> tuple[x509.Certificate, ...] | None:
-    """Return the verified chain, leaf first and anchor last; ``None``: a handshake would refuse it.
+    """Return the verified chain, leaf first and anchor last, or ``None`` if a handshake would refuse the chain.
 
     Args:
-        chain: as presented: the leaf first, then the others in any order.
-        anchors: roots, or intermediates that are trusted as such.
-        shown_by: the side that presents the chain. The leaf must be valid for that purpose (client or server).
+        chain: the presented chain: the leaf first, then other certificates in any order.
+        anchors: the trust anchors, roots or intermediates.
+        shown_by: the side that presents the chain. The leaf must be valid for this purpose (client or server).
     """
     if not chain or not anchors:
         return None

@@ -1,20 +1,20 @@
-"""The receive windows of a connection and of its streams, which bound the unread payload that waits here.
+"""The receive windows of a connection and of its streams, which limit the unread payload that waits here.
 
-A stream without a reader pins its window: its bytes have arrived but stay unread. To let the other streams make
+A stream without a reader pins its window: its bytes have arrived but stay unread. To let other streams make
 progress, the windows of all streams together stay within the connection's window. A stream therefore starts with a
 small window (``initial_window_bytes``), which grows on demand: if half a window was delivered within
 :data:`FAST_S` and few bytes wait, the peer waited for credit and not for the reader. A stream that slows down
-releases this growth.
+releases the growth of its window.
 
-Growth comes from two pools of the connection. Delivered bytes do not prove that an application reads, because the
-kernel buffers some megabytes of a stream without a reader. Streams that have delivered less than
-:data:`PROVEN_BYTES` therefore share a small pool, and each can take a quarter of what is left in it. A stream that
-has delivered more has a live reader, and can take half of what the large pool has left. So the next stream gets
-credit, however many streams are pinned.
+Growth is taken from two pools of the connection. Delivered bytes do not prove that an application reads, because
+the kernel buffers some megabytes of a stream without a reader. Therefore streams that have delivered less than
+:data:`PROVEN_BYTES` share a small pool, and each can take a quarter of the bytes left in it. A stream that has
+delivered more has a live reader, and can take half of the bytes left in the large pool. So there is always credit
+for the next stream, no matter how many streams are pinned.
 
-The connection's own window follows the streams: with few streams it uses little of the peer's quota of waiting
-bytes (:class:`hbone.flow.PeerQuota`), and of its pod's and the process's quotas (:class:`hbone.flow.WindowPool`).
-If these are used up, no window grows. That is backpressure, not an error.
+The connection's own window depends on the number of streams: with few streams it uses little of the peer's quota
+of waiting bytes (:class:`hbone.flow.PeerQuota`), and of its pod's and the process's quotas
+(:class:`hbone.flow.WindowPool`). If these are used up, no window grows. This is backpressure, not an error.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FAST_S: Final = 0.05
 SLOW_S: Final = 0.5
 """If delivering half a window takes longer than this, the window is larger than the stream needs."""
 PROVEN_BYTES: Final = 8 * 1024 * 1024
-"""Delivered bytes that no socket buffer explains (tcp_wmem and tcp_rmem of Linux end at 4 and 6 MiB)."""
+"""More delivered bytes than socket buffers can hold (tcp_wmem and tcp_rmem of Linux end at 4 and 6 MiB)."""
 _UNPROVEN_BYTES: Final = 3 * 1024 * 1024
-_QUICK_BYTES: Final = 256 * 1024  # below this a window grows fourfold at once, above it doubles
+_QUICK_BYTES: Final = 256 * 1024  # a smaller window grows fourfold at once, a larger window doubles
 _KEPT_BYTES: Final = 64 * 1024  # the growth that a slow stream keeps
 _LEAST_GROWTH: Final = 8192
-_STREAM_STEP: Final = 32  # streams for which the connection's window is enlarged at once
-_MOST_STREAMS: Final = 200  # assumed if we announce no limit, as a client
+_STREAM_STEP: Final = 32  # the number of streams for which the connection's window is enlarged at once
+_MOST_STREAMS: Final = 200  # the assumed number of streams if we announce no limit, as a client
 
 
 class StreamWindow:
@@ -61,7 +61,7 @@ class StreamWindow:
 
 
 class ConnectionWindow:
-    """A connection's receive window, and the pools that its streams' windows grow from."""
+    """A connection's receive window, and the pools for the growth of its streams' windows."""
 
     __slots__ = (
         "_grown",
@@ -84,7 +84,7 @@ class ConnectionWindow:
         self.initial = settings.first_window_bytes
         """The window that every stream starts with."""
         streams = settings.max_concurrent_streams or _MOST_STREAMS
-        # A configured window can be too small for that many streams. The other half then stays for growth.
+        # A configured window can be too small for so many streams. Then half of the window is kept for growth.
         kept = min(self.initial * streams, self.most_bytes >> 1)
         self._unproven = min(_UNPROVEN_BYTES, (self.most_bytes - kept) >> 1)
         self._proven = self.most_bytes - kept - self._unproven
@@ -103,8 +103,8 @@ class ConnectionWindow:
         """Take window growth beyond the first window from ``share`` and ``pod``.
 
         Called before any stream is open, or after the connection has moved here. Windows that have grown in the
-        other process are counted even above the limits: granted credit cannot be withdrawn. No window grows while
-        they exceed the limits.
+        other process are counted even above the limits, because granted credit cannot be withdrawn. While windows
+        exceed the limits, no window grows.
         """
         self._share = share
         self._pod = pod
