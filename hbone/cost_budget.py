@@ -88,8 +88,7 @@ class CostBudget:
         """Charge ``units`` of work at the current price. Return for how many seconds to stop reading.
 
         Backpressure is tried first: an honest peer with many small frames sends fewer and larger frames when it
-            must
-        wait, and a busy peer does not notice. Only a peer that must be slowed down for many seconds is
+        must wait, and a busy peer does not notice. Only a peer that must be slowed down for many seconds is
         disconnected.
 
         A higher price makes pauses longer, but the limit on pauses counts them as if the price were 1. So a slow

@@ -203,8 +203,7 @@ class Engine(Sender):
         share.
 
         Tunnels that carried no bytes are charged here, too: opening tunnels and then dropping the connection
-            causes
-        as much work as resetting the tunnels.
+        causes as much work as resetting the tunnels.
         """
         self._window.leave()
         account = self._costs

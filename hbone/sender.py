@@ -347,8 +347,7 @@ class Sender:
         window.
 
         The credit due is compared with the remaining window, not with the whole window: if slow streams pin most
-            of
-        the window, other streams can still use a small rest. So this is checked also when bytes arrive.
+        of the window, other streams can still use a small rest. So this is checked also when bytes arrive.
         """
         window = self._window
         if window.unacknowledged > 0:

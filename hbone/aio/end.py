@@ -167,8 +167,7 @@ class End(ABC):
         """Apply ``event``: change the states, then act. ``error`` and ``clean`` are for the relay's report.
 
         States change before the actions run, because an action can call this method again: an EOF passed to the
-            peer
-        can end the relay, whose owner then closes both ends. ``relay`` and ``peer`` are read again for each
+        peer can end the relay, whose owner then closes both ends. ``relay`` and ``peer`` are read again for each
         action, because any action can end the relay.
         """
         transition = TRANSITIONS[self.source, self.sink, event]

@@ -82,8 +82,7 @@ class Link:
         """Number of bytes that wait for the network, or that the remote kernel has not acknowledged.
 
         Closing the socket can destroy such bytes: the kernel answers bytes that arrive for a closed socket, such
-            as
-        a WINDOW_UPDATE, with a reset.
+        as a WINDOW_UPDATE, with a reset.
         """
         try:
             queued = fcntl.ioctl(self.sock.fileno(), termios.TIOCOUTQ, bytes(4))  # SIOCOUTQ of tcp(7)

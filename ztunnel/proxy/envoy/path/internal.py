@@ -165,9 +165,8 @@ class InternalListeners:
         """Open a tunnel within this process, if its far end is a pod of this node.
 
         Both certificates are checked as in a handshake: the client's certificate by the inbound chain's TLS
-            context,
-        and the server's certificate by the client's TLS context. Then the inbound chain's policies and request
-        handling run unchanged.
+        context, and the server's certificate by the client's TLS context. Then the inbound chain's policies and
+        request handling run unchanged.
 
         Returns:
             The connection to the application, or ``None`` if the tunnel must go over the network.
