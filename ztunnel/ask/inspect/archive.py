@@ -5,12 +5,11 @@ The pages of a node's proxy are ``nodes/NODE/proxy/PAGE``, with the page's path 
 
 from __future__ import annotations
 
-import json
 import tarfile
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ztunnel.ask.inspect.source import AskFailed
+from ztunnel.ask.inspect.source import AskFailed, parsed
 
 #: The most bytes read from one file of an archive, and from all files: archives are untrusted input.
 MAX_FILE: Final = 256 << 20
@@ -89,7 +88,4 @@ class ArchivedPages:
         return found.decode(errors="replace")
 
     def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
-        try:
-            return json.loads(self.text(path))
-        except ValueError:
-            raise AskFailed(f"{self.name}: {path}: not JSON") from None
+        return parsed(self.text(path), f"{self.name}: {path}")

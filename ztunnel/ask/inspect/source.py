@@ -258,7 +258,7 @@ def ask_json(
     server: str, path: str, parameters: Mapping[str, str | None] | None = None, *, limit_s: float = ANSWER_S
 ) -> Any:
     """Return a page of JSON; see :func:`ask`."""
-    return _parsed(ask(server, path, parameters, limit_s=limit_s), f"{server}: {path}")
+    return parsed(ask(server, path, parameters, limit_s=limit_s), f"{server}: {path}")
 
 
 def read_json(file: str) -> Any:
@@ -273,10 +273,15 @@ def read_json(file: str) -> Any:
         raise AskFailed(f"{file}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise AskFailed(f"{file}: not text") from None
-    return _parsed(text, "standard input" if file == "-" else file)
+    return parsed(text, "standard input" if file == "-" else file)
 
 
-def _parsed(text: str, name: str) -> Any:
+def parsed(text: str, name: str) -> Any:
+    """Return a JSON value, with lone surrogates escaped.
+
+    Raises:
+        AskFailed: the text is not JSON; ``name`` says whose text it is.
+    """
     try:
         value = json.loads(text)
         return _unicode(value) if "\\ud" in text or "\\uD" in text else value

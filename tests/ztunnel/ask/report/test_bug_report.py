@@ -1,5 +1,6 @@
 """``ztunnel bug-report`` of two nodes through a script in place of kubectl; then commands read the archive."""
 
+import io
 import json
 import os
 import re
@@ -174,3 +175,26 @@ def test_what_changed_since_an_archive(cluster: Path, capsys: Output) -> None:
         "removed",
         "changed",
     }
+
+
+def archived(folder: Path, files: dict[str, bytes]) -> Path:
+    path = folder / "report.tgz"
+    with tarfile.open(path, "w:gz") as tar:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"report/{name}")
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return path
+
+
+def test_dumps_of_an_archive_are_read_like_other_saved_dumps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = {"name": "a\ud800", "namespace": "shop", "workloadIps": ["10.0.0.1"]}
+    dump = json.dumps({"workloads": [workload], "certificates": []}).encode()
+    files = {"index.json": b"{}", "nodes/n1/proxy/config_dump": dump, "nodes/n2/proxy/config_dump": b"[" * 100_000}
+    assert main(["workloads", "-f", str(archived(tmp_path, files)), "-o", "json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert [each["name"] for each in found["items"]] == [r"a\ud800"]
+    assert [each["node"] for each in found["silent"]] == ["n2"]
+    assert "nested too deeply" in found["silent"][0]["reason"]
