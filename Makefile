@@ -10,8 +10,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Go's own installer leaves it beside the PATH.
 GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)/go/bin/go) go)
-# More than two cores can keep busy, because some of them wait: tests/lanes.py.
-WORKERS := --forks 4
+# More than two cores can keep busy, because some of them wait (tests/lanes.py), and two more while cores are idle.
+WORKERS := --forks 4 --spare 2
 # Tests start hundreds of processes: without stored bytecode each compiles its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
@@ -41,10 +41,11 @@ demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpo
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
 	$(PY) -m pytest -q $(WORKERS)
 
-# Half of a minute of the pure core's tests, of which make test has all.
-LONG := $(addprefix --ignore=tests/hbone/,test_work.py test_windows.py test_frame_pairs.py)
+# Half of the time of the pure core's tests. make test runs all of them.
+LONG := $(addprefix --ignore=tests/,$(addprefix hbone/,test_work.py test_windows.py test_frame_pairs.py test_unit_price.py) \
+	xds/dialects/test_fields.py ztunnel/policy/calico/test_parts.py ztunnel/policy/netpol/test_table_builder.py)
 
-check: $(STAMP) ## format, lint, types, tests of the pure core but for the longest three files: under a minute
+check: $(STAMP) ## format, lint, types, tests of the pure core but for the longest seven files: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	@$(PY) -m mypy & types=$$!; $(PY) -m pytest -q --forks 2 --core $(LONG); tests=$$?; wait $$types && exit $$tests
