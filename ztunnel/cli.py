@@ -1,6 +1,7 @@
 """The command ``ztunnel``: parses its command line and runs one of its sub-commands."""
 
 import argparse
+import contextlib
 import importlib
 import io
 import json
@@ -181,8 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Roots with a serial number of 0 are common, and each would cause this warning.
     warnings.filterwarnings("ignore", message="Parsed a serial number which wasn't positive", category=UserWarning)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names and reasons can have characters that the terminal's encoding does not have.
-        sys.stdout.reconfigure(errors="backslashreplace")
+        # Names and reasons can have characters that the terminal's encoding does not have. The call ends by asking
+        # for the position, which fails if another kind of file has replaced the descriptor.
+        with contextlib.suppress(OSError):
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(argv)
         sys.stdout.flush()
