@@ -94,7 +94,7 @@ class ObservedEnd(End):
 
     def commit(self, size: int) -> None:
         rooms, self._rooms = self._rooms, []
-        # An end whose network has ended discards its input, so these bytes were not sent.
+        # An end whose network accepts no more bytes discards them, so they are not shown as sent.
         if self.inner.sink is not SINK_BROKEN:
             _show(self._observer.sent, rooms, size)
         self.inner.commit(size)

@@ -20,7 +20,7 @@ _SMALL_FRAME = 64 * 1024
 
 
 class EarlySource(Protocol):
-    """The source of a client's early data, whose bytes can be read again for another attempt."""
+    """The source of the first bytes that a client sends with its CONNECT. Another attempt can read them again."""
 
     def peek_into(self, room: memoryview) -> int:
         """Copy the received bytes into ``room`` without consuming them, and return their number."""

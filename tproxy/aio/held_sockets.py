@@ -2,14 +2,14 @@
 process.
 
 After this process has ended, its ports stay open, so connections wait in the sockets' queues instead of being
-refused. The holder (:mod:`ztunnel.runtime.holder`) is the parent of this process, and its end of the channel is a
-descriptor that ``ZTUNNEL_HOLDER_FD`` names. Each packet on the channel (``SOCK_SEQPACKET``) consists of a letter
-and a key:
+refused. The holder (:mod:`ztunnel.runtime.holder`) is the parent of this process. ``ZTUNNEL_HOLDER_FD`` names the
+descriptor of this process's end of the channel. Each packet on the channel (``SOCK_SEQPACKET``) consists of a
+letter and a key:
 
 ======  ================  ===============================================================
 letter  sent by           meaning
 ======  ================  ===============================================================
-``T``   this process      send everything that you hold; the answer is a ``H`` each, then ``E``
+``T``   this process      send everything that you hold; the answer is one ``H`` for each, then ``E``
 ``H``   the holder        a held socket, with its descriptor
 ``E``   the holder        that was all
 ``K``   this process      hold a copy of this socket, in place of an older one of this key

@@ -651,7 +651,8 @@ def format_text(message: core.SubstitutionFormatString, surroundings: Surroundin
     Raises:
         ConfigError: JSON where text is needed, or a bad format string.
     """
-    # The content type concerns response bodies, which do not exist here. Callers read omit_empty_values.
+    # Two of these fields are accepted but not read here: content_type, because it concerns response bodies, which
+    # do not exist, and omit_empty_values, which callers read.
     only(message, "text_format", "text_format_source", "json_format", "omit_empty_values", "content_type")
     kind = message.WhichOneof("format")
     if kind == "text_format":

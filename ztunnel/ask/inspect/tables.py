@@ -28,7 +28,7 @@ _COUNTED: Final = {
 
 
 class NotAMesh(ValueError):
-    """A dump is of another dialect, or not a dump. The text names what it is."""
+    """An answer is not from a proxy in an Istio mesh: it is in Envoy's dialect or no dump. The text says which."""
 
 
 def mesh_dump(value: object) -> Dump:

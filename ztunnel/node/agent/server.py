@@ -200,7 +200,7 @@ class ZdsServer:
         deletions = [connection.request(DeletePod(uid)) for connection in self._connections]
         for answer in await asyncio.gather(*deletions, return_exceptions=True):
             if answer:
-                log.warning("ztunnel did not confirm a removed pod uid=%s error=%s", uid, answer)
+                log.warning("ztunnel did not confirm the removal of a pod uid=%s error=%s", uid, answer)
 
     async def _accept(self, listener: Listener) -> None:
         while True:

@@ -329,7 +329,7 @@ class LiveTable:
         self._handle = asyncio.get_running_loop().call_soon(self._continue)
 
     def _step(self) -> bool:
-        """Handle the next entry of a running review. Return whether there was one."""
+        """Handle the next life of a running review. Return whether there was one."""
         while self._walks:
             try:
                 next(self._walks[0])

@@ -120,7 +120,7 @@ def _check_uses(uses: bytes) -> None:
 
 
 def _start(der: bytes, at: int) -> int:
-    """Return where the content of an element begins."""
+    """Return where the content of a DER element begins."""
     if at + 2 > len(der):
         raise _Unusable("it is cut off")
     return at + 2 + (der[at + 1] & 0x7F if der[at + 1] & 0x80 else 0)

@@ -13,7 +13,7 @@ TYPE: Final = "ztunnel-cni"
 OWNED: Final = f"02-{TYPE}.conflist"
 #: The key in our plugin's entry for the name of the network's own configuration file, which the list replaces.
 ORIGIN: Final = "made_from"
-#: The name and version of a list created from a plain configuration, the same as istio-cni's.
+#: The name and version of a list created from a plain configuration that has none. istio-cni uses the same values.
 _LIST_NAME, _LIST_VERSION = "k8s-pod-network", "0.3.1"
 
 

@@ -294,7 +294,7 @@ class Connector:
         last.error = _failed(last.cluster, error) if isinstance(error, HboneError) else error
 
     def opened(self, opening: Opening) -> ClusterUpstream:
-        """Return the upstream of an attempt whose tunnel was answered."""
+        """Record that the tunnel of an attempt was answered with 200, and return its upstream."""
         hop, cluster, info = opening.hop, opening.cluster, opening.hop.info
         if opening.inner is not None:
             upstream = self._entered_upstream(opening, opening.inner.hop, self.opened(opening.inner))

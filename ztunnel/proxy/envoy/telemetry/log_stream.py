@@ -212,6 +212,6 @@ class LogStreams:
         return sender
 
     async def close(self) -> None:
-        """End all streams. Remaining entries are sent, if this is possible at once."""
+        """Send remaining entries, for at most a second, and end all streams."""
         await asyncio.gather(*(sender.close() for sender in self._senders.values()))
         await self._tasks.close()

@@ -1,7 +1,8 @@
 """Outlier detection: ejects failing hosts for some seconds. Pure; time is an argument.
 
-Results are counted as by Envoy's TCP proxy: a connect failure counts as a 5xx, and a tunnel refused with 502, 503
-or 504 also counts as a gateway failure. A success resets the number of consecutive failures.
+Results are counted as by Envoy's TCP proxy: a failure to connect, and a tunnel refused with 502, 503 or 504, count
+as a 5xx and as a gateway failure. With ``split_external_local_origin_errors`` a failure to connect counts as a
+local-origin failure instead. A success resets the numbers of consecutive failures.
 """
 
 from collections.abc import Callable, Sequence

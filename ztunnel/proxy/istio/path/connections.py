@@ -112,7 +112,8 @@ class PodConnections:
         return len(self)
 
     async def _delivered(self) -> None:
-        """Wait until the last bytes of ended streams have arrived, or their peer stops reading.
+        """Wait until the last bytes of ended streams have arrived, or their peer has read nothing for
+        :data:`_STALLED_S`.
 
         A stream counts as ended once its last bytes are queued. Closing the connection then could discard them.
         """

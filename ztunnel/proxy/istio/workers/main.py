@@ -144,7 +144,7 @@ class WorkerPod:
         return None if self.dns is None else await self.dns.resolve(name, ipv6=ipv6)
 
     async def stop(self) -> None:
-        """End the pod's proxy in all workers at once; idempotent."""
+        """End the pod's proxy in all workers, without a drain; idempotent."""
         self._workers.forget(self)
         self.close_listeners()
         await self._workers.request_of_all(StopPod(self.number))
