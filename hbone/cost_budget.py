@@ -1,8 +1,8 @@
 """Budgets for the work that a peer's bytes cause: one for each connection, and one for all the peer's connections.
 
-Work is counted in units (:mod:`hbone.limits`), which take about a microsecond of a fast core. A budget is a share
-of a core, so a unit has a price (:class:`UnitPrice`): on a core that needs twice the time for equal work, each
-unit is charged twice.
+Work is counted in units (:mod:`hbone.frame_costs`), which take about a microsecond of a fast core. A budget is a
+share of a core, so a unit has a price (:class:`UnitPrice`): on a core that needs twice the time for equal work,
+each unit is charged twice.
 """
 
 from __future__ import annotations

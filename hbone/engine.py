@@ -48,10 +48,7 @@ from hbone.events import (
     WindowOpened,
 )
 from hbone.flow import Budget, PeerQuota, WindowPool
-from hbone.frames import MAX_STREAM_ID, MAX_WINDOW, Setting
-from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
-from hbone.hpack_cache import EMPTY_TABLE, LONG_BLOCK_BYTES, BlockDecoder, HeaderBlockError
-from hbone.limits import (
+from hbone.frame_costs import (
     DROPPED_DATA_UNITS,
     FIELD_UNITS,
     HEADERS_UNITS,
@@ -61,6 +58,9 @@ from hbone.limits import (
     REFUND_UNITS,
     REQUEST_UNITS,
 )
+from hbone.frames import MAX_STREAM_ID, MAX_WINDOW, Setting
+from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_response
+from hbone.hpack_cache import EMPTY_TABLE, LONG_BLOCK_BYTES, BlockDecoder, HeaderBlockError
 from hbone.output import Buffers
 from hbone.reader import Failure
 from hbone.sender import DEFAULT_FRAME, DRAIN_PING, Sender, Stream

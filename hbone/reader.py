@@ -4,8 +4,8 @@ Control frames are collected in full. DATA payload is passed on in the chunks th
 assembled from HEADERS and CONTINUATION. Unknown frames are skipped without being collected. A frame whose nine
 header bytes are invalid is refused here, before its payload is collected (RFC 9113, 4 and 6).
 
-The reader also counts the frames' costs (:mod:`hbone.limits`). When the costs exceed the caller's limit, it stops
-at the end of a frame, so that a read with many frames does not delay other connections for long.
+The reader also counts the frames' costs (:mod:`hbone.frame_costs`). When the costs exceed the caller's limit, it
+stops at the end of a frame, so that a read with many frames does not delay other connections for long.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 from hbone import frames
 from hbone.errors import ErrorCode
+from hbone.frame_costs import FRAME_UNITS, SMALL_DATA_BYTES, SMALL_DATA_UNITS, SPLIT_DATA_UNITS
 from hbone.frames import (
     DATA,
     END_HEADERS,
@@ -25,7 +26,6 @@ from hbone.frames import (
     PREFACE,
     PRIORITY_FLAG,
 )
-from hbone.limits import FRAME_UNITS, SMALL_DATA_BYTES, SMALL_DATA_UNITS, SPLIT_DATA_UNITS
 from hbone.settings import Http2Settings
 
 _FIXED_LENGTH: Final = {frames.PRIORITY: 5, frames.RST_STREAM: 4, frames.PING: 8, frames.WINDOW_UPDATE: 4}

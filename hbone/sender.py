@@ -14,9 +14,9 @@ from hbone import frames
 from hbone.cost_budget import CostBudget
 from hbone.errors import ErrorCode, LocalProtocolError
 from hbone.events import Header, Headers
+from hbone.frame_costs import IDLE_STREAM_UNITS
 from hbone.frames import DATA, END_STREAM, MAX_STREAM_ID, PREFACE
 from hbone.hpack_cache import BlockEncoder
-from hbone.limits import IDLE_STREAM_UNITS
 from hbone.output import Buffers, Output, OwnBuffers
 from hbone.reader import FrameReader
 from hbone.settings import Http2Settings, Role

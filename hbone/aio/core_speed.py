@@ -13,9 +13,9 @@ from typing import Final
 
 from hbone import frames
 from hbone.engine import Engine
+from hbone.frame_costs import FIELD_UNITS, HEADERS_UNITS, OCTETS_PER_UNIT, SMALL_DATA_UNITS
 from hbone.frames import frame
 from hbone.hpack_cache import BlockDecoder, BlockEncoder
-from hbone.limits import FIELD_UNITS, HEADERS_UNITS, OCTETS_PER_UNIT, SMALL_DATA_UNITS
 from hbone.settings import Http2Settings, Role
 
 _RUNS: Final = 3

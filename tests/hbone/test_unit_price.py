@@ -17,8 +17,9 @@ from hbone.engine import Engine
 from hbone.errors import ErrorCode
 from hbone.events import ConnectionFailed, DataReceived
 from hbone.flow import PeerQuota
+from hbone.frame_costs import RECORD_BYTES
 from hbone.frames import frame
-from hbone.limits import RECORD_BYTES, Limits
+from hbone.limits import Limits
 from tests.hbone.wire import OPENING, request, server, take
 
 #: A tenth of the default rates and sizes, on cores that are ten times slower than real ones: the same course of
