@@ -18,7 +18,10 @@ _REFUSED = "identity verification error: peer did not present the expected"
 
 
 def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
-    """Return the workload identities among a leaf's URI names. Policies and logs use the first."""
+    """Return the workload identities among a leaf's URI names.
+
+    Policies and logs use the first, which :class:`~xds.model.facts.PeerCertificate` has.
+    """
     found = []
     for name in names:
         try:

@@ -29,7 +29,6 @@ from hbone.tunnel_headers import forwarded_host
 from tproxy.errors import TproxyError
 from xds.model.address import SocketAddress
 from xds.model.facts import PeerCertificate
-from xds.model.identity import SpiffeId
 from xds.model.workload import Workload
 from ztunnel.proxy.dataplane.apart import run_apart
 from ztunnel.proxy.dataplane.handshake_limiter import PendingHandshake
@@ -146,7 +145,7 @@ class Inbound(PlannedInbound):
                 facts = connection.facts
                 assert facts is not None
                 here.connection, here.certificate = connection, PeerCertificate(uri_sans=facts.uri_sans)
-                here.identity = _first_identity(facts.uri_sans)
+                here.identity = here.certificate.identity
                 connection.handshake_s = pending.proved()
                 self._established(carrier, here, connection)
 
@@ -246,7 +245,7 @@ class Inbound(PlannedInbound):
             facts = connection.facts
             if facts is not None:
                 peer.certificate = PeerCertificate(uri_sans=facts.uri_sans)
-                peer.identity = _first_identity(facts.uri_sans)
+                peer.identity = peer.certificate.identity
             peer.connection = connection
             self._established(carrier, peer, connection)
             self._pod.connections.carriers.judge(carrier)
@@ -515,12 +514,3 @@ class Inbound(PlannedInbound):
 
 def _discard_half(half: InboundHalf) -> None:
     half.finish(of_reason(""))
-
-
-def _first_identity(names: tuple[str, ...]) -> SpiffeId | None:
-    for name in names:
-        try:
-            return SpiffeId.parse(name)
-        except ValueError:
-            continue
-    return None
