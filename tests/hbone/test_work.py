@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 from hpack import Encoder
 
-from hbone import frames, limits
+from hbone import frame_costs, frames
 from hbone.engine import Engine
 from hbone.errors import ErrorCode
 from hbone.events import ConnectionFailed, DataReceived, RequestReceived, StreamEnded, StreamReset
@@ -341,13 +341,13 @@ def test_an_answer_of_200_returns_what_the_request_cost() -> None:
         engine.end_stream(stream_id)
         engine.acknowledge(stream_id, 1024)
         take(engine)
-    assert engine.pause_s <= 200 * limits.FRAME_UNITS  # far from 200 requests
+    assert engine.pause_s <= 200 * frame_costs.FRAME_UNITS  # far from 200 requests
 
 
 def test_records_of_a_few_bytes_are_paid_for() -> None:
     engine = opened(work_burst=100, work_rate=1000.0)
     engine.receive_data(b"", 1.0)
-    engine.charge_records(200 * limits.RECORD_BYTES)
+    engine.charge_records(200 * frame_costs.RECORD_BYTES)
     engine.receive_data(b"", 1.0)
     assert engine.pause_s == pytest.approx(0.1)
 
@@ -361,7 +361,7 @@ def test_an_answer_of_200_ends_the_pause_for_its_request() -> None:
 
 
 def test_tunnels_dropped_with_their_connection_are_paid_by_the_peer() -> None:
-    share = PeerQuota(Limits(peer_work_burst=100 * limits.IDLE_STREAM_UNITS, peer_work_rate=100.0))
+    share = PeerQuota(Limits(peer_work_burst=100 * frame_costs.IDLE_STREAM_UNITS, peer_work_rate=100.0))
     for _ in range(3):
         engine = server()
         engine.share(share)
@@ -371,7 +371,9 @@ def test_tunnels_dropped_with_their_connection_are_paid_by_the_peer() -> None:
             take(engine)
         engine.leave_share()
         engine.leave_share()
-    assert 40 * limits.IDLE_STREAM_UNITS <= share.work.overdrawn_s * 100.0 <= 60 * limits.IDLE_STREAM_UNITS
+    assert (
+        40 * frame_costs.IDLE_STREAM_UNITS <= share.work.overdrawn_s * 100.0 <= 60 * frame_costs.IDLE_STREAM_UNITS
+    )
 
 
 def test_work_that_ends_a_connection_is_paid_by_the_peer() -> None:
