@@ -126,7 +126,7 @@ def test_a_new_connections_first_request_leaves_with_its_settings() -> None:
             await Fiber(network.poller, ask(), "ask")
 
     run(main)
-    # If this process is interrupted before the server's SETTINGS arrive, their acknowledgement is one segment more.
+    # If this process is interrupted before the server's SETTINGS arrive, their acknowledgement is another segment.
     assert min(sent) == len(("ClientHello", "end of the handshake", "SETTINGS and CONNECT"))
 
 
