@@ -10,8 +10,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 # Go's own installer leaves it beside the PATH.
 GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go $(HOME)/go/bin/go) go)
-# More than two cores can keep busy, because some of them wait (tests/lanes.py), and two more while cores are idle.
-WORKERS := --forks 4 --spare 2
+# More than two cores can keep busy, because some of them wait: tests/lanes.py.
+WORKERS := --forks 4
 # Tests start hundreds of processes: without stored bytecode each compiles its modules again.
 unexport PYTHONDONTWRITEBYTECODE
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }

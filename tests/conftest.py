@@ -46,7 +46,6 @@ def _collector_stays_as_it_was() -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--core", action="store_true", help="only tests of values and bytes: the pure core")
     parser.addoption("--forks", type=int, default=0, help="workers that are forked once all tests are collected")
-    parser.addoption("--spare", type=int, default=0, help="more workers, while processors are idle")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -78,7 +77,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run the tests in forked workers, if that was asked for. Errors of collection are pytest's to report."""
     if not session.config.getoption("forks") or session.testsfailed or session.config.option.collectonly:
         return None
-    Pool(session, session.config.getoption("forks"), session.config.getoption("spare")).run()
+    Pool(session).run(session.config.getoption("forks"))
     return True
 
 

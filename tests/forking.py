@@ -1,4 +1,4 @@
-"""Runs the tests of one collection in forked worker processes: ``pytest --forks N [--spare N]``.
+"""Runs the tests of one collection in forked worker processes: ``pytest --forks N``.
 
 Workers of pytest-xdist each collect all tests again, 12 s of processor time per worker, and 32 s in a fresh clone,
 where each of them also compiles all modules. Here one process collects, and forks workers that have everything
@@ -6,8 +6,7 @@ imported. It sends them units of tests (``tests/lanes.py``), receives a message 
 passes these to pytest's plugins as if the tests had run in it.
 
 A worker asks for its next unit before the last test of the current one, because pytest keeps fixtures that the
-next test shares. A spare worker starts while the processors are idle, because other workers wait, and ends once
-they are not. If a worker dies, the test that ran fails, and a new worker takes the rest of its unit. A worker
+next test shares. If a worker dies, the test that ran fails, and a new worker takes the rest of its unit. A worker
 whose test exceeds its timeout by :data:`SILENT_S` is killed: pytest-timeout's signal does not end a test that
 waits outside the interpreter. A run that is terminated reports its failures, and which tests ran.
 """
@@ -44,12 +43,6 @@ TERMINATED_LEAVE_S = 5.0
 SILENT_S = 60.0
 #: For tests without a timeout.
 UNLIMITED_S = 86_400.0
-#: The period in which it is measured how idle the processors are.
-MEASURED_S = 3.0
-#: A spare worker starts if at least this share of all processors was idle.
-IDLE_TO_START = 0.3
-#: It takes its next unit if at least this share was idle, and ends otherwise.
-IDLE_TO_GO_ON = 0.2
 
 
 @dataclass(eq=False)
@@ -95,9 +88,6 @@ class Units:
         # Among equals the longest begin first.
         self._units = sorted(units.values(), key=lambda unit: -len(unit))
 
-    def __bool__(self) -> bool:
-        return bool(self._units)
-
     def take(self, worker: int) -> list[int]:
         """Return the unit that a worker runs next; empty if there is none."""
         if not self._units:
@@ -113,51 +103,16 @@ class Units:
             self._units.insert(0, rest)
 
 
-class Processors:
-    """Measures how idle all processors are."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-        self._before = self._read()
-        self._idle = 0.0
-
-    def idle(self) -> float:
-        """Return the idle share in the last complete period of :data:`MEASURED_S`; 0 before."""
-        if (now := time.monotonic()) - self._since >= MEASURED_S:
-            idle, total = self._read()
-            self._idle = (idle - self._before[0]) / max(1, total - self._before[1])
-            self._since, self._before = now, (idle, total)
-        return self._idle
-
-    @staticmethod
-    def _read() -> tuple[int, int]:
-        """Return the idle time and all time since the start of the machine, in clock ticks; see proc(5)."""
-        with open("/proc/stat") as file:
-            ticks = [int(field) for field in file.readline().split()[1:9]]
-        return ticks[3] + ticks[4], sum(ticks)
-
-
 class Pool:
-    """The workers of a session, and what is left for them to do.
+    """The workers of a session, and what is left for them to do."""
 
-    Args:
-        session: with the collected tests.
-        count: the number of workers from the start to the end.
-        spare: the largest number of workers beside these, while processors are idle.
-    """
-
-    def __init__(self, session: pytest.Session, count: int, spare: int = 0) -> None:
+    def __init__(self, session: pytest.Session) -> None:
         self._session = session
-        self._count = count
-        self._spare = range(count, count + spare)
-        self._processors = Processors()
-        #: By the number of a worker that has not started, or is spare: what runs its commands.
-        self._servers: dict[int, socket.socket] = {}
         self._units = Units([unit_of(grouped(item)) for item in session.items], [i.nodeid for i in session.items])
         self._workers: list[Worker] = []
         self._leave_s = LEAVE_S
 
-    def run(self) -> None:
+    def run(self, count: int) -> None:
         """Run all tests.
 
         Raises:
@@ -165,21 +120,21 @@ class Pool:
         """
         before = signal.signal(signal.SIGTERM, self._terminated)
         try:
-            self._run()
+            self._run(count)
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def _run(self) -> None:
+    def _run(self, count: int) -> None:
         # Tests that start commands have been collected if this module is imported.
-        if commands := sys.modules.get("tests.commands"):
-            self._servers = dict(enumerate(commands.start(self._count + len(self._spare))))
+        servers = commands.start(count) if (commands := sys.modules.get("tests.commands")) else []
         try:
-            for number in range(self._count):
-                self._start(number)
+            for number in range(count):
+                self._start(number, servers)
+            for server in servers:
+                server.close()
             while self._workers:
                 sources = [source for worker in self._workers for source in (worker.connection, worker.pidfd)]
-                ready = wait(sources, min(self._patience(), MEASURED_S))
-                self._start_spare()
+                ready = wait(sources, self._patience())
                 for worker in list(self._workers):
                     if worker.connection in ready or worker.pidfd in ready:
                         self._receive(worker)
@@ -214,13 +169,7 @@ class Pool:
         self._leave_s = TERMINATED_LEAVE_S
         raise self._session.Interrupted(f"terminated; these tests ran:{''.join(tests)}")
 
-    def _start_spare(self) -> None:
-        free = set(self._spare) - {worker.number for worker in self._workers}
-        if free and self._units and self._processors.idle() >= IDLE_TO_START:
-            self._start(min(free))
-            self._processors = Processors()  # the next one starts if this one leaves them idle
-
-    def _start(self, number: int) -> None:
+    def _start(self, number: int, servers: Sequence[socket.socket] = ()) -> None:
         ours, theirs = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -228,23 +177,19 @@ class Pool:
             ours.close()
             for other in self._workers:
                 other.connection.close()
-            for other_number, server in self._servers.items():
-                if other_number == number:
+            for place, server in enumerate(servers):
+                if place == number:
                     sys.modules["tests.commands"].use(server)
                 else:
                     server.close()
             _become_worker(self._session, theirs)
         theirs.close()
-        if number not in self._spare and number in self._servers:
-            self._servers.pop(number).close()
         worker = Worker(number, pid, os.pidfd_open(pid), ours)
         self._workers.append(worker)
         self._assign(worker)
 
     def _assign(self, worker: Worker) -> None:
-        begins = not worker.left
-        busy = worker.number in self._spare and not begins and self._processors.idle() < IDLE_TO_GO_ON
-        unit = [] if busy else self._units.take(worker.number)
+        unit = self._units.take(worker.number)
         try:
             worker.connection.send(unit)
         except ConnectionError:  # it died, which its descriptor will show
@@ -284,8 +229,6 @@ class Pool:
         status = worker.close()
         if not worker.left:
             return
-        if worker.number in self._servers:
-            self._servers.pop(worker.number).close()  # it may be in the middle of a command
         index = worker.left.popleft()
         item = self._session.items[index]
         code = os.waitstatus_to_exitcode(status)
@@ -309,8 +252,6 @@ class Pool:
 
     def _end(self) -> None:
         """Interrupt the workers that are left, and wait until they have torn their fixtures down."""
-        for server in self._servers.values():
-            server.close()
         for worker in self._workers:
             os.kill(worker.pid, signal.SIGINT)
         for worker in self._workers:

@@ -32,10 +32,9 @@ def test_the_rest_of_a_unit_whose_worker_died_is_taken_again() -> None:
     assert units.take(1) == [2, 4]
 
 
-def run(folder: Path, *options: str, forks: int = 3) -> str:
-    """Return the output of a run of the tests in a folder by some workers."""
-    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider"]
-    command += ["--forks", str(forks)]
+def run(folder: Path, *options: str) -> str:
+    """Return the output of a run of the tests in a folder by three workers."""
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--forks", "3"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": "-ra", "COLUMNS": "200"}
     done = subprocess.run(
         [*command, *options, "--rootdir", str(folder), "-c", os.devnull, str(folder)],
@@ -147,40 +146,6 @@ def test_after(): pass
     assert "FAILED test_a.py::test_hangs - the worker process ended with status -6" in shown
     assert "FAILED test_a.py::test_hangs_for_every_signal - the worker process ended with status -9" in shown
     assert 'test_a.py", line 10 in test_hangs' in shown
-
-
-@pytest.mark.parametrize(("needed", "workers"), [(-1, 2), (2, 1)])
-def test_a_spare_worker_starts_only_while_processors_are_idle(tmp_path: Path, needed: int, workers: int) -> None:
-    tmp_path.joinpath("conftest.py").write_text(
-        f"""
-from tests import forking
-
-forking.MEASURED_S, forking.IDLE_TO_START = 0.01, {needed}
-"""
-    )
-    tmp_path.joinpath("test_a.py").write_text(
-        f"""
-import os, pathlib, time
-
-def test_waits():
-    pathlib.Path("waits").touch()
-    while {workers} == 2 and not pathlib.Path("other").exists(): time.sleep(0.01)
-    pathlib.Path(f"ran-{{os.getpid()}}").touch()
-"""
-    )
-    tmp_path.joinpath("test_b.py").write_text(
-        f"""
-import os, pathlib, time
-
-def test_other():
-    while {workers} == 2 and not pathlib.Path("waits").exists(): time.sleep(0.01)
-    pathlib.Path("other").touch()
-    pathlib.Path(f"ran-{{os.getpid()}}").touch()
-"""
-    )
-    shown = run(tmp_path, "--spare", "1", forks=1)
-    assert "2 passed" in shown, shown
-    assert len(list(tmp_path.glob("ran-*"))) == workers
 
 
 def test_a_run_that_is_terminated_names_failures_and_the_tests_that_ran(tmp_path: Path) -> None:
