@@ -24,12 +24,17 @@ hypothesis.settings.load_profile("here")
 
 
 @pytest.fixture(autouse=True)
-def _root_logger_stays_as_it_was() -> Iterator[None]:
-    """Restore the process's log level, which a test can change like an administrator."""
+def _loggers_stay_as_they_were() -> Iterator[None]:
+    """Restore log levels, which commands and administrators change, and the handlers of the root."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
+    known = [each for each in logging.Logger.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    levels = [each.level for each in known]
     yield
     root.setLevel(level)
+    for logger, before in zip(known, levels, strict=True):
+        if logger.level != before:
+            logger.setLevel(before)
     for handler in list(root.handlers):
         if handler not in handlers:
             root.removeHandler(handler)
