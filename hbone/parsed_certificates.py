@@ -22,7 +22,7 @@ def parsed(raw: Any) -> x509.Certificate:
     """Return the certificate at an ``X509 *`` that OpenSSL owns.
 
     Raises:
-        ValueError: the certificate cannot be parsed.
+        UNREADABLE: see :mod:`hbone.x509_errors`.
     """
     # A buffer for each call: handshakes of other threads run meanwhile.
     octets = _ffi.new("unsigned char[]", _DIGEST_BYTES)

@@ -22,6 +22,7 @@ from hbone.errors import TlsReason
 from hbone.parsed_certificates import parsed
 from hbone.settings import Role
 from hbone.tls_identities import Identity, by_server_name, completed, load, load_each
+from hbone.x509_errors import UNREADABLE
 
 _ffi: Final[Any] = openssl.ffi
 _lib: Final[Any] = openssl.lib
@@ -302,7 +303,7 @@ def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any
             refusal: str | Refusal | None = None
             try:
                 seen.chain[depth] = _current_certificate(store)
-            except (ValueError, x509.InvalidVersion) as error:  # OpenSSL accepts more than the parser
+            except UNREADABLE as error:  # OpenSSL accepts more than the parser
                 refusal = Refusal(TlsReason.CHAIN, f"certificate {depth} of the chain cannot be read: {error}")
             if refusal is None and depth == 0 and seen.verify is not None:
                 refusal = seen.verify([seen.chain[key] for key in sorted(seen.chain)])

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 from OpenSSL import SSL
+
+from hbone.x509_errors import UNREADABLE
 
 _MAX_NAMES: Final = 256
 """The largest number of names in all certificates of one context. Each name needs an OpenSSL context of 20 KiB."""
@@ -67,7 +69,7 @@ def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool
         return False
     try:
         certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
+    except (InvalidSignature, *UNREADABLE):
         return False
     return True
 

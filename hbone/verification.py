@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from OpenSSL import crypto
 
 from hbone.openssl import lib as _lib
 from hbone.settings import Role
+from hbone.x509_errors import UNREADABLE
 
 _NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h
 #: The least security strength at OpenSSL's security level 2, which handshakes use: 112 bits.
@@ -46,7 +46,7 @@ def verified_chain(
         found = crypto.X509StoreContext(store, leaf, others).get_verified_chain()
         path = tuple(each.to_cryptography() for each in found)
         return path if all(map(_is_strong, path)) and all(map(_is_strongly_signed, path[:-1])) else None
-    except (crypto.X509StoreContextError, UnsupportedAlgorithm, ValueError):
+    except (crypto.X509StoreContextError, *UNREADABLE):
         return None
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from google.protobuf.message import DecodeError
 
+from hbone.x509_errors import UNREADABLE
 from xds.aio.server import Caller, NotAdmitted
 from xds.errors import ConfigError
 from xds.model.identity import SpiffeId
@@ -198,7 +198,7 @@ def _csr(pem: str) -> x509.CertificateSigningRequest:
     try:
         csr = x509.load_pem_x509_csr(pem.encode())
         valid = csr.is_signature_valid
-    except (ValueError, TypeError, x509.InvalidVersion, UnsupportedAlgorithm) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"not a certificate signing request: {error}") from None
     if not valid:
         raise ConfigError("the certificate signing request is not signed by its own key")

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeVar
 from cryptography import x509
 from google.protobuf.message import Message
 
+from hbone.x509_errors import UNREADABLE
 from xds.dialects.envoy import (
     Surroundings,
     compile_assignment,
@@ -303,7 +304,7 @@ class _Reader:
                     leaf, name = x509.load_pem_x509_certificates(pem)[0], str(value.get("name"))
                     identities[name] = tuple(text for kind, text in subject_alt_names(leaf) if kind == "uri")
                     ends[name] = leaf.not_valid_after_utc
-            except ValueError as error:
+            except UNREADABLE as error:
                 self._unread("secret", value, error)
         return SavedSecrets(identities, ends)
 

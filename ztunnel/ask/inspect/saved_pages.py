@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from cryptography import x509
 
+from hbone.x509_errors import UNREADABLE
 from xds.errors import ConfigError
 from ztunnel.ask.inspect.envoy_listeners import read_configuration
 from ztunnel.proxy.envoy.admin.certs import details
@@ -67,7 +68,7 @@ def certificate_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
         except _Elsewhere as elsewhere:
             lacks[f"the certificates of {elsewhere}"] = None
             continue
-        except ValueError as error:
+        except UNREADABLE as error:
             lacks[f"certificates that can be read: {error}"] = None
             continue
         shown.append({kind: details(held[:1] if kind == "cert_chain" else held, now)})

@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from hbone.x509_errors import UNREADABLE
 from xds.model.identity import SpiffeId
 from xds.model.secret import Certificate
 from ztunnel.runtime.settings import plain_reason
@@ -68,7 +69,7 @@ class CertificateAuthority:
             root = x509.load_pem_x509_certificate(root_file.read_bytes())
         except OSError as error:
             raise CaError(f"cannot use the root: {plain_reason(error)}") from error
-        except ValueError as error:
+        except UNREADABLE as error:
             raise CaError(f"cannot use the root in {directory}: {error}") from error
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != root.public_key():
             raise CaError(f"{key_file} is not the key of {root_file}")

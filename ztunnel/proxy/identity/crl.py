@@ -21,6 +21,7 @@ from typing import Any, Self
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from hbone.x509_errors import UNREADABLE
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.watched_file import FileState, file_state
 
@@ -67,7 +68,7 @@ class _List:
 def _reason(entry: x509.RevokedCertificate) -> x509.ReasonFlags | None:
     try:
         return entry.extensions.get_extension_for_class(x509.CRLReason).value.reason
-    except (x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType, ValueError):
+    except (x509.ExtensionNotFound, *UNREADABLE):
         return None
 
 
@@ -109,7 +110,7 @@ class RevocationLists:
             if b"-----BEGIN " not in data:
                 return cls([x509.load_der_x509_crl(data)])
             lists = cls([x509.load_pem_x509_crl(block) for block in _blocks(data)])
-        except (ValueError, TypeError, x509.InvalidVersion) as error:
+        except UNREADABLE as error:
             raise CrlError(f"not a certificate revocation list: {error}") from error
         if not lists:
             raise CrlError("PEM, but without a certificate revocation list (X509 CRL)")

@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hbone.settings import Role
 from hbone.tls import uri_sans
 from hbone.verification import verified_chain
+from hbone.x509_errors import UNREADABLE
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.identity.roots import read_roots
 
@@ -125,5 +126,5 @@ def _roots(pem: str, identity: SpiffeId, index: int) -> tuple[x509.Certificate, 
 def _certificates(pem: str, identity: SpiffeId, index: int) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem.encode())
-    except (ValueError, x509.InvalidVersion) as error:
+    except UNREADABLE as error:
         raise IdentityError(f"certificate {index} returned from CA for {identity} is not PEM: {error}") from error

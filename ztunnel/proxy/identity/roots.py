@@ -17,6 +17,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.utils import CryptographyDeprecationWarning
 
+from hbone.x509_errors import UNREADABLE
+
 _BEGIN: Final = re.compile(rb"-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----")
 _BLOCK: Final = re.compile(
     rb"-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.*?)-----END \1CERTIFICATE-----", re.DOTALL
@@ -97,7 +99,7 @@ def _certificate(der: bytes, *, trusted: bool) -> x509.Certificate:
         warnings.simplefilter("ignore", CryptographyDeprecationWarning)
         try:
             return x509.load_der_x509_certificate(der)
-        except (ValueError, x509.InvalidVersion):
+        except UNREADABLE:
             raise _Unusable("it cannot be read") from None
 
 

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from hbone.x509_errors import UNREADABLE
 from ztunnel.kube.client import Client
 from ztunnel.kube.errors import ApiRefused, KubeError
 from ztunnel.kube.kinds import SECRET
@@ -85,7 +86,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
     try:
         ca = x509.load_pem_x509_certificates(authority.certificates)[0]
         ca_key = serialization.load_pem_private_key(authority.key, None)
-    except (ValueError, TypeError, x509.InvalidVersion) as error:
+    except UNREADABLE as error:
         raise BadAuthority(f"ca.crt or ca.key is not PEM that can be read ({error})") from error
     if not isinstance(ca_key, ec.EllipticCurvePrivateKey) or ca_key.public_key() != ca.public_key():
         raise BadAuthority("ca.key is not the EC key of the first certificate in ca.crt")

@@ -8,6 +8,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from hbone.x509_errors import UNREADABLE
 from ztunnel.kube.objects import Object
 from ztunnel.sidecar.inject.patch import Operation, pointer
 
@@ -24,7 +25,7 @@ def certificates(bundle: bytes) -> frozenset[bytes]:
     """
     try:
         return frozenset(each.public_bytes(Encoding.DER) for each in x509.load_pem_x509_certificates(bundle))
-    except (ValueError, x509.InvalidVersion) as error:
+    except UNREADABLE as error:
         raise BadBundle(f"holds no certificates in PEM ({error})") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.hbone.certificates import Authority, of_unknown_version
 from tests.ztunnel.ask.check.healthy import NOW_S, TD, at, certificate, daemon_set, healthy, item, pod
 from xds.dialects.istio.rules import shown
 from ztunnel.ask.check.catalogue import CATALOGUE, UnknownCheck, chosen
@@ -64,6 +66,7 @@ def policy(**spec: Any) -> dict[str, Any]:
     return item("p", "shop", spec=spec)
 
 
+UNKNOWN = b64encode(of_unknown_version(Authority().pem)).decode()
 METHODS = {"to": [{"operation": {"methods": ["GET"]}}]}
 ACCOUNT = {"from": [{"source": {"principals": [f"{TD}/ns/shop/sa/web"]}}]}
 STRICT_CLIENT = {
@@ -135,6 +138,14 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
         instead("MutatingWebhookConfiguration", item("ztunnel", webhooks=[{"name": "x"}])),
         "error",
         "no CA bundle",
+    ),
+    (
+        "DEP4",
+        instead(
+            "MutatingWebhookConfiguration", item("ztunnel", webhooks=[{"clientConfig": {"caBundle": UNKNOWN}}])
+        ),
+        "error",
+        "its CA bundle cannot be read",
     ),
     ("KRN1", in_page("agent", "rulesRefused", value="add redirect: ENOENT"), "error", "add redirect: ENOENT"),
     (

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.hbone.certificates import Authority, of_unknown_version
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import IDENTITY, write_reference
 from xds.errors import ConfigError
@@ -91,12 +92,15 @@ def test_what_is_no_dump_is_refused(dump: Any) -> None:
 
 
 def test_identities_and_what_is_no_certificate() -> None:
+    unknown = of_unknown_version(Authority().pem).decode()
     secrets = [
         {"secret": {"name": "odd", "tls_certificate": {"certificate_chain": {"inline_bytes": "bm8="}}}},
         {"secret": {"name": "root", "validation_context": {}}},
+        {"secret": {"name": "seven", "tls_certificate": {"certificate_chain": {"inline_string": unknown}}}},
     ]
     section = {"@type": "type.googleapis.com/envoy.admin.v3.SecretsConfigDump", "static_secrets": secrets}
     configuration, lacks = read_configuration({"configs": [section]}, SystemClock())
     assert configuration.saved is not None
     assert configuration.saved.identities == {}
     assert lacks[3].startswith("secret odd: ")
+    assert lacks[4].startswith("secret seven: ")

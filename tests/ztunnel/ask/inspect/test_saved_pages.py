@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.hbone.certificates import Authority
+from tests.hbone.certificates import Authority, of_unknown_version
 from tests.ztunnel.ask.inspect.harness import Output, pages
 from tests.ztunnel.proxy.envoy.admin.harness import Running, serve
 from tests.ztunnel.proxy.envoy.admin.reference import write_reference
@@ -122,6 +122,7 @@ def test_certificates_in_any_form_and_those_that_are_elsewhere(tmp_path: Path, c
         {"validation_context": {"trusted_ca": {"inline_bytes": b64encode(authority.pem).decode()}}},
         {"validation_context": {"trusted_ca": {"filename": "/etc/root.pem"}}},
         {"tls_certificate": {"certificate_chain": {"inline_string": "garbage"}}},
+        {"tls_certificate": {"certificate_chain": {"inline_string": of_unknown_version(authority.pem).decode()}}},
         {"tls_certificate": {"certificate_chain": {}}},
         {"tls_certificate": {"certificate_chain": None}},
     )
@@ -132,10 +133,11 @@ def test_certificates_in_any_form_and_those_that_are_elsewhere(tmp_path: Path, c
         ("spiffe://td/ns/a/sa/b", "Leaf"),
         (None, "Root"),
     ]
-    assert len(lacks) == 3
+    assert len(lacks) == 4
     assert lacks[0] == "ztunnel certificates: not in the dump: the certificates of /etc/root.pem"
     assert lacks[1].startswith("ztunnel certificates: not in the dump: certificates that can be read: ")
-    assert lacks[2].endswith("the certificates of a source without a name")
+    assert lacks[2].startswith("ztunnel certificates: not in the dump: certificates that can be read: ")
+    assert lacks[3].endswith("the certificates of a source without a name")
     file.write_text(json.dumps({"configs": ["no section"]}))
     for command in ("policies", "certificates", "status"):
         assert main([command, "-f", str(file)]) == 2

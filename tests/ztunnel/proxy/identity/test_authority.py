@@ -14,6 +14,7 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from tests.hbone.certificates import of_unknown_version
 from tests.limits import WAIT_S
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.envoy.secrets.verify import check_secret
@@ -59,6 +60,12 @@ def test_garbage_and_foreign_keys_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a/root-cert.pem").write_bytes((tmp_path / "b/root-cert.pem").read_bytes())
     with pytest.raises(CaError, match="is not the key of"):
         CertificateAuthority.open(tmp_path / "a", "cluster.local", now())
+    root = tmp_path / "b/root-cert.pem"
+    good = root.read_bytes()
+    root.write_bytes(of_unknown_version(good))
+    with pytest.raises(CaError, match="cannot use the root"):
+        CertificateAuthority.open(tmp_path / "b", "cluster.local", now())
+    root.write_bytes(good)
     (tmp_path / "b/root-key.pem").write_text("nonsense")
     with pytest.raises(CaError, match="cannot use the root"):
         CertificateAuthority.open(tmp_path / "b", "cluster.local", now())

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from cryptography import x509
 
+from hbone.x509_errors import UNREADABLE
 from ztunnel.ask.check.rules import objects as o
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Object, error, warning
 
@@ -177,7 +178,7 @@ def _webhook(facts: Facts, about: str, hook: Mapping[str, Any]) -> Iterator[Find
     bundle = str((hook.get("clientConfig") or {}).get("caBundle") or "")
     try:
         held = x509.load_pem_x509_certificates(b64decode(bundle)) if bundle else []
-    except ValueError as reason:
+    except UNREADABLE as reason:
         yield error(f"its CA bundle cannot be read: {reason}", about)
         held = []
     else:

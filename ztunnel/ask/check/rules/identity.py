@@ -10,6 +10,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.serialization import Encoding
 
+from hbone.x509_errors import UNREADABLE
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, error, warning
 from ztunnel.ask.check.rules.objects import seconds_of
 
@@ -121,7 +122,7 @@ def tokens(facts: Facts) -> Iterator[Finding]:
 def _certificate(entry: Mapping[str, Any]) -> x509.Certificate | None:
     try:
         return x509.load_pem_x509_certificate(base64.b64decode(str(entry.get("pem") or "")))
-    except ValueError:
+    except UNREADABLE:
         return None
 
 
@@ -133,7 +134,7 @@ def _verifies(chain: list[x509.Certificate], roots: Any) -> bool:
             return True
         try:
             top.verify_directly_issued_by(root)
-        except (ValueError, TypeError, InvalidSignature):
+        except (InvalidSignature, *UNREADABLE):
             continue
         return True
     return False

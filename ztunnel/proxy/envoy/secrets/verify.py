@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
+from hbone.x509_errors import UNREADABLE
 from xds.errors import ConfigError
 from xds.model.secret import Certificate, SanMatch, Secret, Validation
 from xds.model.string_match import ascii_lower
@@ -150,7 +150,7 @@ def _check_crl(pem: bytes, file: str) -> None:
     for block in blocks:
         try:
             x509.load_pem_x509_crl(block)
-        except (ValueError, x509.InvalidVersion) as error:
+        except UNREADABLE as error:
             raise _unusable(f"not a certificate revocation list in PEM: {error}", "crl", file) from None
 
 
@@ -158,14 +158,14 @@ def _check_certificate(secret: Certificate) -> None:
     leaf = _certificates(secret.chain_pem, "certificate_chain", secret.chain_file)[0]
     try:
         key = load_pem_private_key(secret.key_pem, secret.password)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except UNREADABLE:
         # The library's text is not used, because it can quote the input, which is a key.
         reason = "not a private key in PEM, or the wrong password"
         raise _unusable(reason, "private_key", secret.key_file) from None
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
     try:
         of_leaf = leaf.public_key().public_bytes(*form)
-    except (ValueError, UnsupportedAlgorithm) as error:
+    except UNREADABLE as error:
         raise _unusable(f"unusable public key: {error}", "certificate_chain", secret.chain_file) from None
     if key.public_key().public_bytes(*form) != of_leaf:
         raise _unusable("the private key is not that of the certificate", "private_key", secret.key_file)
@@ -174,7 +174,7 @@ def _check_certificate(secret: Certificate) -> None:
 def _certificates(pem: bytes, field: str, file: str) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(pem)
-    except (ValueError, x509.InvalidVersion):
+    except UNREADABLE:
         raise _unusable("no certificate in PEM", field, file) from None
 
 
