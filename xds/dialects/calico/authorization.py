@@ -14,6 +14,7 @@ from xds.proto.envoy.service.auth.v3.external_auth_pb2 import AttributeContext, 
 
 _UDP = 17
 _TCP = 6
+_MOST_PORT = 65_535
 
 
 def decode_request(data: bytes) -> c.Flow:
@@ -23,7 +24,7 @@ def decode_request(data: bytes) -> c.Flow:
     becomes a peer without address and principal.
 
     Raises:
-        ConfigError: the bytes are not such a message.
+        ConfigError: the bytes are not such a message, or a port is above 65535, which Envoy's API forbids.
     """
     request = CheckRequest()
     try:
@@ -36,8 +37,8 @@ def decode_request(data: bytes) -> c.Flow:
     return c.Flow(
         source_ip=_host(source.address),
         destination_ip=_host(destination.address),
-        source_port=source.address.socket_address.port_value,
-        destination_port=destination.address.socket_address.port_value,
+        source_port=_port(source.address.socket_address),
+        destination_port=_port(destination.address.socket_address),
         protocol=_UDP if destination.address.socket_address.protocol == SocketAddress.UDP else _TCP,
         source_principal=source.principal,
         destination_principal=destination.principal,
@@ -46,6 +47,12 @@ def decode_request(data: bytes) -> c.Flow:
         method=http.method if http is not None else None,
         path=http.path if http is not None else None,
     )
+
+
+def _port(address: SocketAddress) -> int:
+    if address.port_value > _MOST_PORT:
+        raise ConfigError(f"a port must be at most {_MOST_PORT}, not {address.port_value}", "port_value")
+    return address.port_value
 
 
 def encode_request(flow: c.Flow) -> bytes:

@@ -24,8 +24,6 @@ METHOD: Final = "/felix.PolicySync/Report"
 INTERVAL_S: Final = 5.0
 #: The most flows reported per interval; more are dropped and counted.
 MOST_FLOWS: Final = 10_000
-#: The highest port. Checks have room for larger numbers.
-MOST_PORT: Final = 65_535
 _CALL_S: Final = 5.0
 
 
@@ -49,10 +47,6 @@ class Reporter:
 
     def note(self, flow: c.Flow, verdict: Verdict) -> None:
         """Remember an evaluated flow for the next report; equal flows are reported once per interval."""
-        if max(flow.source_port, flow.destination_port) > MOST_PORT:
-            # A client has sent it. A report has no room for it, and would end the reports of all other flows.
-            self.left_out += 1
-            return
         report = c.FlowReport(
             source_ip=flow.source_ip or "",
             destination_ip=flow.destination_ip or "",

@@ -16,6 +16,7 @@ import pytest
 from tests.ztunnel.policy.calico.test_follower import run, until
 from xds.aio.channel import Channel
 from xds.dialects.calico.authorization import decode_request, decode_response, encode_request
+from xds.errors import ConfigError
 from xds.grpc.status import RpcFailed
 from xds.model import calico as c
 from xds.proto.dikastes.healthz_pb2 import HealthCheckResponse
@@ -300,6 +301,14 @@ def test_a_client_that_floods_with_checks_of_every_kind_takes_no_memory(
 )
 def test_requests_survive_the_wire(flow: c.Flow) -> None:
     assert decode_request(encode_request(flow)) == flow
+
+
+@pytest.mark.parametrize(
+    "flow", [c.Flow(source_ip="::", source_port=65536), c.Flow(destination_ip="::", destination_port=2**32 - 1)]
+)
+def test_ports_beyond_the_highest_are_refused(flow: c.Flow) -> None:
+    with pytest.raises(ConfigError, match="a port must be at most 65535, not"):
+        decode_request(encode_request(flow))
 
 
 def test_what_is_absent_stays_absent() -> None:

@@ -217,27 +217,6 @@ def test_a_policy_server_reports_each_flow_once_an_interval(
     run(main)
 
 
-@pytest.mark.parametrize("ports", [{"source_port": 2**32 - 1}, {"destination_port": 2**31}])
-def test_a_port_that_is_none_does_not_end_the_reports_of_other_flows(
-    tmp_path: Path, ports: dict[str, int]
-) -> None:
-    async def main() -> None:
-        async with AsyncExitStack() as stack:
-            server = await opened(stack, tmp_path)
-            reporter = Reporter(f"unix:{tmp_path}/back", interval_s=0.02)
-            tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            running = tasks.create_task(reporter.run())
-            allowed = Verdict(Code.OK, rule=RuleRef("default", c.PolicyId("GlobalNetworkPolicy", "", "one"), 2))
-            reporter.note(c.Flow(**ports), allowed)  # type: ignore[arg-type]
-            reporter.note(c.Flow(source_ip="10.0.0.1"), allowed)
-            await until(lambda: reporter.sent > 0)
-            assert (reporter.sent, reporter.left_out) == (1, 1)
-            assert set(server.flows.by_rule) == {("GlobalNetworkPolicy/one|rule 2", "allowed")}
-            running.cancel()
-
-    run(main)
-
-
 def test_each_pod_of_the_node_has_a_socket(tmp_path: Path) -> None:
     async def main() -> None:
         async with AsyncExitStack() as stack:
