@@ -38,7 +38,7 @@ from ztunnel.control_plane.workloads import WorkloadConfig
 from ztunnel.policy.calico.compile import Compiled, compile_resources
 from ztunnel.policy.policysync.server import NODE_STREAMS, PolicySyncServer
 from ztunnel.proxy.identity import authority as ca
-from ztunnel.runtime.text_file import read_text
+from ztunnel.runtime.text_file import read_again, read_text
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +241,7 @@ class ControlPlane:
     def _reload(self) -> bool:
         """Read the file again if it changed. If it is faulty, the last good mesh stays current."""
         try:
-            text = read_text(self._path)
+            text = read_again(self._path, holds=bool(self._text))
         except OSError as error:
             if self._text:
                 log.error("%s: %s; the last good mesh stays active", self._path, error.strerror)
@@ -250,9 +250,6 @@ class ControlPlane:
         if text == self._text:
             return False
         self._text = text
-        if not text.strip():  # truncated, to be written again
-            log.error("%s is empty; the last good mesh stays active", self._path)
-            return False
         try:
             self._mesh = parse_mesh(text)
         except MeshFaults as error:

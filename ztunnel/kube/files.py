@@ -12,7 +12,7 @@ from ztunnel.kube.objects import Changes, Object, ObjectKey
 from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere
 from ztunnel.runtime.formats.go_yaml import load_each
 from ztunnel.runtime.formats.object_lists import items_of
-from ztunnel.runtime.text_file import read_text
+from ztunnel.runtime.text_file import read_again
 from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
@@ -177,10 +177,8 @@ class FileObjects:
             changed = True
             first = path not in self._objects
             before = self._objects.get(path, {})
-            found, self._places[path], faults = self._read(path)
-            if state is not None and state[2] == 0 and (before or self._kept.get(path)):
-                # A program that writes the file in place empties it first, and can take long for the rest.
-                faults = [_Fault("", "", "is empty, as while it is written; remove it to remove its objects")]
+            holds = bool(before or self._kept.get(path))
+            found, self._places[path], faults = self._read(path, holds=holds)
             self._objects[path] = found
             gone |= {key: value for key, value in before.items() if key not in found}
             if faults:
@@ -212,10 +210,12 @@ class FileObjects:
         for fault in faults:
             log.error("objects not read file=%s error=%s; %s", path, fault, consequence)
 
-    def _read(self, path: Path) -> tuple[Mapping[ObjectKey, Object], Mapping[ObjectKey, str], list[_Fault]]:
+    def _read(
+        self, path: Path, *, holds: bool
+    ) -> tuple[Mapping[ObjectKey, Object], Mapping[ObjectKey, str], list[_Fault]]:
         """Return the objects of a file, where in it they are, and the faults of its other parts."""
         try:
-            text = read_text(path)
+            text = read_again(path, holds=holds)
             parts = load_each(text)
         except (OSError, ConfigError) as error:
             reason = error.strerror or str(error) if isinstance(error, OSError) else str(error)

@@ -19,3 +19,22 @@ def read_text(path: Path, *, newline: str | None = None) -> str:
             return file.read()
     except UnicodeDecodeError as error:
         raise OSError(errno.EILSEQ, f"not UTF-8 text at byte {error.start}", str(path)) from None
+
+
+def read_again(path: Path, *, holds: bool) -> str:
+    """Return the text of a file that was read before, and is followed.
+
+    A program that writes the file in place empties it first, and can take long for the rest, as in ``helm template
+    > policies.yaml``. Meanwhile the file does not mean that everything in it is gone.
+
+    Args:
+        path: the file.
+        holds: whether its last good text has content, which an empty file would take away.
+
+    Raises:
+        OSError: see :func:`read_text`; ``ENODATA`` if the file is empty although it ``holds`` content.
+    """
+    text = read_text(path)
+    if holds and not text:
+        raise OSError(errno.ENODATA, "is empty, as while it is written", str(path))
+    return text

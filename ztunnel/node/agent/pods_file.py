@@ -4,7 +4,7 @@ import logging
 from pathlib import Path
 
 from ztunnel.node.agent.description import PodDescription, PodFaults, parse_pods
-from ztunnel.runtime.text_file import read_text
+from ztunnel.runtime.text_file import read_again
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class PodsFile:
         Raises:
             PodFaults, OSError: it is not usable.
         """
-        self._text = read_text(self._path)
+        self._text = read_again(self._path, holds=bool(self._text))
         return parse_pods(self._text)
 
     def edited(self) -> tuple[PodDescription, ...] | None:
@@ -30,10 +30,6 @@ class PodsFile:
         before = self._text
         try:
             pods = self.read()
-            if before and not self._text:
-                # A program that writes the file in place empties it first, and can take long for the rest.
-                log.error("%s: is empty, as while it is written; the last good state stays active", self._path)
-                return None
         except PodFaults as error:
             if self._text != before:
                 for fault in error.faults:

@@ -23,7 +23,7 @@ from tproxy.resources import Namespace, NamespaceName, State
 from ztunnel.node.intercept.description import BadDescription, Description, Flags, namespaces, parse
 from ztunnel.runtime.console.serving import until_signal
 from ztunnel.runtime.settings import plain_reason
-from ztunnel.runtime.text_file import read_text
+from ztunnel.runtime.text_file import read_again, read_text
 from ztunnel.runtime.watched_file import file_state
 
 DONE, DIFFERS, FAILED = 0, 1, 2
@@ -150,10 +150,8 @@ async def _watch(
     def wanted() -> State:
         nonlocal current
         try:
-            text = _read_file(args)
-            if not text and current.node.members and not args.pod:
-                # A program that writes the file in place empties it first. No pod would be captured meanwhile.
-                raise BadDescription([f"{args.file}: is empty, as while it is written"])
+            holds = bool(current.node.members) and not args.pod
+            text = None if args.file is None else read_again(args.file, holds=holds)
             parsed = parse(text, flags_from(args))
         except (BadDescription, OSError) as error:
             reason = plain_reason(error)

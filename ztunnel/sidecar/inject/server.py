@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
-from ztunnel.runtime.text_file import read_text
+from ztunnel.runtime.text_file import read_again, read_text
 from ztunnel.runtime.watched_file import FileState, file_state
 from ztunnel.sidecar.inject.config import ConfigFaults, InjectConfig, parse_config
 from ztunnel.sidecar.inject.review import MAX_BODY, answer
@@ -170,12 +170,7 @@ class InjectServer:
     def _reload_config(self) -> bool:
         assert self._config_file is not None
         try:
-            text = read_text(self._config_file)
-            if not text and self._config != InjectConfig():
-                # A program that writes the file in place empties it first, and can take long for the rest.
-                self._faulty("config", f"{self._config_file}: is empty, as while it is written")
-                return False
-            self._config = parse_config(text)
+            self._config = parse_config(read_again(self._config_file, holds=self._config != InjectConfig()))
         except OSError as error:
             self._faulty("config", plain_reason(error))
             return False

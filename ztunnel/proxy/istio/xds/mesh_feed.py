@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Self, TypeVar
 
 from xds.aio.inotify import RenameWatcher
@@ -24,6 +25,7 @@ from xds.model.mesh import Mesh
 from xds.model.workload import Workload
 from xds.protocol.resource import Resource, Update, UpdateRejected
 from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere
+from ztunnel.runtime.text_file import read_text
 
 log = logging.getLogger(__name__)
 
@@ -223,13 +225,10 @@ def read_local_file(path: str) -> LocalMesh:
         ConfigError: the file cannot be read, or is not a mesh. The text does not contain the path.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = read_text(Path(path))
         return parse_local_file(text)
     except ConfigError as error:
         elsewhere = belongs_elsewhere(text, FileKind.LOCAL_MESH)
         raise ConfigError(elsewhere) if elsewhere else error from None
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot be read: not UTF-8 text at byte {error.start}") from None
