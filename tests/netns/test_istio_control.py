@@ -112,7 +112,7 @@ def test_a_proxy_that_starts_while_nobody_is_there(tmp_path: Path) -> None:
                 with contextlib.suppress(OSError):
                     return proxy.get(15021, "/healthz/ready") == (
                         500,
-                        "not ready, pending: state manager, workload proxy manager\n",
+                        "not ready, pending: certificates, state manager, workload proxy manager\n",
                     )
                 return False
 
@@ -128,6 +128,37 @@ def test_a_proxy_that_starts_while_nobody_is_there(tmp_path: Path) -> None:
             await eventually(proxy.ready, "ready")
             answer = await ask(mesh.lab.pod("client"), mesh.lab.pod("one").ipv4, 8080)
             assert served_by(answer) == "one"
+
+    asyncio.run(main())
+
+
+def test_a_successor_without_certificates_is_not_ready(tmp_path: Path) -> None:
+    """The running proxy has valid certificates; a rollout ends it as soon as its successor is ready."""
+
+    async def main() -> None:
+        async with mesh_of(NODES, tmp_path, captured=CAPTURED) as mesh, app(mesh.lab.pod("one")):
+            client, one = mesh.lab.pod("client"), mesh.lab.pod("one")
+            worker, before = mesh.lab.worker("w1"), mesh.proxies["w1"]
+            authority = f"unix:{tmp_path}/ca.sock"
+            process = mesh.start_proxy(worker, worker.ztunnel, CA_ADDRESS=authority)
+            after = NodeProxy(worker.ztunnel, mesh.folder, process, before.agent, before.pods)
+
+            def readiness() -> str:
+                with contextlib.suppress(OSError):
+                    return after.get(15021, "/healthz/ready")[1]
+                return ""
+
+            await eventually(lambda: readiness() == "not ready, pending: certificates\n", "all else is complete")
+            assert served_by(await ask(client, one.ipv4, 8080)) == "one"
+            plane = ControlPlane(tmp_path / "mesh.yaml", [authority], tmp_path / "ca")
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(plane.run())
+                await eventually(after.ready, "ready", 20)
+                mesh.proxies["w1"] = after
+                before.process.terminate()
+                assert await asyncio.to_thread(before.process.wait, 20) == 0
+                assert served_by(await ask(client, one.ipv4, 8080)) == "one"
+                serving.cancel()
 
     asyncio.run(main())
 

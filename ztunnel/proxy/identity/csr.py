@@ -28,6 +28,12 @@ class IdentityError(Exception):
     """No certificate is available; access logs print the text after ``identity error:``."""
 
 
+class AuthorityUnreachable(IdentityError):
+    """The authority could not be asked, or did not answer. Any other :class:`IdentityError` is its refusal, or an
+    unusable answer.
+    """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedCertificate:
     """A checked answer of an authority: the chain, leaf first, and its roots. ``key_pem`` stays in memory."""

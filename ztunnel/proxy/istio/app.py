@@ -80,7 +80,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
-WORKERS = "workers"
+WORKERS, CERTIFICATES = "workers", "certificates"
+#: How long readiness waits for a certificate that the authority refuses to issue, in seconds.
+_REFUSED_S = 30.0
 #: How often to check whether this process carries all its pods, in seconds.
 _READY_S = 0.02
 
@@ -148,6 +150,8 @@ class IstioProxy:
             self._addons = addons_of(self.node)
         self.pods = PodManager(Path(config.inpod_uds), self.start_pod, on_ready=self._pods_ready)
         awaited = {STATE_MANAGER}
+        if config.proxy or config.proxy_mode is ProxyMode.SHARED:
+            awaited.add(CERTIFICATES)
         if config.proxy_mode is ProxyMode.SHARED:
             awaited.add(POD_MANAGER)  # this task also stands for the proxies of all pods
         else:
@@ -460,6 +464,8 @@ class IstioProxy:
                 self._own.append(own)
                 await own.start()
             await stack.enter_async_context(self.pods)
+        if CERTIFICATES in self.readiness.pending:
+            self._tasks.start(self._await_certificates(), "first certificates")
         self.readiness.done(PROXY)
         self.readiness.done(DNS_PROXY)
         holder = held_sockets.holder()
@@ -473,6 +479,23 @@ class IstioProxy:
             if self.workers is not None:
                 await self.workers.meet_successor()
             self.handover.begin()
+
+    async def _await_certificates(self) -> None:
+        """Delay readiness until the workloads of this node have certificates.
+
+        Otherwise a rollout would end a predecessor with valid certificates for a successor that cannot get any.
+        """
+        config = self.config
+        if config.proxy_mode is ProxyMode.DEDICATED:
+            name = config.workload
+            assert name is not None
+            workload = self.mesh.local_workload(name.name, name.namespace, name.service_account)
+            if workload is not None:
+                self.certificates.prefetch({workload.identity})
+        lacking = await self.certificates.first_certificates(_REFUSED_S)
+        if lacking:
+            log.warning("ready without certificates of %s", ", ".join(sorted(map(str, lacking))))
+        self.readiness.done(CERTIFICATES)
 
     async def _drain(self, servers: Servers) -> None:
         """Close all listeners, and wait until open connections end or the deadline passes."""

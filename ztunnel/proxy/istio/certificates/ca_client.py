@@ -7,11 +7,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from google.protobuf.message import DecodeError
 
 from xds.aio.channel import Channel, Keepalive
-from xds.grpc.status import RpcFailed
+from xds.grpc.status import RpcFailed, Status
 from xds.grpc.tls import client_tls
 from xds.model.identity import SpiffeId
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
-from ztunnel.proxy.identity.csr import IdentityError, IssuedCertificate, issued_certificate, signing_request
+from ztunnel.proxy.identity.csr import (
+    AuthorityUnreachable,
+    IdentityError,
+    IssuedCertificate,
+    issued_certificate,
+    signing_request,
+)
 from ztunnel.proxy.istio.certificates.credentials import Credentials, CredentialsError, Endpoint, Metadata, Roots
 from ztunnel.runtime.tasks import Tasks
 
@@ -19,6 +25,7 @@ log = logging.getLogger(__name__)
 
 METHOD: Final = "/istio.v1.auth.IstioCertificateService/CreateCertificate"
 IMPERSONATED: Final = "ImpersonatedIdentity"
+_NO_ANSWER: Final = (Status.UNAVAILABLE, Status.DEADLINE_EXCEEDED)
 
 
 class IstioCertificateAuthority:
@@ -81,7 +88,7 @@ class IstioCertificateAuthority:
             metadata = self._credentials.metadata()
             channel = self._current()
         except CredentialsError as error:
-            raise IdentityError(str(error)) from error
+            raise AuthorityUnreachable(str(error)) from error
         response = await self._call(channel, request, metadata)
         return issued_certificate(identity, key, response.cert_chain, exact=self._impersonate)
 
@@ -100,7 +107,8 @@ class IstioCertificateAuthority:
             answer = await channel.unary(METHOD, data, metadata=metadata, timeout_s=self._timeout_s)
             return IstioCertificateResponse.FromString(answer)
         except RpcFailed as error:
-            raise IdentityError(f"signing gRPC error ({error.status.name}): {error.details}") from error
+            kind = AuthorityUnreachable if error.status in _NO_ANSWER else IdentityError
+            raise kind(f"signing gRPC error ({error.status.name}): {error.details}") from error
         except DecodeError:
             raise IdentityError("signing gRPC error: the authority sent a malformed response") from None
 

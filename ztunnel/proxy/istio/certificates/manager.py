@@ -5,6 +5,7 @@ order.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
@@ -19,7 +20,7 @@ from xds.model.identity import SpiffeId
 from ztunnel.proxy.dataplane import agreement
 from ztunnel.proxy.dataplane.agreement import Credentials, Party, none_revoked
 from ztunnel.proxy.identity.crl import RevocationLists
-from ztunnel.proxy.identity.csr import IdentityError, IssuedCertificate
+from ztunnel.proxy.identity.csr import AuthorityUnreachable, IdentityError, IssuedCertificate
 from ztunnel.proxy.identity.peer import is_of_trust_domain, is_one_of, of_trust_domain, one_of
 from ztunnel.proxy.identity.peer import none_revoked as unless_revoked
 from ztunnel.proxy.istio.certificates.schedule import Fetch, Phase, Priority, Schedule
@@ -61,7 +62,8 @@ class CertificateAuthority(Protocol):
         """Create a key, and return it with its certificate.
 
         Raises:
-            IdentityError: the authority refused, was unreachable, or sent an unusable answer.
+            AuthorityUnreachable: the authority could not be asked, or did not answer.
+            IdentityError: the authority refused, or sent an unusable answer.
         """
 
 
@@ -304,6 +306,7 @@ class CertificateManager:
         self._certificates: dict[SpiffeId, WorkloadCertificate] = {}
         self._fetching: dict[SpiffeId, asyncio.Task[None]] = {}
         self._waiting: dict[SpiffeId, asyncio.Event] = {}
+        self._settling: asyncio.Event | None = None
         self._watchers: list[Callable[[SpiffeId, WorkloadCertificate], None]] = []
         self._tasks = Tasks("certificates")
         self._timer: asyncio.TimerHandle | None = None
@@ -353,6 +356,25 @@ class CertificateManager:
     def prefetch(self, identities: Collection[SpiffeId]) -> None:
         """Fetch certificates before connections need them, for workloads of this node; idempotent."""
         self._want(identities, Priority.WARMUP)
+
+    async def first_certificates(self, limit_s: float) -> list[SpiffeId]:
+        """Wait until each identity in use has a certificate; return the identities that have none.
+
+        An authority that cannot be reached is waited for without limit. An identity that the authority refuses is
+        waited for until ``limit_s`` after the call, because the authority may not know a new pod yet.
+        """
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + limit_s
+        while True:
+            lacking = [identity for identity in self._schedule if self.current(identity) is None]
+            refused = all(self._schedule.is_refused(identity) for identity in lacking)
+            left_s = end_s - loop.time()
+            if not lacking or self._closed or (refused and left_s <= 0):
+                return lacking
+            self._settling = asyncio.Event()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s if refused else None):
+                    await self._settling.wait()
 
     def forget(self, identities: Collection[SpiffeId]) -> None:
         """Drop identities and stop their renewal; idempotent.
@@ -404,6 +426,8 @@ class CertificateManager:
             self._timer.cancel()
         for identity in list(self._waiting):
             self._wake(identity)
+        if self._settling is not None:
+            self._settling.set()
         await self._tasks.close()
 
     # Fetches
@@ -436,7 +460,7 @@ class CertificateManager:
         try:
             self._succeeded(fetch, await self._authority.issue(identity))
         except IdentityError as error:
-            self._failed(fetch, str(error))
+            self._failed(fetch, str(error), unreachable=isinstance(error, AuthorityUnreachable))
         except Exception as error:  # a bug in this program must not stop the retries
             log.exception("certificate fetch broke identity=%s", identity)
             self._failed(fetch, f"internal error: {error!r}")
@@ -476,11 +500,12 @@ class CertificateManager:
         self._fetching.pop(fetch.identity, None)
         self.fetches["ok"] += 1
         log.debug("certificate fetched identity=%s expires=%s", fetch.identity, issued.not_after)
+        self._schedule.authority_answered()
         self._put(fetch.identity, certificate)
         self._wake(fetch.identity)
 
-    def _failed(self, fetch: Fetch, error: str) -> None:
-        if not self._schedule.failed(fetch, error, self._now_s(), self._jitter()):
+    def _failed(self, fetch: Fetch, error: str, *, unreachable: bool = False) -> None:
+        if not self._schedule.failed(fetch, error, self._now_s(), self._jitter(), unreachable=unreachable):
             return
         self._fetching.pop(fetch.identity, None)
         self.fetches["failed"] += 1
@@ -497,6 +522,8 @@ class CertificateManager:
         waiting = self._waiting.pop(identity, None)
         if waiting is not None:
             waiting.set()
+        if self._settling is not None:
+            self._settling.set()
 
     def _made(self, issued: IssuedCertificate) -> WorkloadCertificate:
         self._generation += 1

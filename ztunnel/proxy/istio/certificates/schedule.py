@@ -6,7 +6,8 @@ do not renew in step. After a failure, it is due after a back-off, or at the exp
 whichever is sooner. Due fetches start by priority, then by due time. At most ``concurrency`` fetches run at once.
 
 A certificate stays in use until it expires, even if its renewal fails. Requests for an identity without a valid
-certificate fail at once with the last error, until a retry succeeds.
+certificate fail at once with the last error, until a retry succeeds. When an authority that could not be reached
+answers again, all identities whose attempts did not reach it are due at once.
 
 The wall clock can be set. If it jumps forward, renewals come early, but not in a loop: between two fetches there
 is at least a quarter of the lifetime or a minute, whichever is shorter. If the clock jumps back, retries are due
@@ -64,6 +65,7 @@ class _Entry:
     fetch: Fetch | None = None
     expires_s: float | None = None
     error: str | None = None
+    unreachable: bool = False
     failures: int = 0
 
 
@@ -134,7 +136,7 @@ class Schedule:
         if entry is None:
             return False
         half_s = max(0.0, not_after_s - not_before_s) / 2
-        entry.expires_s, entry.error, entry.failures = not_after_s, None, 0
+        entry.expires_s, entry.error, entry.unreachable, entry.failures = not_after_s, None, False, 0
         # Three limits prevent a loop of renewals when clocks disagree. If our clock is far ahead of the
         # authority's clock, half the lifetime has already passed, so the renewal waits a minute, or a quarter of a
         # short lifetime. The renewal is never later than the expiry, and never sooner than a second from now.
@@ -143,14 +145,18 @@ class Schedule:
         entry.due_s = max(min(sensible_s, not_after_s), now_s + _LEAST_WAIT_S)
         return True
 
-    def failed(self, fetch: Fetch, error: str, now_s: float, jitter: float) -> bool:
+    def failed(self, fetch: Fetch, error: str, now_s: float, jitter: float, *, unreachable: bool = False) -> bool:
         """Record that a fetch failed. Return False if the identity is no longer in use.
 
         The arguments are as for :meth:`succeeded`.
+
+        Args:
+            unreachable: whether the authority did not answer.
         """
         entry = self._ended(fetch)
         if entry is None:
             return False
+        entry.unreachable = unreachable
         exponent = min(entry.failures, 16)  # beyond the longest backoff; keeps the number small
         spread = 1 - _BACKOFF_SPREAD + 2 * _BACKOFF_SPREAD * jitter
         backoff_s = min(_FIRST_BACKOFF_S * 2**exponent * spread, _LONGEST_BACKOFF_S)
@@ -161,6 +167,12 @@ class Schedule:
         if entry.expires_s is not None and entry.expires_s > now_s:
             entry.due_s = min(entry.due_s, entry.expires_s)
         return True
+
+    def authority_answered(self) -> None:
+        """Let identities whose last attempt did not reach the authority be due at once: it answers now."""
+        for entry in self._entries.values():
+            if entry.unreachable and entry.fetch is None:
+                entry.due_s = _AT_ONCE
 
     def _ended(self, fetch: Fetch) -> _Entry | None:
         entry = self._entries.get(fetch.identity)
@@ -185,6 +197,11 @@ class Schedule:
         if entry.expires_s is not None and entry.expires_s > now_s:
             return Phase.AVAILABLE
         return Phase.INITIALIZING if entry.error is None else Phase.UNAVAILABLE
+
+    def is_refused(self, identity: SpiffeId) -> bool:
+        """Return whether the last attempt failed although the authority answered."""
+        entry = self._entries.get(identity)
+        return entry is not None and entry.error is not None and not entry.unreachable
 
     def error(self, identity: SpiffeId) -> str | None:
         """Return the error of the last attempt, or None if it succeeded."""

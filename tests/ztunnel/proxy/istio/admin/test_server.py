@@ -175,10 +175,11 @@ def test_readiness_names_what_is_pending() -> None:
         answer = await harness.ask("readiness", "/healthz/ready")
         assert (answer.status, answer.text) == (
             500,
-            "not ready, pending: state manager, workload proxy manager\n",
+            "not ready, pending: certificates, state manager, workload proxy manager\n",
         )
         assert answer.headers["content-type"] == "text/plain"
         readiness.done("state manager")
+        readiness.done("certificates")
         assert (await harness.ask("readiness", "/healthz/ready")).text == (
             "not ready, pending: workload proxy manager\n"
         )
@@ -202,10 +203,10 @@ def test_readiness_names_what_is_pending() -> None:
 @pytest.mark.parametrize(
     ("env", "pending"),
     [
-        ({}, {"state manager", "workload proxy manager"}),
+        ({}, {"certificates", "state manager", "workload proxy manager"}),
         (
             {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "a/b/c"},
-            {"state manager", "proxy", "dns proxy"},
+            {"certificates", "state manager", "proxy", "dns proxy"},
         ),
         (
             {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "a/b/c", "ENABLE_PROXY": "false"},
@@ -213,7 +214,7 @@ def test_readiness_names_what_is_pending() -> None:
         ),
         (
             {"PROXY_MODE": "dedicated", "PROXY_WORKLOAD_INFO": "a/b/c", "ISTIO_META_DNS_CAPTURE": "false"},
-            {"state manager", "proxy"},
+            {"certificates", "state manager", "proxy"},
         ),
     ],
 )

@@ -19,7 +19,7 @@ from tests.ztunnel.proxy.identity.material import CART, WEB
 from xds.aio.grpc_server import new_server
 from xds.proto.istio.ca.ca_pb2 import IstioCertificateRequest, IstioCertificateResponse
 from ztunnel.proxy.identity.authority import CertificateAuthority
-from ztunnel.proxy.identity.csr import IdentityError
+from ztunnel.proxy.identity.csr import AuthorityUnreachable, IdentityError
 from ztunnel.proxy.istio.certificates.ca_client import METHOD, IstioCertificateAuthority
 from ztunnel.proxy.istio.certificates.credentials import Credentials, Endpoint, Roots, Token
 from ztunnel.proxy.istio.certificates.fake_ca import FakeCertificateAuthority
@@ -126,11 +126,11 @@ def test_ca_failures_have_texts(tmp_path: Path) -> None:
         await ours.close()
         await server.stop(0)
         gone = client(f"unix:{tmp_path}/nobody")
-        with pytest.raises(IdentityError, match=r"signing gRPC error \(UNAVAILABLE\)"):
+        with pytest.raises(AuthorityUnreachable, match=r"signing gRPC error \(UNAVAILABLE\)"):
             await gone.issue(WEB)
         await gone.close()
         missing = client(f"unix:{tmp_path}/ca", credentials=Credentials(token=Token(f"{tmp_path}/token")))
-        with pytest.raises(IdentityError, match="cannot read token file"):
+        with pytest.raises(AuthorityUnreachable, match="cannot read token file"):
             await missing.issue(WEB)
         await missing.close()
 
@@ -148,7 +148,7 @@ def test_unresponsive_authority_times_out(tmp_path: Path) -> None:
         ca.create = never  # type: ignore[method-assign]
         server, _ = await ca.serve(f"unix:{tmp_path}/ca")
         ours = client(f"unix:{tmp_path}/ca", timeout_s=0.2)
-        with pytest.raises(IdentityError, match=r"signing gRPC error \(DEADLINE_EXCEEDED\)"):
+        with pytest.raises(AuthorityUnreachable, match=r"signing gRPC error \(DEADLINE_EXCEEDED\)"):
             await ours.issue(WEB)
         await ours.close()
         await server.stop(0)
@@ -162,10 +162,10 @@ def test_ca_roots_are_reloaded_for_each_connection(tmp_path: Path, caplog: pytes
         ca, stranger = FakeCa(), FakeCa()
         server, port = await ca.serve("127.0.0.1:0", ["127.0.0.1"])
         ours = client(f"https://127.0.0.1:{port}", roots=Roots(str(path)))
-        with pytest.raises(IdentityError, match="cannot read root certificate file"):
+        with pytest.raises(AuthorityUnreachable, match="cannot read root certificate file"):
             await ours.issue(WEB)
         path.write_bytes(stranger.authority.root_pem)
-        with pytest.raises(IdentityError, match=r"\(UNAVAILABLE\).*TLS failed \(chain\)"):
+        with pytest.raises(AuthorityUnreachable, match=r"\(UNAVAILABLE\).*TLS failed \(chain\)"):
             await ours.issue(WEB)
         assert ca.requests == []
         path.write_bytes(ca.authority.root_pem)
@@ -193,7 +193,7 @@ def test_alternative_ca_hostname_is_accepted(tmp_path: Path) -> None:
             await ours.issue(WEB)
             wrong = client(f"https://127.0.0.1:{port}", roots=roots, alternative_name="other.example")
             if hosts == ["istiod.example"]:
-                with pytest.raises(IdentityError, match=r"\(UNAVAILABLE\)"):
+                with pytest.raises(AuthorityUnreachable, match=r"\(UNAVAILABLE\)"):
                     await wrong.issue(WEB)
             for each in (ours, wrong):
                 await each.close()
@@ -231,7 +231,7 @@ def test_authority_that_closes_connections_has_a_failure_text(
             ours = client(f"unix:{tmp_path}/ca")
             for _ in range(10):
                 with pytest.raises(
-                    IdentityError, match=r"signing gRPC error \(UNAVAILABLE\): .* GOAWAY NO_ERROR stop"
+                    AuthorityUnreachable, match=r"signing gRPC error \(UNAVAILABLE\): .* GOAWAY NO_ERROR stop"
                 ):
                     await ours.issue(WEB)
             await ours.close()

@@ -14,6 +14,7 @@ from tests.limits import WAIT_S
 from tests.ztunnel.proxy.identity.material import CART, WEB, certificate, handshake
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.identity.crl import RevocationLists
+from ztunnel.proxy.identity.csr import AuthorityUnreachable
 from ztunnel.proxy.istio.certificates.manager import (
     CertificateManager,
     IdentityError,
@@ -143,6 +144,72 @@ def test_failed_fetch_is_raised_at_once_until_a_retry_succeeds(caplog: pytest.Lo
 
     run(body)
     assert "certificate fetch failed" in caplog.text
+
+
+def test_first_certificates_wait_for_an_unreachable_authority_and_not_for_a_refusal() -> None:
+    async def body(f: Fixture) -> None:
+        assert await f.manager.first_certificates(30.0) == [], "nothing is needed"
+        f.manager.prefetch((WEB, CART))
+        waiting = asyncio.ensure_future(f.manager.first_certificates(0.0))  # noqa: TID251  awaited below
+        asked = dict([await f.desk.next(), await f.desk.next()])
+        asked[WEB].set_exception(AuthorityUnreachable("signing gRPC error (UNAVAILABLE): away"))
+        asked[CART].set_exception(IdentityError("signing gRPC error (UNAUTHENTICATED): no such pod"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done(), "past its limit, but the authority has not answered for one of them"
+        f.ahead = datetime.timedelta(seconds=2)
+        f.manager.prefetch((WEB,))  # both are due
+        asked = dict([await f.desk.next(), await f.desk.next()])
+        asked[WEB].set_result(certificate(ROOT))
+        asked[CART].set_exception(IdentityError("signing gRPC error (UNAUTHENTICATED): no such pod"))
+        assert await waiting == [CART]
+
+    run(body)
+
+
+def test_first_certificates_wait_a_while_for_a_refused_identity() -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch((WEB,))
+        waiting = asyncio.ensure_future(f.manager.first_certificates(WAIT_S))  # noqa: TID251  awaited below
+        (await f.desk.next())[1].set_exception(IdentityError("no such pod"))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        f.ahead = datetime.timedelta(seconds=2)
+        f.manager.prefetch((WEB,))
+        (await f.desk.next())[1].set_result(certificate(ROOT))
+        assert await waiting == []
+
+    run(body)
+
+
+@pytest.mark.parametrize("event", ["forgotten", "closed"])
+def test_first_certificates_end_with_what_they_wait_for(event: str) -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch((WEB,))
+        waiting = asyncio.ensure_future(f.manager.first_certificates(WAIT_S))  # noqa: TID251  awaited below
+        await f.desk.next()
+        if event == "closed":
+            await f.manager.close()
+            assert await waiting == [WEB]
+        else:
+            f.manager.forget((WEB,))
+            assert await waiting == []
+
+    run(body)
+
+
+def test_identities_that_did_not_reach_the_authority_are_retried_when_it_answers() -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch((WEB,))
+        (await f.desk.next())[1].set_exception(AuthorityUnreachable("away"))
+        f.manager.prefetch((CART,))
+        identity, answer = await f.desk.next()
+        assert identity == CART
+        answer.set_result(certificate(ROOT))
+        began_s = asyncio.get_running_loop().time()
+        assert (await f.desk.next())[0] == WEB
+        assert asyncio.get_running_loop().time() - began_s < 0.8, "not after its back-off of a second"
+
+    run(body)
 
 
 async def _outcome(manager: CertificateManager, identity: SpiffeId) -> WorkloadCertificate | str:

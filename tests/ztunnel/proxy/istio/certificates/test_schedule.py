@@ -97,6 +97,19 @@ def test_failed_renewal_is_retried_at_expiry_at_the_latest() -> None:
     assert schedule.error(A) == "away"
 
 
+def test_an_authority_that_answers_again_is_asked_at_once() -> None:
+    schedule = Schedule()
+    for identity in (A, B, C):
+        schedule.want(identity, Priority.REAL_TIME)
+    first, second, third = schedule.start(NOW)
+    schedule.failed(first, "away", NOW, 0.5, unreachable=True)
+    schedule.failed(second, "no", NOW, 0.5)
+    schedule.succeeded(third, NOW, NOW + DAY, NOW, 0.0)
+    assert [schedule.is_refused(identity) for identity in (A, B, C, D)] == [False, True, False, False]
+    schedule.authority_answered()
+    assert names(schedule.start(NOW)) == [A]
+
+
 def test_result_of_a_forgotten_fetch_is_ignored() -> None:
     schedule = Schedule()
     schedule.want(A, Priority.REAL_TIME)
@@ -190,12 +203,17 @@ class Histories(RuleBasedStateMachine):
         self.wanted[fetch.identity] = Priority.BACKGROUND
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), jitter=st.floats(0, 0.99))
-    def fail(self, data: st.DataObject, jitter: float) -> None:
+    @rule(data=st.data(), jitter=st.floats(0, 0.99), unreachable=st.booleans())
+    def fail(self, data: st.DataObject, jitter: float, unreachable: bool) -> None:
         fetch = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
-        assert self.schedule.failed(fetch, "away", self.now_s, jitter)
+        assert self.schedule.failed(fetch, "away", self.now_s, jitter, unreachable=unreachable)
+        assert self.schedule.is_refused(fetch.identity) is not unreachable
         self.errors[fetch.identity] = "away"
         self.wanted[fetch.identity] = Priority.BACKGROUND
+
+    @rule()
+    def answered(self) -> None:
+        self.schedule.authority_answered()
 
     @precondition(lambda self: self.abandoned)
     @rule()
