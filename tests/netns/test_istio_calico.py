@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.netns.istio import AmbientMesh, ask, eventually, refused
+from tests.netns.istio import AmbientMesh, NodeProxy, ask, eventually, refused
 from tests.netns.test_istio_policy import ends, lives
 from tests.netns.test_istio_workers import many, running, shares
 from ztunnel.policy.calico.compile import Compiled, compile_resources
@@ -54,6 +54,7 @@ async def with_policies(folder: Path) -> AsyncIterator[tuple[AmbientMesh, Policy
     path = f"{folder}/node.sock"
     async with PolicySyncServer() as server:
         await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
+        server.publish(Compiled())  # proxies are ready once they have policies; the pods' addresses are known then
         async with running(folder, POLICY_SYNC=path) as mesh:
             server.publish(compiled(mesh, "Allow"))
             yield mesh, server
@@ -96,6 +97,30 @@ def test_policies_reach_every_worker_and_end_what_they_do_not_allow_any_more(tmp
                     pass
 
             await asyncio.wait_for(again(), 10)
+
+    asyncio.run(main())
+
+
+def test_a_successor_without_policies_is_not_ready(tmp_path: Path) -> None:
+    """The running proxy has all policies; a rollout ends it as soon as its successor is ready."""
+
+    async def main() -> None:
+        async with with_policies(tmp_path) as (mesh, server):
+            client, host = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
+            assert await ask(client, host, 8080)
+            worker, before = mesh.lab.worker("w1"), mesh.proxies["w1"]
+            path = f"{tmp_path}/next.sock"
+            process = mesh.start_proxy(worker, worker.ztunnel, POLICY_SYNC=path)
+            after = NodeProxy(worker.ztunnel, mesh.folder, process, before.agent, before.pods)
+
+            def readiness() -> str:
+                with contextlib.suppress(OSError):
+                    return after.get(15021, "/healthz/ready")[1]
+                return ""
+
+            await eventually(lambda: readiness() == "not ready, pending: policies\n", "all else is complete")
+            await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
+            await eventually(after.ready, "ready")
 
     asyncio.run(main())
 

@@ -100,6 +100,17 @@ class LivePolicies:
         """Stop the reviews begun by :meth:`watch`; idempotent."""
         self._reviews.pop(review, None)
 
+    async def complete(self) -> None:
+        """Return once all policies that existed at the start have arrived. No connection is admitted before."""
+        arrived = asyncio.Event()
+        self._waiting.add(arrived)
+        try:
+            while not self.source.evaluator.store.in_sync:
+                await arrived.wait()
+                arrived.clear()
+        finally:
+            self._waiting.discard(arrived)
+
     async def admit(self, direction: c.Direction, flow: c.Flow) -> Decision:
         """Decide about a new connection. It waits at most :data:`GRACE_S` for a pod that is not known yet.
 

@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
-WORKERS, CERTIFICATES = "workers", "certificates"
+WORKERS, CERTIFICATES, POLICIES = "workers", "certificates", "policies"
 #: How long readiness waits for a certificate that the authority refuses to issue, in seconds.
 _REFUSED_S = 30.0
 #: How often to check whether this process carries all its pods, in seconds.
@@ -152,6 +152,8 @@ class IstioProxy:
         awaited = {STATE_MANAGER}
         if config.proxy or config.proxy_mode is ProxyMode.SHARED:
             awaited.add(CERTIFICATES)
+        if self.node.policies is not None:
+            awaited.add(POLICIES)
         if config.proxy_mode is ProxyMode.SHARED:
             awaited.add(POD_MANAGER)  # this task also stands for the proxies of all pods
         else:
@@ -398,6 +400,7 @@ class IstioProxy:
             self._tasks.keep(partial(sweep, self.metrics, self.clock), "metrics sweep")
             if self.node.policies is not None:
                 self._tasks.keep(self.node.policies.run, "policies")
+                self._tasks.start(self._await_policies(self.node.policies), "first policies")
             if self.config.hubble is not None:
                 self._tasks.keep(self._hubble(self.config.hubble), "Hubble's API")
             start = self._tasks.start(self._start_serving(stack), "start")
@@ -496,6 +499,11 @@ class IstioProxy:
         if lacking:
             log.warning("ready without certificates of %s", ", ".join(sorted(map(str, lacking))))
         self.readiness.done(CERTIFICATES)
+
+    async def _await_policies(self, policies: LivePolicies) -> None:
+        """Delay readiness until the policies are complete, for the reason of :meth:`_await_certificates`."""
+        await policies.complete()
+        self.readiness.done(POLICIES)
 
     async def _drain(self, servers: Servers) -> None:
         """Close all listeners, and wait until open connections end or the deadline passes."""

@@ -62,13 +62,16 @@ def test_a_new_connection_waits_for_the_first_store(tmp_path: Path) -> None:
     async def body(felix: Felix, policies: LivePolicies) -> None:
         async with asyncio.TaskGroup() as tasks:
             asked = tasks.create_task(policies.admit(INGRESS, FLOW))
+            complete = tasks.create_task(policies.complete())
             stream = await felix.stream(*snapshot(ALLOW)[:-1])
             source = policies.source
             assert isinstance(source, Follower)
             await until(lambda: source.counts.updates == 3)
             assert not asked.done()
+            assert not complete.done()
             stream.put_nowait(c.InSync())
             assert (await asked).allowed
+            await complete
         assert dict(results(policies.guard.uses)) == {("default", str(ONE), "allowed"): 1}
 
     (waited_s,) = run(body, tmp_path)
