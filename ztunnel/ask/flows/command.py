@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from ztunnel.ask.flows.model import FLOW, VERDICTS, BadFilter, Filter, Flow, Test, chosen, make, read
-from ztunnel.ask.inspect.fleet import Found, gather
+from ztunnel.ask.inspect.fleet import Found, gather, gather_by_node
 from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed
 from ztunnel.runtime.console.arguments import whole_number
 from ztunnel.runtime.console.output import Answer, Format, emit, table
@@ -27,6 +27,8 @@ from ztunnel.runtime.settings import duration_s
 _LAST: Final = 20
 #: Seconds between two requests of ``--follow``.
 _AGAIN_S: Final = 1.0
+#: A time after all flows, in nanoseconds.
+_NEVER_NS: Final = 1 << 63
 JSONPB: Final = "jsonpb"
 
 
@@ -145,7 +147,7 @@ def _wanted(args: argparse.Namespace, now_s: float) -> Wanted:
     )
     unbounded = args.since is not None or args.until is not None
     last = args.last if args.last is not None else None if unbounded else _LAST
-    return Wanted(chosen(filters), since_ns or 0, until_ns or 1 << 63, last)
+    return Wanted(chosen(filters), since_ns or 0, until_ns or _NEVER_NS, last)
 
 
 def moment_ns(text: str | None, now_s: float, name: str) -> int | None:
@@ -261,16 +263,24 @@ def _merged(found: Found[list[Line]]) -> list[Line]:
 def follow(args: argparse.Namespace, wanted: Wanted) -> int:
     """Print flows as they end, until Ctrl-C. Retries a proxy that does not answer."""
     printer = _Printer(args.output)
-    newest = {"": wanted.since_ns or int(time.time() * 1e9)}
+    start_ns = wanted.since_ns or int(time.time() * 1e9)
+    newest: dict[str, int] = {}  # by node: clocks differ, and a quiet node must not repeat the flows of others
     failure = ""
     first = True
+
+    def fresh(node: str, pages: Pages) -> list[Line]:
+        # Flows that the filters hide are read, too. Otherwise each request would repeat them, and the proxy would
+        # report flows as overwritten that were read before.
+        lines = look(pages, Wanted(_any_flow, newest.get(node, start_ns), wanted.until_ns, None))
+        if lines:
+            newest[node] = max(time_ns(flow.time) for flow, _ in lines)
+        chosen = [each for each in lines if wanted.test(each[0])]
+        return _explained(pages, chosen) if args.why else chosen
+
     try:
         while True:
-            begin = min(newest.values())
             try:
-                # Flows that the filters hide are read, too. Otherwise each request would repeat them, and the
-                # proxy would report flows as overwritten that were read before.
-                found = gather(args, lambda pages: look(pages, Wanted(_any_flow, begin, 1 << 63, None)))  # noqa: B023  called at once
+                found = gather_by_node(args, fresh)
             except AskFailed as error:
                 if first or error.status == 404:
                     raise
@@ -281,14 +291,7 @@ def follow(args: argparse.Namespace, wanted: Wanted) -> int:
             if reason and reason != failure:
                 print(f"ztunnel flows: {reason}; waiting", file=sys.stderr)
             failure = reason
-            fresh = []
-            for flow, line in _merged(found):
-                moment = time_ns(flow.time)
-                if moment > newest.get(flow.node or "", begin):
-                    fresh.append((flow, line))
-            for flow, _ in fresh:
-                newest[flow.node or ""] = max(newest.get(flow.node or "", 0), time_ns(flow.time))
-            printer.show([each for each in fresh if wanted.test(each[0])], across=found.across)
+            printer.show(_merged(found), across=found.across)
             time.sleep(_AGAIN_S)
     except (KeyboardInterrupt, BrokenPipeError):
         return 0

@@ -43,7 +43,19 @@ class Found(Generic[T]):
 def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool = False) -> Found[T]:
     """Return the results of ``look`` for the pages of every proxy or agent that the flags select.
 
-    ``look`` runs in threads, at most :data:`MOST_AT_ONCE` at a time.
+    See :func:`gather_by_node`.
+    """
+    return gather_by_node(args, lambda node, pages: look(pages), agent=agent)
+
+
+def gather_by_node(args: argparse.Namespace, look: Callable[[str, Pages], T], *, agent: bool = False) -> Found[T]:
+    """Return the results of ``look`` for every proxy or agent that the flags select.
+
+    Args:
+        args: the command line.
+        look: gets the node's name, as in :attr:`Found.by_node`, and its pages. It runs in threads, at most
+            :data:`MOST_AT_ONCE` at a time.
+        agent: query node agents instead of proxies.
 
     Raises:
         AskFailed: a single proxy does not answer, no proxy of several exists, or the flags contradict each other.
@@ -53,7 +65,7 @@ def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool 
     if file is not None:
         return _in_file(file, args, look, several=several)
     if not several and args.pod is None and args.node is None:
-        return Found({"": look(LivePages(args.address, args.request_timeout))})
+        return Found({"": look("", LivePages(args.address, args.request_timeout))})
     from ztunnel.ask.inspect.kubectl import AGENT, PROXY, Unreachable, kubectl_of
 
     kubectl, daemon = kubectl_of(args), AGENT if agent else PROXY
@@ -62,29 +74,32 @@ def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool 
             place = (
                 kubectl.of_pod(args.pod, daemon) if args.pod is not None else kubectl.of_node(args.node, daemon)
             )
+            node = args.node or ""
             with kubectl.forwarded(*place, daemon.port) as address:
-                return Found({args.node or "": look(LivePages(address, args.request_timeout))})
+                return Found({node: look(node, LivePages(address, args.request_timeout))})
         places = kubectl.of_all_nodes(daemon)
         if selector:
             nodes = set(kubectl.pods(selector, getattr(args, "namespace", "")).values())
             places = {node: place for node, place in places.items() if node in nodes}
     except Unreachable as error:
         raise AskFailed(str(error)) from None
-    return ask_all(kubectl, daemon, places, lambda address: look(LivePages(address, args.request_timeout)))
+    return ask_all(
+        kubectl, daemon, places, lambda node, address: look(node, LivePages(address, args.request_timeout))
+    )
 
 
 def ask_all(
-    kubectl: Kubectl, daemon: Daemon, places: Mapping[str, tuple[str, str]], ask: Callable[[str], T]
+    kubectl: Kubectl, daemon: Daemon, places: Mapping[str, tuple[str, str]], ask: Callable[[str, str], T]
 ) -> Found[T]:
-    """Call ``ask`` with the address of every place, in threads. ``places`` has namespace and name of a pod by
-    node.
+    """Call ``ask`` with the node and the address of every place, in threads. ``places`` has namespace and name of
+    a pod by node.
     """
     from ztunnel.ask.inspect.kubectl import Unreachable
 
     def one(node: str) -> T | Silent:
         try:
             with kubectl.forwarded(*places[node], daemon.port) as address:
-                return ask(address)
+                return ask(node, address)
         except (AskFailed, Unreachable) as error:
             return Silent(node=node, reason=str(error))
 
@@ -94,7 +109,7 @@ def ask_all(
     return Found({n: each for n, each in answers.items() if not isinstance(each, Silent)}, silent, across=True)
 
 
-def _in_file(file: str, args: argparse.Namespace, look: Callable[[Pages], T], *, several: bool) -> Found[T]:
+def _in_file(file: str, args: argparse.Namespace, look: Callable[[str, Pages], T], *, several: bool) -> Found[T]:
     if args.pod is not None:
         raise AskFailed("--file was saved: not with --pod")
     try:
@@ -106,14 +121,14 @@ def _in_file(file: str, args: argparse.Namespace, look: Callable[[Pages], T], *,
     if archive is None:
         if args.node is not None or several:
             raise AskFailed("--file is a dump that was saved: not with --node, -A or -l")
-        return Found({"": look(SavedDump(file))})
+        return Found({"": look("", SavedDump(file))})
     if args.node is not None and args.node not in archive.nodes:
         raise AskFailed(f"{file}: there is no node {args.node}; there are {', '.join(archive.nodes) or 'none'}")
     by_node: dict[str, T] = {}
     silent = []
     for node in [args.node] if args.node is not None else archive.nodes:
         try:
-            by_node[node] = look(archive.pages(node))
+            by_node[node] = look(node, archive.pages(node))
         except AskFailed as error:
             silent.append(Silent(node=node, reason=str(error)))
     return Found(by_node, silent, across=args.node is None)

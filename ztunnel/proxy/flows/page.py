@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from itertools import islice
 from typing import Any, Final
@@ -30,7 +31,13 @@ def lines(ring: FlowRing, shape: Shape, after_ns: int = 0, last: int | None = No
 
 
 async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | None = None) -> Page:
-    """Return the requested entries: the ``last`` N, or those ``after`` a time in nanoseconds."""
+    """Return the requested entries: the ``last`` N, or those ``after`` a time in nanoseconds.
+
+    Processes answer at slightly different times. Entries that ended during the request are left to the next one.
+    Otherwise a follower, which requests what ended after its newest entry, would miss slightly older entries that
+    another process wrote after its answer.
+    """
+    began_ns = time.time_ns()
     numbers = []
     for name, default in (("after", 0), ("last", _MOST)):
         value = query.get(name)
@@ -41,7 +48,7 @@ async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | No
     found = [each async for each in _slices(lines(ring, shape, after_ns, last))]
     lost = ring.lost(after_ns)
     if more is not None:
-        found = sorted([*found, *await more(after_ns, last)])[-last:]
+        found = [each for each in sorted([*found, *await more(after_ns, last)]) if each[0] <= began_ns][-last:]
     body = "".join(f"{line}\n" for _, line in found)
     if lost:
         body = f'{{"lost_events":{{"source":"HUBBLE_RING_BUFFER","num_events_lost":"{lost}"}}}}\n{body}'

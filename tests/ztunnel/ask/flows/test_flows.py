@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.ztunnel.ask.inspect.harness import pages
 from ztunnel.ask.flows import command
 from ztunnel.ask.flows.model import BadFilter, Filter, chosen, make, read
 from ztunnel.ask.inspect.fleet import Found
+from ztunnel.ask.inspect.source import Pages
 from ztunnel.cli import main
 
 Output = pytest.CaptureFixture[str]
@@ -160,25 +162,78 @@ def test_following_prints_each_flow_once(capsys: Output, monkeypatch: pytest.Mon
     assert seen.is_set()
 
 
-def test_following_asks_only_for_flows_after_those_that_filters_hide(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, str] | None] = []
+class Recorder:
+    """The pages of one proxy, whose recorder can get flows between two requests.
 
-    class Pages:
-        name = "here"
+    Attributes:
+        flows: the lines of its recorder.
+        after: the parameter ``after`` of each request.
+    """
 
-        def text(self, path: str, query: dict[str, str] | None) -> str:
-            asked.append(query)
-            return PAGE.decode()
+    def __init__(self, *flows: dict[str, Any]) -> None:
+        self.name = "here"
+        self.saved = False
+        self.flows = [*flows]
+        self.after: list[str] = []
+
+    def text(self, path: str, parameters: Mapping[str, str | None] | None = None) -> str:
+        after = str((parameters or {})["after"])
+        self.after.append(after)
+        return "".join(
+            f"{json.dumps(each)}\n" for each in self.flows if command.time_ns(each["time"]) > int(after)
+        )
+
+    def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
+        return {"inbound": {"policies": [{"policy": "bank/p", "action": "Deny", "holds": True, "because": "all"}]}}
+
+
+def followed(
+    recorders: Mapping[str, Recorder],
+    between: Sequence[Callable[[], None]],
+    words: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Follow these nodes, call each of ``between`` before one further request, and press Ctrl-C."""
+    steps = iter(between)
 
     def pause(seconds: float) -> None:
-        if len(asked) == 2:
+        step = next(steps, None)
+        if step is None:
             raise KeyboardInterrupt
+        step()
+
+    def gather(args: Any, look: Callable[[str, Pages], Any]) -> Found[Any]:
+        return Found({node: look(node, each) for node, each in recorders.items()}, across="" not in recorders)
 
     monkeypatch.setattr("ztunnel.ask.flows.command.time.sleep", pause)
-    monkeypatch.setattr("ztunnel.ask.flows.command.gather", lambda args, ask: Found({"": ask(Pages())}))
-    assert main(["flows", "-f", "--since", "2026-11-26T12:00:00Z", "--port", "4001"]) == 0
-    newest = command.time_ns("2026-11-26T12:00:04.000000001Z")
-    assert asked[1] == {"after": str(newest)}
+    monkeypatch.setattr("ztunnel.ask.flows.command.gather_by_node", gather)
+    assert main(["flows", "-f", "-o", "json", "--since", "2026-11-26T12:00:00Z", *words]) == 0
+
+
+def test_following_asks_only_for_flows_after_those_that_filters_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Recorder(*LINES)
+    followed({"": here}, [lambda: None], ["--port", "4001"], monkeypatch)
+    assert here.after[1] == str(command.time_ns("2026-11-26T12:00:04.000000001Z"))
+
+
+def test_a_quiet_node_does_not_make_requests_to_other_nodes_repeat_flows(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, quiet = Recorder(line(1)), Recorder()
+    later = [lambda: busy.flows.append(line(5)), lambda: quiet.flows.append(line(3))]  # its clock is behind
+    followed({"n1": busy, "n2": quiet}, later, [], monkeypatch)
+    start, first, second = (
+        str(command.time_ns(f"2026-11-26T12:00:{time}Z")) for time in ("00", "01.000000001", "05.000000001")
+    )
+    assert (busy.after, quiet.after) == ([start, first, second], [start, start, start])
+    found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+    assert [(each["node"], each["uuid"]) for each in found] == [("n1", "id-1"), ("n1", "id-5"), ("n2", "id-3")]
+
+
+def test_following_adds_clauses_and_ends_at_a_time(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    followed({"": Recorder(*LINES)}, [], ["--why", "--until", "2026-11-26T12:00:03Z"], monkeypatch)
+    found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+    assert [(each["uuid"], each["clause"]) for each in found] == [("id-1", None), ("id-2", "bank/p: all")]
 
 
 def test_kinds_of_filters_are_joined_and_their_values_are_alternatives() -> None:

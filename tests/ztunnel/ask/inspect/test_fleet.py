@@ -130,7 +130,7 @@ def test_few_nodes_are_asked_at_a_time(cluster: Path) -> None:
     running, most, lock = 0, 0, threading.Lock()
     gate = threading.Barrier(MOST_AT_ONCE, timeout=60)
 
-    def ask(address: str) -> str:
+    def ask(node: str, address: str) -> str:
         nonlocal running, most
         with lock:
             running += 1

@@ -1,0 +1,40 @@
+"""``/flows`` of a proxy with several processes."""
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from ztunnel.proxy.flows.page import flows_page, lines
+from ztunnel.proxy.flows.ring import Entry, FlowRing
+from ztunnel.runtime.http.page import Query
+
+
+def end_connection(ring: FlowRing) -> None:
+    ends = (("10.0.0.1", 4000), ("10.0.0.2", 80))
+    ring.add(time.time(), 0.1, 0.1, (0, 0), ends, b"", 0, ("",) * 8)
+
+
+def shape(entry: Entry) -> dict[str, Any]:
+    return {"ended": entry.ended_ns}
+
+
+def test_follower_gets_entries_written_between_the_answers_of_two_processes() -> None:
+    first, second = FlowRing(), FlowRing()
+
+    async def of_workers(after_ns: int, last: int) -> list[tuple[int, str]]:
+        found = list(lines(first, shape, after_ns, last))
+        if not first.total:
+            end_connection(first)
+            end_connection(second)
+        return [*found, *lines(second, shape, after_ns, last)]
+
+    async def follow() -> list[int]:
+        got = [0]
+        for _ in range(2):
+            page = await flows_page(Query((("after", str(max(got))),)), FlowRing(), shape, of_workers)
+            got += (json.loads(line)["ended"] for line in "".join(map(str, page.body)).splitlines())
+        return got[1:]
+
+    got = asyncio.run(follow())
+    assert got == sorted(each.ended_ns for ring in (first, second) for each in ring.entries())
