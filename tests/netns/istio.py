@@ -139,6 +139,13 @@ class NodeProxy:
         except OSError:
             return False
 
+    def readiness(self) -> str:
+        """Return the text of the readiness port. Empty while the port is closed."""
+        try:
+            return self.get(15021, "/healthz/ready")[1]
+        except OSError:
+            return ""
+
     def dump(self) -> Any:
         """``/config_dump``."""
         return json.loads(self.get(15000, "/config_dump")[1])

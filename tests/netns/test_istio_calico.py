@@ -108,17 +108,14 @@ def test_a_successor_without_policies_is_not_ready(tmp_path: Path) -> None:
         async with with_policies(tmp_path) as (mesh, server):
             client, host = mesh.lab.pod("client"), mesh.lab.pod("far").ipv4
             assert await ask(client, host, 8080)
-            worker, before = mesh.lab.worker("w1"), mesh.proxies["w1"]
+            worker, before = mesh.lab.worker("w2"), mesh.proxies["w2"]
             path = f"{tmp_path}/next.sock"
             process = mesh.start_proxy(worker, worker.ztunnel, POLICY_SYNC=path)
             after = NodeProxy(worker.ztunnel, mesh.folder, process, before.agent, before.pods)
 
-            def readiness() -> str:
-                with contextlib.suppress(OSError):
-                    return after.get(15021, "/healthz/ready")[1]
-                return ""
-
-            await eventually(lambda: readiness() == "not ready, pending: policies\n", "all else is complete")
+            await eventually(lambda: after.readiness() == "not ready, pending: policies\n", "all else is complete")
+            for _ in range(8):  # both listen, and the kernel would give the successor half of them
+                assert await ask(client, host, 8080)
             await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
             await eventually(after.ready, "ready")
 

@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
 
 from tests.netns.hbone_ends import HboneEnds
-from tests.netns.istio import HELLO, AmbientMesh, eventually, mesh_of, refused
+from tests.netns.istio import HELLO, AmbientMesh, NodeProxy, eventually, mesh_of, refused
 from tests.netns.toys import app
 from tproxy.aio.sockets import connect
 
@@ -61,6 +61,26 @@ def nodes_with(node: str) -> dict[str, list[str]]:
     nodes: dict[str, list[str]] = {"w1": ["client"], "w2": ["other"]}
     nodes[node].append("server")
     return nodes
+
+
+def test_a_successor_that_cannot_read_the_list_is_not_ready(tmp_path: Path) -> None:
+    """It would refuse every peer, and end the connections that move to it."""
+
+    async def main() -> None:
+        async with mesh_of(nodes_with("w1"), tmp_path, env={"CRL_PATH": f"{tmp_path}/crl.pem"}) as mesh:
+            worker, before = mesh.lab.worker("w1"), mesh.proxies["w1"]
+            file = tmp_path / "next.pem"
+            file.write_text("nonsense")
+            process = mesh.start_proxy(worker, worker.ztunnel, CRL_PATH=str(file))
+            after = NodeProxy(worker.ztunnel, mesh.folder, process, before.agent, before.pods)
+            await eventually(
+                lambda: after.readiness() == "not ready, pending: revocation lists\n", "all else is complete"
+            )
+            publish(tmp_path)
+            (tmp_path / "crl.pem").rename(file)
+            await eventually(after.ready, "ready")
+
+    asyncio.run(main())
 
 
 @SIDES

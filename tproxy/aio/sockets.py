@@ -65,6 +65,7 @@ __all__ = (
     "finish_connect",
     "is_transparent",
     "leave_to_newer",
+    "leave_to_older",
     "listen",
     "local_address",
     "original_destination",
@@ -166,7 +167,7 @@ def leave_to_newer(sock: socket.SocketType) -> bool:
     """Direct new connections of a port that two sockets share to the newer socket; idempotent.
 
     A process that is being replaced calls this, accepts the connections that are still in its queue, and closes
-    the socket. Then no connection is lost.
+    the socket. Then no connection is lost. If one socket is left, it gets all connections.
 
     Returns:
         False if the socket is not in a SO_REUSEPORT group, or the kernel has no SO_ATTACH_REUSEPORT_CBPF.
@@ -174,19 +175,38 @@ def leave_to_newer(sock: socket.SocketType) -> bool:
     Raises:
         KernelRefused: any other refusal.
     """
+    return _direct(sock, 1)
+
+
+def leave_to_older(sock: socket.SocketType) -> bool:
+    """Direct new connections of a port that two sockets share to the older socket; idempotent.
+
+    A process that listens but cannot serve yet calls this, and :func:`leave_to_newer` once it can. If this socket
+    is the only one, or remains as the only one, it gets all connections.
+
+    Returns:
+        False as for :func:`leave_to_newer`.
+
+    Raises:
+        KernelRefused: any other refusal.
+    """
+    return _direct(sock, 0)
+
+
+def _direct(sock: socket.SocketType, index: int) -> bool:
     # Without a filter the kernel hashes connections over all sockets of the group, and closing one resets the
     # connections in its accept queue. SO_ATTACH_REUSEPORT_CBPF sets a classic BPF program for the whole group. It
     # returns the index of the socket to use, in the order of joining (reuseport_select_sock in
-    # net/core/sock_reuseport.c). This program always returns 1, the second socket. For an index outside the group
-    # the kernel hashes as before, so the filter, which stays with the group, is harmless when one socket is left.
-    instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 1))
+    # net/core/sock_reuseport.c). For an index outside the group the kernel hashes as before, so the filter, which
+    # stays with the group, is harmless when one socket is left.
+    instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, index))
     program = struct.pack("@HP", 1, ctypes.addressof(instruction))
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.ENOPROTOOPT):
             return False
-        raise KernelRefused("leave a port to its newer socket", error.errno or 0) from error
+        raise KernelRefused("direct a port's connections to one socket", error.errno or 0) from error
     return True
 
 

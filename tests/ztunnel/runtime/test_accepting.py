@@ -16,6 +16,7 @@ from tproxy.aio import sockets
 from xds.model.address import SocketAddress
 from ztunnel.runtime import accepting
 from ztunnel.runtime.accepting import ListeningSocket
+from ztunnel.runtime.predecessor_ports import PredecessorPorts
 
 HOST = "127.0.0.1"
 GENERATIONS = 30
@@ -187,6 +188,47 @@ def test_new_connections_go_to_the_successor_on_the_same_port() -> None:
             old.listening.close()
             assert await asyncio.to_thread(ask, old.port) == b"new"
             new.listening.close()
+
+    asyncio.run(main())
+
+
+def test_new_connections_stay_with_the_predecessor_until_they_are_taken() -> None:
+    async def main() -> None:
+        with poller() as shared:
+            ports = PredecessorPorts()
+            ports.begin()
+            old = Server(shared, 0, b"old")
+            ports.listening(old.listening.sock)
+            ports.take()
+            ports.begin()
+            new = Server(shared, old.port, b"new")
+            ports.listening(new.listening.sock)
+            assert [await asyncio.to_thread(ask, old.port) for _ in range(30)] == [b"old"] * 30
+            ports.take()
+            ports.take()
+            assert [await asyncio.to_thread(ask, old.port) for _ in range(30)] == [b"new"] * 30
+            old.listening.close()
+            assert await asyncio.to_thread(ask, old.port) == b"new"
+            new.listening.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_connections_come_to_the_process_that_is_left(first: str) -> None:
+    async def main() -> None:
+        with poller() as shared:
+            ports = PredecessorPorts()
+            ports.begin()
+            servers = {"old": Server(shared, 0, b"old")}
+            servers["new"] = Server(shared, servers["old"].port, b"new")
+            ports.listening(servers["new"].listening.sock)
+            servers.pop(first).listening.close()
+            ((name, left),) = servers.items()
+            assert [await asyncio.to_thread(ask, left.port) for _ in range(10)] == [name.encode()] * 10
+            ports.take()
+            assert await asyncio.to_thread(ask, left.port) == name.encode()
+            left.listening.close()
 
     asyncio.run(main())
 

@@ -94,6 +94,11 @@ class RevocationLists:
         for crl in crls:
             self._by_issuer.setdefault(crl.issuer.public_bytes(), []).append(_List(crl))
 
+    @property
+    def unreadable(self) -> bool:
+        """Whether the lists are unreadable, so that every chain counts as revoked."""
+        return self._unreadable
+
     def __len__(self) -> int:
         return sum(len(lists) for lists in self._by_issuer.values())
 

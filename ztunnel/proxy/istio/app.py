@@ -80,7 +80,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
-WORKERS, CERTIFICATES, POLICIES = "workers", "certificates", "policies"
+WORKERS, CERTIFICATES, POLICIES, REVOCATIONS = "workers", "certificates", "policies", "revocation lists"
 #: How long readiness waits for a certificate that the authority refuses to issue, in seconds.
 _REFUSED_S = 30.0
 #: How often to check whether this process carries all its pods, in seconds.
@@ -144,6 +144,7 @@ class IstioProxy:
             ask=self.control.ask if self.control.on_demand else None,
         )
         self._addons: AddonProcess | None = None
+        self.node.predecessor_ports.begin()
         if config.worker_threads > 1:
             check_addons(config)
         else:
@@ -154,6 +155,8 @@ class IstioProxy:
             awaited.add(CERTIFICATES)
         if self.node.policies is not None:
             awaited.add(POLICIES)
+        if self.revocations is not None:
+            awaited.add(REVOCATIONS)
         if config.proxy_mode is ProxyMode.SHARED:
             awaited.add(POD_MANAGER)  # this task also stands for the proxies of all pods
         else:
@@ -311,7 +314,19 @@ class IstioProxy:
             self.node.addons.mesh_changed(self.mesh)
 
     def _revocations_changed(self) -> None:
+        self._revocations_readable()
         self.node.live.review(Event.REVOCATIONS)
+
+    def _revocations_readable(self) -> None:
+        """Delay readiness until the revocation lists can be read: every peer is refused before."""
+        assert self.revocations is not None
+        if not self.revocations.current.unreadable:
+            self._complete(REVOCATIONS)
+
+    def _complete(self, task: str) -> None:
+        self.readiness.done(task)
+        if not self.readiness.pending & {CERTIFICATES, POLICIES, REVOCATIONS}:
+            self.node.predecessor_ports.take()
 
     def change_log_filter(self, text: str, *, reset: bool) -> None:
         """Change the log filter here and in workers; see ``LogStream.change``."""
@@ -393,6 +408,7 @@ class IstioProxy:
             if self.revocations is not None:
                 await stack.enter_async_context(self.revocations)
                 self.revocations.watch(self._revocations_changed)
+                self._revocations_readable()
             stack.callback(self.mesh.watch(self._mesh_changed))
             if self.workers is not None:
                 await stack.enter_async_context(self.workers)
@@ -498,12 +514,12 @@ class IstioProxy:
         lacking = await self.certificates.first_certificates(_REFUSED_S)
         if lacking:
             log.warning("ready without certificates of %s", ", ".join(sorted(map(str, lacking))))
-        self.readiness.done(CERTIFICATES)
+        self._complete(CERTIFICATES)
 
     async def _await_policies(self, policies: LivePolicies) -> None:
         """Delay readiness until the policies are complete, for the reason of :meth:`_await_certificates`."""
         await policies.complete()
-        self.readiness.done(POLICIES)
+        self._complete(POLICIES)
 
     async def _drain(self, servers: Servers) -> None:
         """Close all listeners, and wait until open connections end or the deadline passes."""

@@ -34,6 +34,7 @@ from ztunnel.runtime.descriptors import Descriptors, limit_of_process
 from ztunnel.runtime.log_pressure import LogPressure
 from ztunnel.runtime.log_writer import LogWriter
 from ztunnel.runtime.memory import memory_limit_bytes, waiting_bytes
+from ztunnel.runtime.predecessor_ports import PredecessorPorts
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
@@ -73,6 +74,7 @@ class Node:
         ask: requests a key from the control plane (on demand). ``None`` if the control plane sends the whole mesh.
         pods: the pods of this node, for node-local tunnels; see :meth:`register`.
         pod_window_bytes: the budget in bytes for enlarging the windows of a pod's tunnel connections.
+        predecessor_ports: leaves new connections to a predecessor, as long as this process cannot serve them.
         half_open: connections to pods whose handshake has not finished.
         descriptors: limits the file descriptors that each pod may use.
         baggage_labels: labels received in peers' baggage, limited per peer.
@@ -104,6 +106,7 @@ class Node:
     rng: random.Random = field(default_factory=random.Random)
     failed_endpoints: FailedEndpoints = field(init=False, default_factory=FailedEndpoints)
     pods: dict[PodKey, NodeLocalTarget] = field(init=False, default_factory=dict)
+    predecessor_ports: PredecessorPorts = field(init=False, default_factory=PredecessorPorts)
     asked: set[str] = field(init=False, default_factory=set)
     live: LiveTable = field(init=False, default_factory=LiveTable)
     sampled_below: int = field(init=False)

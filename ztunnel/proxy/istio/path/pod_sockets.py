@@ -178,6 +178,7 @@ class PodSockets(PodDials):
                 self.preserves_source[port] = each.transparent and not self.only_tunnels
         for listener in self._listening:
             listener.start(accepted[listener.address.port])
+            node.predecessor_ports.listening(listener.sock)
 
     async def hand_over(self) -> None:
         """Leave new connections to a successor, accept already queued connections, then close.

@@ -476,6 +476,7 @@ class Workers:
         try:
             for each in bound:
                 each.sock.listen(BACKLOG)
+                self._node.predecessor_ports.listening(each.sock)
             self._pods[pod.number] = pod
             await self._started(pod)
         except BaseException:

@@ -1,0 +1,34 @@
+"""Leaves new connections to a predecessor on the same ports, while this process cannot serve them yet."""
+
+import socket
+from weakref import WeakSet
+
+from tproxy.aio import sockets
+
+
+class PredecessorPorts:
+    """The listening sockets of a process that still lacks certificates, policies or revocation lists.
+
+    Both processes listen during an upgrade, and the kernel would give each of them half of the new connections.
+    The predecessor gets them all until :meth:`take`, and this process afterwards. Without a predecessor, this
+    process gets all connections from the start.
+    """
+
+    def __init__(self) -> None:
+        self._left: WeakSet[socket.socket] | None = None
+
+    def begin(self) -> None:
+        """Leave connections of sockets that listen from now on, until :meth:`take`."""
+        self._left = WeakSet()
+
+    def listening(self, sock: socket.socket) -> None:
+        """Call this directly after a socket has started to listen."""
+        if self._left is not None and sockets.leave_to_older(sock):
+            self._left.add(sock)
+
+    def take(self) -> None:
+        """Take the new connections from now on. Idempotent."""
+        left, self._left = self._left, None
+        for sock in left or ():
+            if sock.fileno() >= 0:
+                sockets.leave_to_newer(sock)  # the newer socket is this one
