@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import io
 import json
@@ -36,6 +37,12 @@ log = logging.getLogger("ztunnel")
 #: The exit status that a shell shows for a program ended by SIGPIPE, like other programs whose reader has closed
 #: the pipe.
 _READER_IS_GONE = 141
+#: The exit status that a shell shows for a program ended by Ctrl-C.
+_INTERRUPTED = 130
+#: The exit status of a command whose output cannot be written, like that of commands without an answer.
+_NOT_WRITTEN = 2
+#: Errors of writing to a full or broken disk, or to a closed terminal.
+_CANNOT_WRITE: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
 
 #: The lowest similarity of a mistyped command to a suggestion. Below it, "get" would resemble "agent".
 _NEAR: Final = 0.78
@@ -181,31 +188,60 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the process's exit status."""
     # Roots with a serial number of 0 are common, and each would cause this warning.
     warnings.filterwarnings("ignore", message="Parsed a serial number which wasn't positive", category=UserWarning)
+    _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names and reasons can have characters that the terminal's encoding does not have. The call ends by asking
         # for the position, which fails if another kind of file has replaced the descriptor.
         with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        status = _run(argv)
-        sys.stdout.flush()
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, because the interpreter reports a failure of its own flush in other words
     except BrokenPipeError:
         if not _output_is_gone():
             raise
         return _READER_IS_GONE
-    return status
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE or error.filename is not None:
+            raise
+        _discard_output()
+        with contextlib.suppress(OSError):  # standard error can be on the same disk
+            print(f"ztunnel: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return _NOT_WRITTEN
+
+
+def _replace_closed_streams() -> None:
+    """Open /dev/null in place of each closed standard stream.
+
+    Otherwise the next socket or file would get the stream's descriptor, and ``print`` would write errors to
+    standard output if standard error is closed.
+    """
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it gets the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  stays open
 
 
 def _output_is_gone() -> bool:
     """Return whether the reader of our output has closed, like in ``| head``. No more is written then."""
-    output = sys.stdout.fileno()
     ends = select.poll()
-    ends.register(output, 0)
+    ends.register(sys.stdout.fileno(), 0)
     if not ends.poll(0):
         return False
-    # The interpreter flushes once more when it ends.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), output)
+    _discard_output()
     return True
+
+
+def _discard_output() -> None:
+    """Write no more to standard output. The interpreter flushes once more when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:

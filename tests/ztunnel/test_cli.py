@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -81,6 +82,45 @@ def test_a_reader_that_has_seen_enough_is_no_error(command: str) -> None:
         assert running.stderr is not None
         assert running.stderr.read() == b""
         assert running.wait(30) == 141
+
+
+@pytest.mark.parametrize("command", ["version", "status --help", "completion bash"])
+def test_an_output_that_cannot_be_written_is_one_line(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "ztunnel", *command.split()]
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        "ztunnel: the output cannot be written: No space left on device\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("closed", "command", "status", "out"),
+    [
+        (">&-", "version", 0, ""),
+        ("2>&-", "status --address 127.0.0.1:1", 2, ""),  # the error is not written to standard output
+        ("<&-", "connections --file -", 2, ""),
+        ("<&- >&- 2>&-", "connections --file -", 2, ""),
+    ],
+)
+def test_closed_standard_streams_are_empty(closed: str, command: str, status: int, out: str) -> None:
+    words = f"{sys.executable} -m ztunnel {command} {closed}"
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (done.returncode, done.stdout) == (status, out)
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        words = [sys.executable, "-m", "ztunnel", "status", "--address", f"127.0.0.1:{silent.getsockname()[1]}"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            connection, _ = silent.accept()
+            with connection:
+                connection.recv(1000)  # the command waits for the answer
+                running.send_signal(signal.SIGINT)
+                out, errors = running.communicate(timeout=WAIT_S)
+    assert (running.returncode, out, errors) == (130, "", "")
 
 
 @pytest.mark.parametrize("form", ["table", "yaml"])
