@@ -1,6 +1,5 @@
 """String matchers (``envoy.type.matcher.v3.StringMatcher``, and the equal type of xds)."""
 
-import re
 from dataclasses import dataclass, field
 
 from xds.model import re2
@@ -25,7 +24,7 @@ class StringMatch:
     kind: str
     value: str
     ignore_case: bool = False
-    _regex: "re.Pattern[str] | None" = field(default=None, compare=False, repr=False)
+    _regex: re2.Pattern | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind == "regex":
@@ -35,7 +34,7 @@ class StringMatch:
         """Return whether ``text`` satisfies the predicate."""
         if self.kind == "regex":
             assert self._regex is not None
-            return self._regex.fullmatch(text) is not None
+            return self._regex.fullmatch(text)
         if self.ignore_case:
             text = ascii_lower(text)
         if self.kind == "exact":

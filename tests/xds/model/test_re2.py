@@ -50,6 +50,9 @@ ROWS = (
     (r"a\b-", ("a-",), ()),
     (r"\Aa\z", ("a",), ()),
     (r"x#y z", ("x#y z",), ()),
+    (r"\pL\p{Greek}", ("éλ",), ("1λ", "λé")),
+    (r"[\PL]", ("1",), ("é",)),
+    (r"\_", ("_",), ()),
 )
 REFUSED = (
     "(",
@@ -87,17 +90,16 @@ REFUSED = (
     "\\",
     "\\8",
     "\\y",
-    "\\_",
     "\\Z",
     "\\u0041",
     "\\N{DIGIT ONE}",
     "\\x4",
     "\\x{110000}",
-    "\\pL",
-    "[\\pL]",
     "[\\b]",
     "(?i)*",
     "[a-\\d]",
+    "((a{100}){10}){10}",
+    r"(\pL{500}){2}",  # too large
 )
 
 
@@ -114,6 +116,26 @@ def test_pattern_matches_the_texts_that_re2_matches(
 def test_expression_that_re2_refuses_is_refused(pattern: str) -> None:
     with pytest.raises(Re2Error):
         compiled(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(a*)*b", ".*.*.*.*=.*c"])
+def test_time_is_linear_in_the_text(pattern: str) -> None:
+    """Python's ``re`` would take longer than the tests' limit for hangs."""
+    text = "a" * 100_000 + "!"
+    assert not compiled(pattern).fullmatch(text)
+    assert not compiled(pattern).search(text)
+
+
+def test_reason_is_re2s() -> None:
+    with pytest.raises(Re2Error) as caught:
+        compiled("a(é")
+    assert str(caught.value) == "missing ): a(é"
+
+
+@pytest.mark.parametrize("text", ["\ud800", "a\udcff"])
+def test_texts_that_are_not_unicode_are_read(text: str) -> None:
+    assert compiled(".*").fullmatch(text)
+    assert not compiled("a").fullmatch(text)
 
 
 @pytest.mark.filterwarnings("error")

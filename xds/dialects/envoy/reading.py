@@ -523,7 +523,7 @@ def regex_match(pattern: str) -> StringMatch:
     """Compile a full-match regular expression in RE2's syntax.
 
     Raises:
-        ConfigError: RE2 refuses the expression, or it has classes by Unicode property.
+        ConfigError: RE2 refuses the expression.
     """
     if not pattern:
         raise ConfigError("regex must not be empty", "safe_regex")

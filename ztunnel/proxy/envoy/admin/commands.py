@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Awaitable, Callable
 
+from xds.model import re2
 from xds.proto.dump import format_json, to_dict
 from xds.proto.envoy.admin.v3 import admin_pb2 as admin
 from ztunnel.proxy.addons.report import page as addon_page
@@ -19,6 +19,7 @@ from ztunnel.proxy.envoy.admin import (
     config_dump,
     connections,
     decisions,
+    dump,
     loggers,
     process,
     readiness,
@@ -76,15 +77,11 @@ def _config_dump(asked: Asked) -> Page:
 
 
 def _clusters(asked: Asked) -> Page:
-    expression = asked.query.get("filter") or ""
+    expression = asked.query.get("filter")
     try:
-        pattern = re.compile(expression)
-    except re.error:
+        shown = re2.Pattern(expression).search if expression else dump.everything
+    except re2.Re2Error:
         return text("Invalid re2 regex", 400)
-
-    def shown(name: str) -> bool:
-        return pattern.search(name) is not None
-
     if asked.query.get("format") == "json":
         return Page(content_type=JSON, body=clusters.json_pieces(asked.proxy, shown))
     return Page(body=clusters.text_pieces(asked.proxy, shown))
@@ -249,10 +246,9 @@ def _choice(query: Query) -> stats_page.Choice:
     expression = query.get("filter")
     if expression:
         try:
-            pattern = re.compile(expression)
-        except re.error as error:
-            reason = config_dump.re2_reason(expression, error)
-            raise ValueError(f"Invalid re2 regex: {reason}") from None
+            pattern = re2.Pattern(expression)
+        except re2.Re2Error as error:
+            raise ValueError(f"Invalid re2 regex: {error}") from None
     try:
         kind = stats_page.Kind(query.get("type") or "All")
     except ValueError:

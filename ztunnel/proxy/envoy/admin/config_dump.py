@@ -5,13 +5,13 @@ The page is made element by element, because the dump of a large mesh takes seco
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import cast
 
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
+from xds.model.re2 import Pattern, Re2Error
 from xds.proto import registry
 from xds.proto.dump import format_json, to_dict
 from xds.proto.well_known import Any as AnyMessage
@@ -57,28 +57,11 @@ def _name_filter(expression: str | None) -> dump.Shown:
     if expression is None:
         return dump.everything
     try:
-        compiled = re.compile(expression)
-    except re.error as error:
-        reason = re2_reason(expression, error)
+        return Pattern(expression).fullmatch
+    except Re2Error as error:
         raise Refused(
-            400, f"INVALID_ARGUMENT: Error while parsing name_regex from {expression}: {reason}"
+            400, f"INVALID_ARGUMENT: Error while parsing name_regex from {expression}: {error}"
         ) from None
-    return lambda name: compiled.fullmatch(name) is not None
-
-
-def re2_reason(expression: str, error: re.error) -> str:
-    """Return the fault of an expression, in RE2's words for common cases, or None if it is valid."""
-    match error.msg.partition(",")[0]:
-        case "missing )":
-            return f"missing ): {expression}"
-        case "unbalanced parenthesis":
-            return f"unexpected ): {expression}"
-        case "unterminated character set":
-            return f"missing ]: {expression[error.pos or 0 :]}"
-        case "nothing to repeat":
-            return f"no argument for repetition operator: {expression[error.pos or 0]}"
-        case _:
-            return str(error)
 
 
 # Selection

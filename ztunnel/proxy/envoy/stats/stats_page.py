@@ -2,12 +2,12 @@
 
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from html import escape
 
+from xds.model.re2 import Pattern
 from ztunnel.proxy.envoy.stats.stats import BUCKETS, Counter, Gauge, Histogram, Stats, TextReadout
 
 QUANTILES = (0, 25, 50, 75, 90, 95, 99, 99.5, 99.9, 100)
@@ -39,7 +39,7 @@ class Choice:
     """The parameters that select metrics and their format."""
 
     kind: Kind = Kind.ALL
-    pattern: "re.Pattern[str] | None" = None
+    pattern: Pattern | None = None
     invert: bool = False
     used_only: bool = False
     buckets: Buckets = Buckets.UNSET
@@ -49,7 +49,7 @@ class Choice:
         """Return whether a metric of this name is shown. No metric here is hidden."""
         if self.hidden_only:
             return False
-        return self.pattern is None or (self.pattern.search(name) is not None) != self.invert
+        return self.pattern is None or self.pattern.search(name) != self.invert
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,18 @@ def test_listeners_clusters_and_certs(answers: Callable[..., list[Answer]], refe
     assert r"\u003cinline\u003e" in certs.text
 
 
+@pytest.mark.parametrize(
+    "target",
+    ["/clusters?filter=", "/config_dump?name_regex=", "/stats?filter=", "/stats/prometheus?filter="],
+)
+def test_expression_of_an_admin_page_is_matched_by_re2(answers: Callable[..., list[Answer]], target: str) -> None:
+    """Python's ``re`` takes longer than the tests' limit for hangs for the first, and accepts the second."""
+    (slow, refused) = answers(f"{target}(.|..)%2b%40", f"{target}a(?%3da)")
+    assert slow.status == 200
+    assert refused.status == 400
+    assert "re2" in refused.text or "invalid perl operator: (?=" in refused.text
+
+
 def test_small_admin_pages_have_envoys_form(answers: Callable[..., list[Answer]]) -> None:
     runtime, contention, restart, memory, info, init, server = answers(
         "/runtime",

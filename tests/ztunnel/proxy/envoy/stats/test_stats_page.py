@@ -1,10 +1,10 @@
 """``/stats`` against what Envoy 1.40 printed for the same values."""
 
 import json
-import re
 
 import pytest
 
+from xds.model.re2 import Pattern
 from ztunnel.proxy.envoy.stats.stats import Stats
 from ztunnel.proxy.envoy.stats.stats_page import (
     Buckets,
@@ -51,7 +51,7 @@ def test_order_and_form_of_lines(stats: Stats) -> None:
 
 
 def test_histogram_buckets_of_the_text_page(stats: Stats) -> None:
-    only = {"kind": Kind.HISTOGRAMS, "pattern": re.compile("initialization")}
+    only = {"kind": Kind.HISTOGRAMS, "pattern": Pattern("initialization")}
     assert shown(stats, **only, buckets=Buckets.CUMULATIVE) == (
         "server.initialization_time_ms: B0.5(0,0) B1(0,0) B5(0,0) B10(0,0) B25(0,0) B50(0,1) B100(0,1) B250(0,1) "
         "B500(0,1) B1000(0,1) B2500(0,1) B5000(0,1) B10000(0,1) B30000(0,1) B60000(0,1) B300000(0,1) "
@@ -66,12 +66,12 @@ def test_histogram_buckets_of_the_text_page(stats: Stats) -> None:
 def test_stats_page_filters_by_kind_use_and_name(stats: Stats) -> None:
     assert shown(stats, kind=Kind.TEXT_READOUTS) == 'cluster_manager.cds.version_text: "1"\n'
     assert shown(stats, kind=Kind.COUNTERS, used_only=True) == "cluster_manager.cds.update_success: 1\n"
-    assert shown(stats, kind=Kind.GAUGES, pattern=re.compile("cds"), invert=True) == "server.live: 1\n"
+    assert shown(stats, kind=Kind.GAUGES, pattern=Pattern("cds"), invert=True) == "server.live: 1\n"
     assert shown(stats, hidden_only=True) == ""
 
 
 def as_json(stats: Stats, buckets: Buckets = Buckets.UNSET, pattern: str = "") -> str:
-    found = chosen(stats, Choice(pattern=re.compile(pattern), buckets=buckets))
+    found = chosen(stats, Choice(pattern=Pattern(pattern), buckets=buckets))
     return "".join(json_pieces(found, buckets))
 
 
@@ -104,7 +104,7 @@ def test_json_of_buckets(stats: Stats) -> None:
 
 def test_empty_selection_is_a_valid_page(stats: Stats) -> None:
     assert as_json(stats, pattern="nothing") == '{"stats":[]}'
-    assert shown(stats, pattern=re.compile("nothing")) == ""
+    assert shown(stats, pattern=Pattern("nothing")) == ""
 
 
 def test_names_and_texts_cannot_forge_lines() -> None:
