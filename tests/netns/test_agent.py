@@ -299,6 +299,23 @@ def test_a_pod_that_an_earlier_agent_left_can_be_forgotten(lab: Lab, socket_path
     on_loop(body)
 
 
+def test_an_agent_that_removes_all_pods_at_its_end_removes_those_of_an_earlier_agent(
+    lab: Lab, socket_path: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+
+    async def body() -> None:
+        member = lab.pod("member")
+        async with NodeAgent(socket_path, record=record) as agent:
+            await agent.enrol(described(member))
+        async with NodeAgent(socket_path, record=record, remove_on_exit=True):
+            assert has_rules(member.netns)
+        assert not has_rules(member.netns)
+        assert read_record(record) == {}
+
+    on_loop(body)
+
+
 def test_a_pod_that_leaves_has_only_so_much_time(lab: Lab, socket_path: Path) -> None:
     async def body() -> None:
         member = lab.pod("member")

@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import subprocess
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,11 @@ from ztunnel.node.agent.audit import counted
 from ztunnel.node.agent.auditor import Auditor
 from ztunnel.node.agent.cni.installer import Installation, install
 from ztunnel.node.agent.cni_server import CniServer
+from ztunnel.node.agent.description import PodDescription
 from ztunnel.node.agent.enroller import Added, Enroller
 from ztunnel.node.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
 from ztunnel.node.agent.errors import CannotAdd
-from ztunnel.node.agent.namespaces import iptables_tables, remove_probes, remove_rules, try_rules
+from ztunnel.node.agent.namespaces import iptables_tables, remove_probes, remove_rules, take_over_rules, try_rules
 from ztunnel.node.agent.phase import Phase
 from ztunnel.node.agent.record import read_record
 from ztunnel.node.agent.status import audit, check
@@ -333,6 +335,47 @@ def test_a_restart_changes_no_annotation(lab: Lab, tmp_path: Path) -> None:
             await until(lambda: WEB in enroller.agent.pods(), "enrolled")
             await enroller.withdraw(0.1)
         assert cluster.annotation("web") is None
+        assert not has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_the_last_agent_leaves_no_table_for_probes(lab: Lab, tmp_path: Path) -> None:
+    async def body(scene: Scene) -> None:
+        scene.cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with scene.enroller(probe_user=0) as enroller, scene.proxy():
+            await until(lambda: scene.cluster.annotation("web") == "enabled", "enabled")
+            await enroller.withdraw(0.1)
+        with contextlib.closing(BlockingTable(PROBE_TABLE)) as kept:
+            assert kept.read() is None
+
+    with lab.worker("w1").place.netns.entered():
+        on_stage(lab, tmp_path, body)
+
+
+def test_a_pod_that_the_last_agent_was_enrolling_leaves_the_mesh(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, end = threading.Event(), threading.Event()
+
+    def slow(netns: Netns, description: PodDescription) -> set[str]:
+        removed = take_over_rules(netns, description)
+        written.set()
+        assert end.wait(WAIT_S)
+        return removed
+
+    monkeypatch.setattr(node_module, "take_over_rules", slow)
+
+    async def body(scene: Scene) -> None:
+        scene.cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with scene.enroller() as enroller:
+            await until(written.is_set, "the rules are in")
+            withdrawal = asyncio.get_running_loop().create_task(enroller.withdraw(0.1))
+            await asyncio.sleep(0)  # the task that enrols the pod is cancelled
+            end.set()
+            await withdrawal
         assert not has_rules(scene.web.netns)
 
     on_stage(lab, tmp_path, body)

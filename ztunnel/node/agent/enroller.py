@@ -241,6 +241,7 @@ class Enroller:
             await self.agent.remove(uid, grace_s=grace_s)
 
         await asyncio.gather(*(take_out(uid) for uid in {*self._entries, *self.agent.left_over}))
+        await self.agent.end_probes()
 
     # Events of the API server
 

@@ -131,7 +131,7 @@ class NodeAgent:
         self._steering: set[PodUid] = set()
         self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
         self._recorded: dict[PodUid, Enrolled] = {}
-        self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined yet
+        self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined, or not to the end
         self._expected: set[PodUid] = set()  # pods that another agent enrolled and this one has not yet
         self._probed: dict[PodUid, Probed] = {}
         self._probes = asyncio.Lock()
@@ -186,9 +186,10 @@ class NodeAgent:
     async def __aexit__(self, *exception: object) -> None:
         await self._tasks.close()
         if self._remove_on_exit:
-            await asyncio.gather(*(self.remove(uid) for uid in list(self._pods)))
-            if self._probe_user is not None:
-                await self._in_thread(remove_probes)
+            await asyncio.gather(
+                *(self.remove(uid) for uid in list(self._pods)), *(self.forget(uid) for uid in list(self._unseen))
+            )
+            await self.end_probes()
         await self._server.__aexit__(*exception)
         for pod in self._pods.values():
             pod.netns.close()
@@ -284,6 +285,11 @@ class NodeAgent:
                 raise TwoAgents(_named(description), plain_reason(error)) from error
             await self._forget(description.uid, netns)
             raise EnrolFailed(_named(description), plain_reason(error)) from error
+        except asyncio.CancelledError:
+            # The agent ends. The rules can be in the pod already, and its last agent must still remove them.
+            if description.uid not in self._expected:
+                self._unseen.add(description.uid)
+            raise
         if removed:
             log.info("pod taken over uid=%s removed=%s", description.uid, ", ".join(sorted(removed)))
         pod = self._pods[description.uid] = _Pod(description, netns)
@@ -439,6 +445,17 @@ class NodeAgent:
         """
         self._probed = {PodUid(pod.uid): pod for pod in pods} | self._probed
         await self._let_probe()
+
+    async def end_probes(self) -> None:
+        """Remove the node's table for probes, for an agent without a successor; idempotent."""
+        if self._probe_user is None:
+            return
+        self._probed.clear()
+        async with self._probes:
+            try:
+                await self._in_thread(remove_probes)
+            except (TproxyError, OSError) as error:
+                log.error("table for kubelet's probes not removed error=%s", plain_reason(error))
 
     async def _let_probe(self) -> None:
         """Bring the node's set of probed pods up to date; calls that come meanwhile share the next update."""
