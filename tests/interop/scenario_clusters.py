@@ -95,6 +95,7 @@ SERVED: dict[str, Json] = {
                     *("consecutive_5xx", "consecutive_gateway_failure", "consecutive_local_origin_failure"),
                     *("enforcing_consecutive_5xx", "enforcing_consecutive_gateway_failure"),
                     *("enforcing_consecutive_local_origin_failure", "enforcing_failure_percentage"),
+                    *("enforcing_local_origin_success_rate", "enforcing_failure_percentage_local_origin"),
                     *("enforcing_success_rate", "failure_percentage_minimum_hosts", "max_ejection_percent"),
                     *("failure_percentage_request_volume", "failure_percentage_threshold"),
                     *("success_rate_minimum_hosts", "success_rate_request_volume", "success_rate_stdev_factor"),

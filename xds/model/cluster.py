@@ -197,11 +197,13 @@ class OutlierDetection:
     always_eject_one_host: bool = False
     uneject_on_check: bool = True
     enforcing_success_rate: int = 100
+    enforcing_local_origin_success_rate: int = 100
     success_rate_minimum_hosts: int = 5
     success_rate_request_volume: int = 100
     success_rate_stdev_factor: int = 1900
     failure_percentage_threshold: int = 85
     enforcing_failure_percentage: int = 0
+    enforcing_failure_percentage_local_origin: int = 0
     failure_percentage_minimum_hosts: int = 5
     failure_percentage_request_volume: int = 50
 

@@ -458,11 +458,13 @@ _OUTLIER_INTEGERS = (
     "enforcing_consecutive_local_origin_failure",
     "max_ejection_percent",
     "enforcing_success_rate",
+    "enforcing_local_origin_success_rate",
     "success_rate_minimum_hosts",
     "success_rate_request_volume",
     "success_rate_stdev_factor",
     "failure_percentage_threshold",
     "enforcing_failure_percentage",
+    "enforcing_failure_percentage_local_origin",
     "failure_percentage_minimum_hosts",
     "failure_percentage_request_volume",
 )

@@ -385,8 +385,7 @@ def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> No
     cluster.stats.cx_connect_fail.value += 1
     if error.timed_out:
         cluster.stats.cx_connect_timeout.value += 1
-    gateway = error.status in (502, 503, 504)
-    cluster.report(host, Result.GATEWAY_FAILURE if gateway else Result.CONNECT_FAILURE)
+    cluster.report(host, Result.FAILURE)
 
 
 def secrets_not_ready(cluster: LiveCluster) -> UpstreamFailed:

@@ -1,8 +1,11 @@
 """Outlier detection: ejects failing hosts for some seconds. Pure; time is an argument.
 
-Results are counted as by Envoy's TCP proxy: a failure to connect, and a tunnel refused with 502, 503 or 504, count
-as a 5xx and as a gateway failure. With ``split_external_local_origin_errors`` a failure to connect counts as a
-local-origin failure instead. A success resets the numbers of consecutive failures.
+Results are counted as by Envoy's TCP proxy, also with ``tunneling_config``: each failure to open a connection or
+a tunnel, including a CONNECT answered with another status than 200, has a local origin. Without
+``split_external_local_origin_errors`` it counts as a 503, thus as a 5xx and as a gateway failure. With it, failures
+and rates count as of local origin only, and ``consecutive_5xx`` and ``consecutive_gateway_failure`` have no
+effect. Envoy 1.40 was seen to count so for answers with 403, 500 and 503, resets, and closed connections; only its
+HTTP router reports failures of external origin. A success resets the numbers of consecutive failures.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +17,10 @@ from ztunnel.proxy.envoy.upstream.host import Host
 
 
 class Result(Enum):
-    """The outcome of an attempt."""
+    """The outcome of an attempt to open a connection or a tunnel."""
 
     SUCCESS = "success"
-    CONNECT_FAILURE = "connect failure"
-    GATEWAY_FAILURE = "gateway failure"
-    SERVER_ERROR = "server error"
+    FAILURE = "failure"
 
 
 @dataclass(slots=True)
@@ -66,18 +67,17 @@ class OutlierDetector:
             monitor.successes += 1
             monitor.consecutive_5xx = monitor.consecutive_gateway = monitor.consecutive_local = 0
             return
-        if result is Result.CONNECT_FAILURE and settings.split_external_local_origin_errors:
+        if settings.split_external_local_origin_errors:
             monitor.consecutive_local += 1
             if monitor.consecutive_local >= settings.consecutive_local_origin_failure:
                 monitor.consecutive_local = 0
                 self._eject(host, settings.enforcing_consecutive_local_origin_failure, hosts, now)
             return
         monitor.consecutive_5xx += 1
-        if result is not Result.SERVER_ERROR:
-            monitor.consecutive_gateway += 1
-            if monitor.consecutive_gateway >= settings.consecutive_gateway_failure:
-                monitor.consecutive_gateway = 0
-                self._eject(host, settings.enforcing_consecutive_gateway_failure, hosts, now)
+        monitor.consecutive_gateway += 1
+        if monitor.consecutive_gateway >= settings.consecutive_gateway_failure:
+            monitor.consecutive_gateway = 0
+            self._eject(host, settings.enforcing_consecutive_gateway_failure, hosts, now)
         if monitor.consecutive_5xx >= settings.consecutive_5xx:
             monitor.consecutive_5xx = 0
             self._eject(host, settings.enforcing_consecutive_5xx, hosts, now)
@@ -114,7 +114,9 @@ class OutlierDetector:
 
     def _judge_success_rates(self, hosts: Sequence[Host], now: float) -> None:
         settings = self._settings
-        if not settings.enforcing_success_rate:
+        split = settings.split_external_local_origin_errors
+        enforcing = settings.enforcing_local_origin_success_rate if split else settings.enforcing_success_rate
+        if not enforcing:
             return
         rates = self._rates(settings.success_rate_request_volume)
         if len(rates) < settings.success_rate_minimum_hosts:
@@ -124,18 +126,21 @@ class OutlierDetector:
         threshold = mean - deviation * settings.success_rate_stdev_factor / 1000
         for host, rate in rates.items():
             if rate < threshold:
-                self._eject(host, settings.enforcing_success_rate, hosts, now)
+                self._eject(host, enforcing, hosts, now)
 
     def _judge_failure_percentages(self, hosts: Sequence[Host], now: float) -> None:
         settings = self._settings
-        if not settings.enforcing_failure_percentage:
+        enforcing = settings.enforcing_failure_percentage
+        if settings.split_external_local_origin_errors:
+            enforcing = settings.enforcing_failure_percentage_local_origin
+        if not enforcing:
             return
         rates = self._rates(settings.failure_percentage_request_volume)
         if len(rates) < settings.failure_percentage_minimum_hosts:
             return
         for host, rate in rates.items():
             if 100 - rate >= settings.failure_percentage_threshold:
-                self._eject(host, settings.enforcing_failure_percentage, hosts, now)
+                self._eject(host, enforcing, hosts, now)
 
     def _rates(self, volume: int) -> dict[Host, float]:
         return {

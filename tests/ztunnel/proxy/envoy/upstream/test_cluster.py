@@ -19,8 +19,10 @@ from xds.model.cluster import (
 from xds.proto.well_known import Any as AnyMessage
 from ztunnel.proxy.dataplane.resolver import Answer, ResolveFailed, Resolver
 from ztunnel.proxy.envoy.config.sources import Sources
+from ztunnel.proxy.envoy.path.dial import count_failure
 from ztunnel.proxy.envoy.secrets.store import SecretStore
 from ztunnel.proxy.envoy.stats.stats import Counter, Stats
+from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, Surround
 from ztunnel.proxy.envoy.upstream.outlier import Result
 from ztunnel.runtime.clock import SystemClock
@@ -138,8 +140,32 @@ def test_failures_of_a_removed_host_do_not_count_towards_the_ejection_limit() ->
     cluster.preset(assigned("10.0.0.1", "10.0.0.2", "10.0.0.3"))
     (gone, failing, _) = cluster.hosts.hosts
     cluster._assign(assigned("10.0.0.2", "10.0.0.3"))
-    cluster.report(gone, Result.CONNECT_FAILURE)  # its dial began before the removal
-    cluster.report(failing, Result.CONNECT_FAILURE)
+    cluster.report(gone, Result.FAILURE)  # its dial began before the removal
+    cluster.report(failing, Result.FAILURE)
     assert (gone.ejected, failing.ejected) == (False, True)
     assert cluster.outlier is not None
     assert list(cluster.outlier._monitors) == [failing]
+
+
+@pytest.mark.parametrize("status", [403, 500, 503])
+@pytest.mark.parametrize("split", [False, True])
+def test_refused_tunnel_has_a_local_origin(status: int, split: bool) -> None:
+    """Envoy 1.40's TCP proxy counts each refusal of a CONNECT as ``LocalOriginConnectFailed``, by any status."""
+    enforced = {"enforcing_consecutive_5xx": 0, "enforcing_consecutive_gateway_failure": 0 if split else 100}
+    outlier = OutlierDetection(
+        consecutive_gateway_failure=2,
+        consecutive_local_origin_failure=2,
+        split_external_local_origin_errors=split,
+        max_ejection_percent=100,
+        **enforced,
+    )
+    model = Cluster(name="web", discovery=Discovery.EDS, eds_name="web", outlier=outlier)
+    cluster = LiveCluster(model, AnyMessage(), surround_of(random.Random(1), Resolver()))
+    endpoint = Endpoint(address=SocketAddress("10.0.0.1", 80))
+    group = LocalityGroup(locality=Locality("", "", ""), priority=0, weight=0, endpoints=(endpoint,))
+    cluster.preset(LoadAssignment(cluster_name="web", groups=(group,)))
+    (host,) = cluster.hosts.hosts
+    for _ in range(2):
+        assert not host.ejected
+        count_failure(cluster, host, UpstreamFailed("refused", status=status))
+    assert host.ejected
