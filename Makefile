@@ -41,11 +41,13 @@ demo: $(STAMP) ## two nodes, captured pods, mTLS tunnels, one command; MODE=inpo
 test: $(STAMP) ## every test: unit, real sockets, network namespaces, interop
 	$(PY) -m pytest -q $(WORKERS)
 
-# Half of the time of the pure core's tests. make test runs all of them.
-LONG := $(addprefix --ignore=tests/,$(addprefix hbone/,test_work.py test_windows.py test_frame_pairs.py test_unit_price.py) \
-	xds/dialects/test_fields.py ztunnel/policy/calico/test_parts.py ztunnel/policy/netpol/test_table_builder.py)
+# The files of the pure core that take longer than a second, most of its time. make test runs all of them.
+LONG := $(addprefix --ignore=tests/,$(addprefix hbone/,test_work.py test_windows.py test_frame_pairs.py test_unit_price.py \
+	test_tls_records.py test_hpack_pieces.py) xds/dialects/test_fields.py xds/grpc/test_connection.py \
+	$(addprefix ztunnel/,control_plane/test_generate.py policy/calico/test_incremental.py policy/calico/test_parts.py \
+	policy/netpol/test_table_builder.py proxy/istio/accounting/test_metrics_machine.py))
 
-check: $(STAMP) ## format, lint, types, tests of the pure core but for the longest seven files: under a minute
+check: $(STAMP) ## format, lint, types, tests of the pure core but for its longest files: under a minute
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	@$(PY) -m mypy & types=$$!; $(PY) -m pytest -q --forks 2 --core $(LONG); tests=$$?; wait $$types && exit $$tests
