@@ -2,8 +2,8 @@
 
 Results are counted as by Envoy's TCP proxy, also with ``tunneling_config``: each failure to open a connection or
 a tunnel, including a CONNECT answered with another status than 200, has a local origin. Without
-``split_external_local_origin_errors`` it counts as a 503, thus as a 5xx and as a gateway failure. With it, failures
-and rates count as of local origin only, and ``consecutive_5xx`` and ``consecutive_gateway_failure`` have no
+``split_external_local_origin_errors`` it counts as a 503, thus as a 5xx and as a gateway failure. With it, these
+failures and rates have a local origin only, and ``consecutive_5xx`` and ``consecutive_gateway_failure`` have no
 effect. Envoy 1.40 was seen to count so for answers with 403, 500 and 503, resets, and closed connections; only its
 HTTP router reports failures of external origin. A success resets the numbers of consecutive failures.
 """
