@@ -67,6 +67,8 @@ class Bad(Addon):
     time_limit_s = 0.01
 
     def connecting(self, facts: Facts) -> Any:
+        if facts.source_port == 2:
+            raise SystemExit(3)
         return 1 / 0 if facts.source_port == 1 else True
 
     async def accepting(self, facts: Facts) -> Deny | None:
@@ -78,6 +80,8 @@ def test_what_would_suspend_an_addon_fails_the_test() -> None:
     play = Playbook(Bad)
     with pytest.raises(HookFault, match=r"raised .*ZeroDivisionError"):
         play.connecting(outbound(source_port=1))
+    with pytest.raises(HookFault, match=r"raised .*SystemExit: 3"):
+        play.connecting(outbound(source_port=2))
     with pytest.raises(HookFault, match="returned a value of type bool"):
         play.connecting()
     with pytest.raises(HookFault, match=r"did not answer within 0\.01 s"):

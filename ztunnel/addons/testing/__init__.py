@@ -196,7 +196,7 @@ class Playbook:
                 return asyncio.run(_within(answer, self._loaded.common.time_limit_s))
             if hook == "metrics":
                 answer = list(answer)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise HookFault(f"addon {self._loaded.name}: its hook {hook} raised {where(error)}") from error
         self.slowest_us = max(self.slowest_us, (perf_counter_ns() - began) / 1000)
         return answer

@@ -176,7 +176,7 @@ def _faults_of_types(cls: type, loaded: LoadedAddon) -> Iterator[str]:
         wanted = _WANTED.get(hook)
         try:
             hints = typing.get_type_hints(getattr(cls, hook), localns=dict(vars(cls)))
-        except Exception as error:  # noqa: BLE001  an annotation is code of the addon
+        except (Exception, SystemExit) as error:  # noqa: BLE001  an annotation is code of the addon
             yield f"addon {loaded.name}: the annotations of {hook} cannot be read: {error}"
             continue
         result = hints.pop("return", None)
@@ -251,7 +251,7 @@ def _faults_of_calls(loaded: LoadedAddon) -> Iterator[str]:
     if "done" in loaded.hooks:
         try:
             loaded.hooks["done"]()
-        except Exception as error:  # noqa: BLE001  the hook is code of the addon
+        except (Exception, SystemExit) as error:  # noqa: BLE001  the hook is code of the addon
             yield f"addon {loaded.name}: its hook done raised {where(error)}"
 
 
@@ -266,7 +266,7 @@ def _timed(loaded: LoadedAddon, hook: str, argument: object) -> list[float]:
         began = perf_counter_ns()
         try:
             answer = function(argument)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _Fault(f"its hook {hook} raised {where(error)}") from error
         took = perf_counter_ns() - began
         fault = fault_of(hook, answer) if hook in ALLOWED_VERDICTS else ""

@@ -92,7 +92,7 @@ def _said(
         raise ReplayFailed(f"addon {loaded.name}: its hook {hook} is asynchronous and cannot be replayed")
     try:
         verdict = function(facts)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = f"addon {loaded.name}: line {number} of the log: its hook {hook} raised {where(error)}"
         raise ReplayFailed(text) from error
     fault = fault_of(hook, verdict)

@@ -6,18 +6,21 @@ runs the signal handler in the main thread between two instructions, and interru
 it. The handler raises :class:`Blocked` if a hook is still running. If the hook has returned meanwhile, the handler
 returns without effect: its check and its raise run in the hook's thread.
 
-Two cases cannot be interrupted: a C function holding the interpreter's lock, and a hook that catches
-``BaseException`` and continues. The watchdog (:mod:`ztunnel.runtime.watchdog`) reports them with the name of the
-addon.
+Three cases cannot be interrupted: a C function holding the interpreter's lock, a hook that catches
+``BaseException`` and continues, and a process whose handler of SIGALRM an addon has replaced. The watchdog
+(:mod:`ztunnel.runtime.watchdog`) reports them with the name of the addon.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from time import perf_counter_ns
 from types import FrameType
 from typing import Any, Final, Self
+
+log = logging.getLogger(__name__)
 
 #: The longest time that one call may block the event loop, in seconds.
 LIMIT_S: Final = 0.1
@@ -99,5 +102,12 @@ class Interrupter:
 
     def _watch(self) -> None:
         while not self._stopped.wait(_LOOK_S):
-            if self._current.is_blocking:
-                signal.pthread_kill(self._main, _SIGNAL)
+            if not self._current.is_blocking:
+                continue
+            if signal.getsignal(_SIGNAL) != self._handle:
+                # An addon has replaced the handler. The signal's default action would end the process.
+                log.error(
+                    "%s blocks the loop, and cannot be interrupted: an addon uses SIGALRM", self._current.name()
+                )
+                return
+            signal.pthread_kill(self._main, _SIGNAL)

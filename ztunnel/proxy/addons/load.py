@@ -15,9 +15,12 @@ import inspect
 import itertools
 import logging
 import re
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -136,7 +139,40 @@ def find_class(spec: AddonSpec) -> tuple[type, str]:
     Raises:
         AddonError: no addon class was found.
     """
-    return _class(spec, f"addon {spec.text}")
+    place = f"addon {spec.text}"
+    with _addon_code(place, "cannot be imported"):
+        return _class(spec, place)
+
+
+@contextmanager
+def _addon_code(place: str, effect: str) -> Iterator[None]:
+    """Run code of an addon, which can neither end the process nor replace its signal handlers.
+
+    Ctrl-C during this code is reported as an exception of the addon, because both look alike.
+
+    Args:
+        place: the addon, for messages.
+        effect: what an exception of the addon's code prevents.
+
+    Raises:
+        AddonError: the code raised, also SystemExit or KeyboardInterrupt, or it changed a signal handler.
+    """
+    is_main = threading.current_thread() is threading.main_thread()  # others cannot set handlers
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()} if is_main else {}
+    try:
+        yield
+    except AddonError:
+        raise
+    except BaseException as error:
+        raise AddonError(f"{place}: {effect}: {where(error)}") from error
+    finally:
+        changed = [number for number, handler in before.items() if signal.getsignal(number) != handler]
+        for number in changed:
+            if before[number] is not None:  # otherwise a C library had set it, and Python cannot restore it
+                signal.signal(number, before[number])
+    if changed:
+        names = ", ".join(signal.Signals(number).name for number in changed)
+        raise AddonError(f"{place}: it changes the signal handlers of the process: {names}")
 
 
 def faults_of(settings: AddonSettings) -> list[str]:
@@ -144,13 +180,14 @@ def faults_of(settings: AddonSettings) -> list[str]:
     faults: list[str] = []
     names: set[str] = set()
     for spec in settings.specs:
+        place = f"addon {spec.text}"
         try:
             cls, _ = find_class(spec)
-            place = f"addon {spec.text}"
-            name = _name(cls, place)
-            _hooks(cls, place)
-            _needs(cls, place)
-            read_options(name, cls, settings.options.get(name, {}))
+            with _addon_code(place, "cannot be used"):
+                name = _name(cls, place)
+                _hooks(cls, place)
+                _needs(cls, place)
+                read_options(name, cls, settings.options.get(name, {}))
         except (AddonError, OptionsError) as error:
             faults += error.faults
         else:
@@ -183,22 +220,19 @@ def load_class(
     """
     spec = spec or AddonSpec(text=cls.__name__)
     place = f"addon {spec.text}"
-    name = _name(cls, place)
-    hooks, waits, warnings = _hooks(cls, place)
-    needs = _needs(cls, place)
-    try:
-        value, common = read_options(name, cls, options.get(name, {}))
-    except OptionsError as error:
-        raise AddonError(*error.faults) from error
-    try:
+    with _addon_code(place, "cannot be started"):
+        name = _name(cls, place)
+        hooks, waits, warnings = _hooks(cls, place)
+        needs = _needs(cls, place)
+        try:
+            value, common = read_options(name, cls, options.get(name, {}))
+        except OptionsError as error:
+            raise AddonError(*error.faults) from error
         instance = cls() if start else cls
         bound = {hook: getattr(instance, hook) for hook in hooks}
         if start and "configured" in bound:
             bound["configured"](value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise AddonError(f"{place}: cannot be started: {where(error)}") from error
+        pure = bool(getattr(cls, "pure", True))
     return LoadedAddon(
         name=name,
         spec=spec,
@@ -207,7 +241,7 @@ def load_class(
         hooks=bound,
         waits=waits,
         common=common,
-        pure=bool(getattr(cls, "pure", True)),
+        pure=pure,
         needs=needs,
         names_asyncio=_names_asyncio(cls),
         warnings=tuple(f"addon {name}: {text}" for text in warnings),
@@ -221,7 +255,7 @@ def end(loaded: LoadedAddon) -> None:
         return
     try:
         done()
-    except Exception as error:  # noqa: BLE001  logged in one line with the addon's name
+    except BaseException as error:  # noqa: BLE001  SystemExit of an addon must not end the proxy either
         log.error("addon %s: hook done failed: %s", loaded.name, where(error))
 
 
@@ -233,20 +267,13 @@ def _class(spec: AddonSpec, place: str) -> tuple[type, str]:
         module, digest = _from_file(spec, place)
         return _in_module(module, spec.class_name, place), digest
     if spec.module:
-        try:
-            module = importlib.import_module(spec.module)
-        except Exception as error:
-            raise AddonError(f"{place}: cannot be imported: {where(error)}") from error
-        return _in_module(module, spec.class_name, place), ""
+        return _in_module(importlib.import_module(spec.module), spec.class_name, place), ""
     found = [each for each in importlib.metadata.entry_points(group=GROUP) if each.name == spec.entry_point]
     if not found:
         installed = sorted(importlib.metadata.entry_points(group=GROUP).names)
         known = f"; installed are {', '.join(installed)}" if installed else "; none is installed"
         raise AddonError(f"{place}: not a file, and no entry point of the group {GROUP}{known}")
-    try:
-        loaded = found[0].load()
-    except Exception as error:
-        raise AddonError(f"{place}: cannot be imported: {where(error)}") from error
+    loaded = found[0].load()
     if not isinstance(loaded, type):
         raise AddonError(f"{place}: its entry point is no class: {found[0].value}")
     return loaded, ""
@@ -269,11 +296,9 @@ def _from_file(spec: AddonSpec, place: str) -> tuple[ModuleType, str]:
     sys.modules[name] = module
     try:
         exec(compile(source, spec.file, "exec", dont_inherit=True), module.__dict__)
-    except BaseException as error:
+    except BaseException:
         del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise AddonError(f"{place}: cannot be imported: {where(error)}") from error
+        raise
     return module, digest
 
 
@@ -379,7 +404,7 @@ def where(error: BaseException) -> str:
     """Return the type and text of an addon's error, with the last line of the addon's code in its traceback."""
     try:
         words = str(error)
-    except Exception:  # noqa: BLE001  formatting the error runs addon code, which can fail
+    except BaseException:  # noqa: BLE001  formatting the error runs addon code, which can fail
         words = ""
     text = f"{type(error).__name__}: {words}" if words else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -387,6 +412,6 @@ def where(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "/ztunnel/proxy/addons/" not in frame.filename
+        if "/ztunnel/proxy/addons/" not in frame.filename and not frame.filename.startswith("<frozen ")
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno}: {text}" if frames else text

@@ -108,8 +108,8 @@ def _positive(value: object) -> float:
 def _dataclass(name: str, cls: type, given: Mapping[str, Given], fault: _Fault) -> Any:
     try:
         hints = typing.get_type_hints(cls)
-    except Exception as error:
-        raise OptionsError([f"addon {name}: the types of Options cannot be read: {error}"]) from error
+    except BaseException as error:
+        raise OptionsError([f"addon {name}: the types of Options cannot be read: {_words(error)}"]) from error
     fields = {each.name: each for each in dataclasses.fields(cls) if each.init}
     values: dict[str, Any] = {}
     faulty = False
@@ -133,8 +133,12 @@ def _dataclass(name: str, cls: type, given: Mapping[str, Given], fault: _Fault) 
         return None
     try:
         return cls(**values)
-    except Exception as error:
-        raise OptionsError([f"addon {name}: its options are refused: {error}"]) from error
+    except BaseException as error:
+        raise OptionsError([f"addon {name}: its options are refused: {_words(error)}"]) from error
+
+
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, Exception) else repr(error)  # SystemExit's text is only its status
 
 
 def _value(kind: Any, value: object) -> Any:

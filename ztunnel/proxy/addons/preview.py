@@ -72,7 +72,7 @@ def _one(loaded: LoadedAddon, suspended: str, hook: str, function: Callable[...,
         return Said(name, _NOT_PURE, known=False)
     try:
         verdict = function(facts)
-    except Exception as error:  # noqa: BLE001  part of the answer
+    except BaseException as error:  # noqa: BLE001  part of the answer; SystemExit must not end the proxy
         return Said(name, f"it fails: {where(error)}", denies=denies)
     fault = fault_of(hook, verdict)
     if fault:

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import logging
 from asyncio import _get_running_loop, _set_running_loop
-from collections.abc import Coroutine, Generator, Iterator
+from collections.abc import Coroutine, Generator, Iterator, Mapping
 from time import perf_counter_ns
 from typing import Any, Final
 
@@ -361,11 +361,19 @@ def _with_argument(name: str, function: Any) -> Any:
     """Return a hook as a function of one argument."""
     match name:
         case "metrics":
-            return lambda _: list(function())  # the generator's steps are part of the call
+            # The generator's steps and the mappings' copies, which can be code of the addon, are part of the call.
+            return lambda _: [_copied(each) for each in function()]
         case "done":
             return lambda _: function()
         case _:
             return function
+
+
+def _copied(family: object) -> object:
+    """Return a family with a copy of its values. Threads of the addon can change the original meanwhile."""
+    if type(family) is Metric and isinstance(family.values, Mapping):
+        return family._replace(values=dict(family.values))
+    return family
 
 
 class _Failed(Exception):

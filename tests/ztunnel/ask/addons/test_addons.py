@@ -53,6 +53,8 @@ def test_new_refuses_other_names(name: str, capsys: pytest.CaptureFixture[str]) 
         ),
         ("class A:\n  def opened(self, facts): 1 / 0", "its hook opened raised"),
         ("class A:\n  def done(self): 1 / 0", "its hook done raised"),
+        ("class A:\n  def done(self): exit(3)", "its hook done raised"),
+        ("class A:\n  def opened(self, facts): exit(3)", "its hook opened raised"),
         (
             "import time\nclass A:\n  budget_us = 1\n  def opened(self, facts): time.sleep(1e-5)",
             "its budget of 1 us",

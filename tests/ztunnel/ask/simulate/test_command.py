@@ -151,7 +151,11 @@ def test_an_addon_is_replayed_against_a_log(files: list[str], tmp_path: Path, ca
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [("1 / 0", "line 1 of the log: its hook accepting raised"), ("return 5", "returned a value of type int")],
+    [
+        ("1 / 0", "line 1 of the log: its hook accepting raised"),
+        ("exit(0)", "SystemExit: 0"),
+        ("return 5", "returned a value of type int"),
+    ],
 )
 def test_a_faulty_addon_is_no_answer(
     files: list[str], tmp_path: Path, capsys: Output, body: str, said: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.hbone import virtual_time
+from tests.limits import WAIT_S
 from ztunnel.addons import Addon, Delay, Deny, Facts, MeshSummary, Metric, Prefer, Record, Verdict
 from ztunnel.proxy.addons.host import AddonHost, Asked
 from ztunnel.proxy.addons.interrupt import LIMIT_S, Interrupter
@@ -330,6 +332,49 @@ def test_a_hook_that_blocks_is_interrupted(cls: type) -> None:
         assert "blocked the loop" in addons.states()[0].suspended
 
     asyncio.run(_as_coroutine(body))
+
+
+def test_a_replaced_signal_handler_ends_no_process(caplog: pytest.LogCaptureFixture) -> None:
+    received: list[int] = []
+
+    class Replaces(Addon):
+        def connecting(self, facts: Facts) -> Verdict | None:
+            signal.signal(signal.SIGALRM, lambda number, frame: received.append(number))
+            assert until_true(lambda: "cannot be interrupted" in caplog.text)
+            return None
+
+    async def body() -> None:
+        addons = host(Replaces)
+        with Interrupter(addons.current):
+            await connecting(addons)
+
+    asyncio.run(_as_coroutine(body))
+    assert "addon replaces, hook connecting blocks the loop, and cannot be interrupted" in caplog.text
+    assert received == []
+
+
+def until_true(ready: Callable[[], bool]) -> bool:
+    ends_s = time.monotonic() + WAIT_S
+    while not ready() and time.monotonic() < ends_s:
+        time.sleep(0.01)
+    return ready()
+
+
+class Changing(dict[tuple[str, ...], float]):
+    """Values that another thread changes while their items are read."""
+
+    def items(self) -> Any:
+        raise RuntimeError("dictionary changed size during iteration")
+
+
+def test_values_of_a_metric_are_copied_before_they_are_checked() -> None:
+    class Counts(Addon):
+        def metrics(self) -> Iterator[Metric]:
+            yield Metric("seen", "Values seen", Changing({(): 2.0}))
+
+    addons = host(Counts)
+    assert [each.values for each in addons.families()] == [{(): 2.0}]
+    assert addons.states()[0].suspended == ""
 
 
 async def _as_coroutine(body: Callable[[], Awaitable[None]]) -> None:

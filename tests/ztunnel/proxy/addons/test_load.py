@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from ztunnel.addons import Addon, Facts
-from ztunnel.proxy.addons.load import AddonError, load, load_all, load_class
+from ztunnel.addons.testing import outbound
+from ztunnel.proxy.addons.load import AddonError, end, faults_of, load, load_all, load_class
+from ztunnel.proxy.addons.preview import would_say
 from ztunnel.proxy.addons.settings import AddonSettings, Given, parse_spec
 
 GOOD = """
@@ -78,7 +81,21 @@ def test_a_module_and_an_entry_point_are_loaded(tmp_path: Path, monkeypatch: pyt
         ),
         ("x = (", "line 1: SyntaxError"),
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
-        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise SystemExit(3)", "cannot be imported: {path}:1: SystemExit: 3"),
+        ("raise KeyboardInterrupt", "cannot be imported: {path}:1: KeyboardInterrupt"),
+        (
+            f"import signal\nsignal.signal(signal.SIGTERM, signal.SIG_DFL)\n{GOOD}",
+            "it changes the signal handlers of the process: SIGTERM",
+        ),
+        (
+            "import signal\nclass A:\n  def configured(self, o): signal.signal(signal.SIGALRM, signal.SIG_DFL)",
+            "it changes the signal handlers of the process: SIGALRM",
+        ),
+        ("class A:\n  def configured(self, o): raise KeyboardInterrupt", "cannot be started: {path}:2: Keyboard"),
+        (
+            "class Meta(type):\n  needs = property(lambda _: exit(2))\nclass A(metaclass=Meta):\n  done = print",
+            "cannot be started: {path}:2: SystemExit: 2",
+        ),
         ("class A:\n  def connecting(self): pass", "connecting must take self and one argument"),
         ("class A:\n  async def opened(self, facts): pass", "opened cannot be async def"),
         ("class A:\n  api = 99\n  def done(self): pass", "it is written for version 99 of the API"),
@@ -92,10 +109,58 @@ def test_a_module_and_an_entry_point_are_loaded(tmp_path: Path, monkeypatch: pyt
 )
 def test_faults_are_named_by_file_and_line(tmp_path: Path, text: str, fault: str) -> None:
     path = written(tmp_path, text)
-    with pytest.raises(AddonError) as error:
-        load(parse_spec(path), {})
+    handlers = {number: signal.signal(number, keep) for number in (signal.SIGTERM, signal.SIGALRM)}
+    try:
+        with pytest.raises(AddonError) as error:
+            load(parse_spec(path), {})
+        assert [signal.getsignal(number) for number in handlers] == [keep, keep]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     assert str(error.value).startswith(f"addon {path}: ")
     assert fault.format(path=path) in str(error.value)
+
+
+def keep(number: int, frame: object) -> None:
+    """Handle a signal like the proxy."""
+
+
+OPTIONS = """
+from dataclasses import dataclass
+class A:
+    @dataclass
+    class Options:
+        def __post_init__(self): {body}
+    def done(self): {body}
+"""
+
+
+@pytest.mark.parametrize("stop", ["SystemExit(4)", "KeyboardInterrupt"])
+def test_code_of_an_addon_cannot_end_the_process_wherever_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stop: str
+) -> None:
+    fault = stop.replace("(4)", ": 4")
+    raises = f"raise {stop}"
+    written(tmp_path, raises, f"stops_{len(stop)}.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(AddonError, match=f"cannot be imported: .*{fault}"):
+        load(parse_spec(f"stops_{len(stop)}:A"), {})
+    point = importlib.metadata.EntryPoint("mine", f"stops_{len(stop)}:A", "ztunnel.addons")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: importlib.metadata.EntryPoints([point]))
+    with pytest.raises(AddonError, match=f"cannot be imported: .*{fault}"):
+        load(parse_spec("mine"), {})
+    spec = parse_spec(written(tmp_path, OPTIONS.format(body=raises)))
+    with pytest.raises(AddonError, match=f"its options are refused: {stop[:10]}"):
+        load(spec, {})
+    assert "its options are refused" in faults_of(AddonSettings(specs=(spec,)))[0]
+    loaded = load(
+        parse_spec(written(tmp_path, f"class A:\n  def done(self): {raises}\n  connecting = lambda *_: None")), {}
+    )
+    end(loaded)
+    assert f"hook done failed: {tmp_path}/a.py:2: {fault}" in caplog.text
+    hooks = f"class A:\n  def connecting(self, facts): {raises}"
+    (said,) = would_say([(load(parse_spec(written(tmp_path, hooks)), {}), "")], "connecting", outbound())
+    assert (said.denies, fault in said.says) == (True, True)
 
 
 def test_all_faults_are_reported_together(tmp_path: Path) -> None:
