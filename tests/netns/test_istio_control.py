@@ -132,30 +132,54 @@ def test_a_proxy_that_starts_while_nobody_is_there(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_successor_without_certificates_is_not_ready(tmp_path: Path) -> None:
-    """The running proxy has valid certificates; a rollout ends it as soon as its successor is ready."""
+def test_a_successor_gets_connections_once_it_has_certificates(tmp_path: Path) -> None:
+    """Both processes listen meanwhile, and the running one has valid certificates. The successor crashes at each
+    stage.
+    """
 
     async def main() -> None:
         async with mesh_of(NODES, tmp_path, captured=CAPTURED) as mesh, app(mesh.lab.pod("one")):
             client, one = mesh.lab.pod("client"), mesh.lab.pod("one")
             worker, before = mesh.lab.worker("w1"), mesh.proxies["w1"]
             authority = f"unix:{tmp_path}/ca.sock"
-            process = mesh.start_proxy(worker, worker.ztunnel, CA_ADDRESS=authority)
-            after = NodeProxy(worker.ztunnel, mesh.folder, process, before.agent, before.pods)
 
+            def successor() -> NodeProxy:
+                process = mesh.start_proxy(worker, worker.ztunnel, CA_ADDRESS=authority)
+                return NodeProxy(worker.ztunnel, mesh.folder, process, before.agent, before.pods)
+
+            async def carried(proxy: NodeProxy) -> bool:
+                """Whether each of eight connections is served, all of them by this proxy."""
+                opened = proxy.metric("istio_tcp_connections_opened_total", reporter="source")
+                for _ in range(8):
+                    assert served_by(await ask(client, one.ipv4, 8080)) == "one"
+                return proxy.metric("istio_tcp_connections_opened_total", reporter="source") == opened + 8
+
+            async def crash(proxy: NodeProxy) -> None:
+                proxy.process.kill()
+                await asyncio.to_thread(proxy.process.wait, 20)
+
+            after = successor()
             await eventually(
                 lambda: after.readiness() == "not ready, pending: certificates\n", "all else is complete"
             )
-            for _ in range(8):  # both listen, and the kernel would give the successor half of them
-                assert served_by(await ask(client, one.ipv4, 8080)) == "one"
+            assert await carried(before)
+            await crash(after)
+            assert await carried(before)
             plane = ControlPlane(tmp_path / "mesh.yaml", [authority], tmp_path / "ca")
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(plane.run())
-                await eventually(after.ready, "ready", 20)
+                await plane.ready.wait()
+                after = successor()
+                await eventually(after.ready, "ready")
+                assert await carried(after)
+                await crash(after)
+                assert await carried(before)
+                after = successor()
+                await eventually(after.ready, "ready")
                 mesh.proxies["w1"] = after
                 before.process.terminate()
                 assert await asyncio.to_thread(before.process.wait, 20) == 0
-                assert served_by(await ask(client, one.ipv4, 8080)) == "one"
+                assert await carried(after)
                 serving.cancel()
 
     asyncio.run(main())
