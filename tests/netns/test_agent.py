@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -9,6 +10,8 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 import yaml
@@ -22,9 +25,10 @@ from tests.ztunnel.proxy.istio.zds.agents import open_descriptors
 from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import connect, listen, original_destination
-from tproxy.errors import ConnectFailed
+from tproxy.errors import ConnectFailed, KernelRefused
 from tproxy.inpod import OWNERSHIP, POD, PROBE_SOURCES, Capture, pod
 from ztunnel.node.agent import node as node_module
+from ztunnel.node.agent import scan
 from ztunnel.node.agent.description import PodDescription, PodFaults
 from ztunnel.node.agent.errors import EnrolFailed
 from ztunnel.node.agent.namespaces import proxied_connections, remove_rules, versions
@@ -35,6 +39,7 @@ from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.tasks import Tasks
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
+T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 MEMBER, NEIGHBOUR = PodUid("default/member"), PodUid("default/neighbour")
 
@@ -532,6 +537,133 @@ def test_rules_that_somebody_takes_away_come_back(
             await agent.enrol(described(member))
             assert remove_rules(member.netns)
             await until(lambda: has_rules(member.netns))
+
+    on_loop(body)
+
+
+def refusing(times: int, work: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that has no descriptor left for its first calls, and then does the work."""
+    left = [times]
+
+    def refused(*arguments: object) -> T:
+        if left[0]:
+            left[0] -= 1
+            raise KernelRefused("open a namespace", errno.EMFILE)
+        return work(*arguments)
+
+    return refused
+
+
+def test_a_namespace_that_cannot_be_opened_now_is_not_taken_for_a_missing_one(
+    lab: Lab, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "RETRY_S", 0.01)
+    checks = 0
+
+    def opened(where: str | int) -> Netns:
+        nonlocal checks
+        checks += 1
+        raise KernelRefused("open a namespace", errno.EMFILE)
+
+    async def body() -> None:
+        member = lab.pod("member")
+        async with NodeAgent(socket_path, grace_s=0) as agent:
+            await agent.enrol(described(member))
+            monkeypatch.setattr(scan, "Netns", SimpleNamespace(open=opened))
+            await until(lambda: checks > 2 or not agent.pods())
+            assert set(agent.pods()) == {MEMBER}
+        assert has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_a_pod_leaves_although_its_connections_cannot_be_counted(
+    lab: Lab, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "proxied_connections", refusing(1, proxied_connections))
+
+    async def body() -> None:
+        async with NodeAgent(socket_path) as agent:
+            await agent.enrol(described(lab.pod("member")))
+            await agent.remove(MEMBER, grace_s=WAIT_S)
+            assert agent.pods() == {}
+        assert not has_rules(lab.pod("member").netns)
+
+    on_loop(body)
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["own", "of an earlier agent"])
+def test_rules_that_the_kernel_does_not_remove_at_once_are_removed_later(
+    lab: Lab, socket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, earlier: bool
+) -> None:
+    monkeypatch.setattr(node_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(node_module, "remove_rules", refusing(2, remove_rules))
+    record = tmp_path / "record.json"
+
+    async def body() -> None:
+        member = lab.pod("member")
+        async with contextlib.AsyncExitStack() as stack:
+            agent = await stack.enter_async_context(NodeAgent(socket_path, record=record))
+            await agent.enrol(described(member))
+            if earlier:
+                await stack.aclose()
+                agent = await stack.enter_async_context(NodeAgent(socket_path, record=record))
+            await (agent.forget(MEMBER) if earlier else agent.remove(MEMBER, grace_s=0))
+            assert has_rules(member.netns)
+            assert set(read_record(record)) == {MEMBER}  # for the next agent, if this one ends before
+            await until(lambda: not read_record(record))
+            assert not has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_a_pod_that_is_enrolled_again_keeps_rules_that_could_not_be_removed_before(
+    lab: Lab, socket_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(node_module, "remove_rules", refusing(1, remove_rules))
+    rounds = 0
+
+    async def maintain(uid: PodUid, *, repair: bool) -> None:
+        nonlocal rounds
+        rounds += 1
+
+    async def body() -> None:
+        member = lab.pod("member")
+        async with NodeAgent(socket_path) as agent:
+            await agent.enrol(described(member))
+            await agent.remove(MEMBER, grace_s=0)
+            await agent.enrol(described(member))
+            monkeypatch.setattr(agent, "_maintain", maintain)
+            await until(lambda: rounds > 2)
+            assert has_rules(member.netns)
+
+    on_loop(body)
+
+
+def test_a_release_that_is_cancelled_is_finished_at_the_end(
+    lab: Lab, socket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = tmp_path / "record.json"
+
+    async def body() -> None:
+        member, begun = lab.pod("member"), asyncio.Event()
+
+        async def delete(uid: PodUid) -> None:
+            begun.set()
+            await asyncio.get_running_loop().create_future()
+
+        async with NodeAgent(socket_path, record=record) as agent:
+            await agent.enrol(described(member))
+        async with NodeAgent(socket_path, record=record, remove_on_exit=True) as agent:
+            with monkeypatch.context() as patched:
+                patched.setattr(agent._server, "delete", delete)
+                releasing = asyncio.get_running_loop().create_task(agent.forget(MEMBER))
+                await begun.wait()
+                releasing.cancel()
+                await asyncio.wait((releasing,))
+            assert set(agent.left_over) == {MEMBER}
+        assert not has_rules(member.netns)
 
     on_loop(body)
 

@@ -23,6 +23,8 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 RUN = Path("/run/netns")
 _OWN = "/proc/thread-self/ns/net"
+#: Errors of open(2) that say nothing about the namespace.
+_SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 1 << 20, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -104,6 +106,7 @@ class Netns:
         Raises:
             UnknownNamespace: the namespace does not exist.
             NeedCapability: the process belongs to another user, and CAP_SYS_PTRACE is missing.
+            KernelRefused: this process or the node has no descriptor or memory left.
         """
         path = _path(where)
         try:
@@ -111,6 +114,8 @@ class Netns:
         except PermissionError as error:
             raise NeedCapability("CAP_SYS_PTRACE", f"open {path}") from error
         except OSError as error:
+            if error.errno in _SHORTAGES:
+                raise KernelRefused(f"open {path}", error.errno) from error
             raise UnknownNamespace(str(where)) from error
 
     @classmethod

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeVar
 
 from tproxy.aio.netns import Netns
-from tproxy.errors import TproxyError
+from tproxy.errors import TproxyError, UnknownNamespace
 from tproxy.inpod import Probed
 from tproxy.resources import IpAddress
 from ztunnel.kube.client import Client
@@ -342,8 +342,10 @@ class Enroller:
             try:
                 with Netns.open(description.netns) as now:
                     entry.suspect = now.inode != netns.inode
-            except TproxyError:
+            except UnknownNamespace:
                 entry.suspect = True
+            except TproxyError as error:
+                log.warning("pod's namespace not checked uid=%s error=%s", entry.uid, error)
             if entry.suspect:
                 entry.hint = ""
                 self._touch(description.uid)

@@ -13,7 +13,7 @@ from tproxy.aio.kernel import BlockingKernel
 from tproxy.aio.netlink import NETLINK_NETFILTER, NETLINK_ROUTE, NetlinkSocket
 from tproxy.aio.netns import Netns
 from tproxy.diff import diff
-from tproxy.errors import TproxyError
+from tproxy.errors import NeedCapability, UnknownNamespace
 from tproxy.expressions import Family
 from tproxy.inpod import (
     HOST,
@@ -52,7 +52,7 @@ def open_namespace(description: PodDescription) -> Netns:
     netns = Netns.open(description.netns)
     try:
         for own in (None, 1):
-            with contextlib.suppress(TproxyError), Netns.open(own) as nodes:
+            with contextlib.suppress(UnknownNamespace, NeedCapability), Netns.open(own) as nodes:
                 if nodes.inode == netns.inode:
                     raise ValueError(f"{description.netns} is the node's own network namespace")
     except BaseException:

@@ -41,7 +41,7 @@ from ztunnel.node.agent.namespaces import (
 from ztunnel.node.agent.phase import Phase
 from ztunnel.node.agent.pods_file import PodsFile
 from ztunnel.node.agent.record import Enrolled, read_record, write_record
-from ztunnel.node.agent.scan import is_namespace, process_in
+from ztunnel.node.agent.scan import is_namespace, reopened
 from ztunnel.node.agent.server import Announced, ZdsServer
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 from ztunnel.runtime.backoff import Backoff
@@ -102,7 +102,7 @@ class NodeAgent:
         probe_user: numeric user of the node's kubelet, whose probes bypass the proxy. None if there is no kubelet.
         on_change: called with a pod whose phase or error has changed, or that is gone; must not block.
         is_still: returns whether a description still names the namespace that the pod was enrolled in. If not, the
-            pod is released. By default the name is looked up again.
+            pod is released. By default the name is looked up again. TproxyError: that cannot be known now.
         held: proxies get no snapshot before :meth:`expect`.
 
     Raises:
@@ -132,6 +132,7 @@ class NodeAgent:
         self._locks: WeakValueDictionary[PodUid, asyncio.Lock] = WeakValueDictionary()
         self._recorded: dict[PodUid, Enrolled] = {}
         self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined, or not to the end
+        self._unremoved: set[PodUid] = set()  # released pods whose rules the kernel has not removed yet
         self._expected: set[PodUid] = set()  # pods that another agent enrolled and this one has not yet
         self._probed: dict[PodUid, Probed] = {}
         self._probes = asyncio.Lock()
@@ -232,7 +233,10 @@ class NodeAgent:
         """
         leaving = self._pods.get(description.uid)
         if leaving is not None and leaving.phase is Phase.LEAVING:
-            leaving.recalled = leaving.info == description.info and _is_still(description, leaving.netns)
+            try:
+                leaving.recalled = leaving.info == description.info and _is_still(description, leaving.netns)
+            except TproxyError as error:
+                raise EnrolFailed(_named(description), str(error)) from error
             if not leaving.recalled:
                 leaving.leave_at = 0.0
             leaving.news.set()
@@ -294,6 +298,7 @@ class NodeAgent:
             log.info("pod taken over uid=%s removed=%s", description.uid, ", ".join(sorted(removed)))
         pod = self._pods[description.uid] = _Pod(description, netns)
         self._unseen.discard(description.uid)
+        self._unremoved.discard(description.uid)
         self._expected.discard(description.uid)
         log.info("pod captured uid=%s pod=%s netns=%s", description.uid, _named(description), description.netns)
         return pod
@@ -480,13 +485,21 @@ class NodeAgent:
         again."""
         loop = asyncio.get_running_loop()
         waits = Backoff(_POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S)
+        fault = ""
         while not pod.recalled:
             rest_s = pod.leave_at - loop.time()
             if rest_s <= 0:
                 log.info("pod leaves with open connections uid=%s", pod.description.uid)
                 return
-            if not await self._in_thread(proxied_connections, pod.netns):
-                return
+            try:
+                if not await self._in_thread(proxied_connections, pod.netns):
+                    return
+            except (TproxyError, OSError) as error:
+                if fault != plain_reason(error):
+                    fault = plain_reason(error)
+                    log.warning(
+                        "leaving pod's connections not counted uid=%s error=%s", pod.description.uid, fault
+                    )
             pod.news.clear()
             if pod.recalled or pod.leave_at <= loop.time():
                 continue
@@ -498,7 +511,6 @@ class NodeAgent:
     async def forget(self, uid: PodUid) -> None:
         """Release a pod of :attr:`left_over` without waiting; idempotent."""
         async with self._lock(uid):
-            enrolled = self._recorded.get(uid)
             if uid in self._expected:
                 # Its rules belong to another agent, except for the changes of a failed enrolment.
                 self._expected.discard(uid)
@@ -506,27 +518,45 @@ class NodeAgent:
                 self._recorded.pop(uid, None)
                 self._write_record()
                 return
-            if uid not in self._unseen or enrolled is None:
-                return
-            try:
-                netns = Netns.open(enrolled.netns)
-            except TproxyError:
-                await self._forget(uid, None)  # the rules went with their namespace
-                return
-            with netns:
-                await self._forget(uid, netns if netns.inode == enrolled.inode else None)
+            if uid in self._unseen:
+                await self._forget(uid)
 
-    async def _forget(self, uid: PodUid, netns: Netns | None) -> None:
-        """Notify proxies that a pod is gone, remove our rules from its namespace, and delete its record."""
+    async def _forget(self, uid: PodUid, netns: Netns | None = None) -> None:
+        """Notify proxies that a pod is gone, remove our rules from its namespace, and delete its record.
+
+        Rules that the kernel does not remove now are removed later, see :meth:`_keep`.
+
+        Args:
+            uid: the pod.
+            netns: its namespace. By default the recorded one, if it still exists.
+        """
         self._unseen.discard(uid)
-        await self._server.delete(uid)
-        if netns is not None:
-            try:
-                await self._in_thread(remove_rules, netns)
-            except (TproxyError, OSError) as error:
-                log.error("pod's rules not removed uid=%s error=%s", uid, plain_reason(error))
+        try:
+            await self._server.delete(uid)
+            await self._clean(uid, netns)
+        except asyncio.CancelledError:
+            # The agent ends. Its last step, or a successor, removes the rules.
+            if uid not in self._pods and uid in self._recorded:
+                self._unseen.add(uid)
+            raise
         if self._probed.pop(uid, None) is not None:
             await self._let_probe()
+
+    async def _clean(self, uid: PodUid, netns: Netns | None = None) -> None:
+        """Remove our rules of a released pod, and its record after them, so that a successor knows of rules that
+        are left.
+        """
+        try:
+            if netns is not None:
+                await self._in_thread(remove_rules, netns)
+            elif (enrolled := self._recorded.get(uid)) is not None:
+                await self._in_thread(_remove_recorded, enrolled)
+        except (TproxyError, OSError) as error:
+            if uid not in self._unremoved:
+                log.error("pod's rules not removed, trying again uid=%s error=%s", uid, plain_reason(error))
+            self._unremoved.add(uid)
+            return
+        self._unremoved.discard(uid)
         self._recorded.pop(uid, None)
         self._write_record()
 
@@ -589,22 +619,14 @@ class NodeAgent:
         for uid in list(self._unseen):
             enrolled = self._recorded[uid]
             now = wanted.get(uid)
-            if now is not None and is_namespace(now.netns, enrolled.inode):
-                continue
-            # The recorded process can have ended before the pod.
-            where: str | int | None = enrolled.netns
-            if not is_namespace(enrolled.netns, enrolled.inode):
-                where = await self._in_thread(process_in, enrolled.inode)
             try:
-                netns = None if where is None else Netns.open(where)
-            except TproxyError:
-                netns = None
-            log.info("pod left while no agent ran uid=%s netns=%s", uid, enrolled.netns)
-            if netns is None:
-                await self._forget(uid, None)  # the rules went with their namespace
+                if now is not None and is_namespace(now.netns, enrolled.inode):
+                    continue
+            except TproxyError as error:
+                log.warning("pod's namespace not checked uid=%s error=%s", uid, error)
                 continue
-            with netns:
-                await self._forget(uid, netns if netns.inode == enrolled.inode else None)
+            log.info("pod left while no agent ran uid=%s netns=%s", uid, enrolled.netns)
+            await self._forget(uid)
 
     def _steer(self, uid: PodUid) -> None:
         if uid not in self._steering:
@@ -642,7 +664,9 @@ class NodeAgent:
         await self._maintain(uid, repair=True)
 
     async def _keep(self) -> None:
-        """Periodically announce pending pods, release pods whose namespace is gone, and repair rules."""
+        """Periodically announce pending pods, release pods whose namespace is gone, repair the rules of pods, and
+        remove those of released pods that could not be removed before.
+        """
         loop = asyncio.get_running_loop()
         recheck_at = loop.time() + RECHECK_S
         while True:
@@ -652,6 +676,10 @@ class NodeAgent:
                 recheck_at = loop.time() + RECHECK_S
             for uid in list(self._pods):
                 await self._maintain(uid, repair=repair)
+            for uid in list(self._unremoved):
+                if not (lock := self._lock(uid)).locked():
+                    async with lock:
+                        await self._clean(uid)
             if repair and self._probed:
                 await self._let_probe()
 
@@ -664,7 +692,12 @@ class NodeAgent:
             if pod is None:
                 return
             description = pod.description
-            if not self._is_still(description, pod.netns):
+            try:
+                still = self._is_still(description, pod.netns)
+            except TproxyError as error:
+                log.warning("pod's namespace not checked uid=%s error=%s", uid, error)
+                return
+            if not still:
                 # The pod's name or process id now belongs to another pod's namespace.
                 log.info("pod's namespace is gone uid=%s netns=%s", uid, description.netns)
                 await self._leave(pod, 0)
@@ -680,6 +713,13 @@ class NodeAgent:
                         log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
                 except (TproxyError, OSError) as error:
                     log.error("pod's rules not repaired uid=%s error=%s", uid, plain_reason(error))
+
+
+def _remove_recorded(enrolled: Enrolled) -> None:
+    netns = reopened(enrolled.netns, enrolled.inode)
+    if netns is not None:  # otherwise the rules went with their namespace
+        with netns:
+            remove_rules(netns)
 
 
 def _is_still(description: PodDescription, netns: Netns) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from tproxy.aio.netns import Netns
-from tproxy.errors import TproxyError
+from tproxy.errors import TproxyError, UnknownNamespace
 from tproxy.resources import IpAddress
 from ztunnel.node.agent.cgroup import pod_of
 from ztunnel.node.agent.namespaces import addresses
@@ -89,17 +89,38 @@ def is_pods(where: str | int, inode: int, wanted: frozenset[IpAddress]) -> bool:
 
 
 def is_namespace(where: str | int, inode: int) -> bool:
-    """Return whether a name, path or process id leads to this namespace."""
+    """Return whether a name, path or process id leads to this namespace.
+
+    Raises:
+        TproxyError: it cannot be opened now.
+    """
     try:
         with Netns.open(where) as netns:
             return netns.inode == inode
-    except TproxyError:
+    except UnknownNamespace:
         return False
 
 
-def process_in(inode: int, proc: Path = PROC) -> str | None:
-    """Return the path below a process of the network namespace with this number. None if it has no process."""
-    return next((str(each.path / "ns/net") for each in _processes(proc) if each.inode == inode), None)
+def reopened(where: str | int, inode: int, proc: Path = PROC) -> Netns | None:
+    """Open a namespace with this number, at its earlier place or below a process in it. The caller closes it.
+
+    Returns:
+        None if there is none.
+
+    Raises:
+        TproxyError, OSError: that cannot be known now.
+    """
+    if is_namespace(where, inode):
+        return Netns.open(where)
+    for path in _numbered(proc):
+        with contextlib.suppress(OSError):  # the process has ended
+            if (path / "ns/net").stat().st_ino != inode:
+                continue
+            netns = Netns.open(path / "ns/net")
+            if netns.inode == inode:
+                return netns
+            netns.close()
+    return None
 
 
 def kubelet_user(proc: Path = PROC) -> int | None:
