@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import h2.config
 import h2.connection
@@ -31,6 +32,8 @@ from tests.ztunnel.proxy.envoy.harness import (
     tcp,
     tls,
 )
+from ztunnel.proxy.envoy.listeners.connections import LiveConnection
+from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 
 
 @contextlib.asynccontextmanager
@@ -146,6 +149,36 @@ def test_the_idle_timeout_runs_while_a_connect_waits_for_its_answer(tmp_path: Pa
             (line,) = await harness.log()
             assert (line["flags"], line["details"]) == ("UF", "tcp_session_idle_timeout")
             assert harness.count("tcp.p.idle_timeout") == 1
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("opens", [False, True], ids=["while the upstream opens", "while it relays"])
+def test_longest_duration_counts_from_the_start_of_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opens: bool
+) -> None:
+    """As in Envoy 1.40, a slow handshake and a slow upstream use part of the time."""
+    limit_s = 100 * WAIT_S
+    opening = TcpProxies.open_and_relay
+
+    def aged(proxies: TcpProxies, connection: LiveConnection, *more: Any) -> Any:
+        connection.info.started -= limit_s  # as if so much time had passed before
+        return opening(proxies, connection, *more)
+
+    monkeypatch.setattr(TcpProxies, "open_and_relay", aged)
+
+    async def body(harness: Harness) -> None:
+        async with silent() as port:
+            more: Json = {} if opens else {"tunneling_config": {"hostname": "x:1"}}
+            limited = plain(tmp_path, max_downstream_connection_duration=f"{limit_s}s", idle_timeout="0s", **more)
+            await harness.published(limited, cluster(port, typed_extension_protocol_options=http2()))
+            reader, writer = await asyncio.open_connection("127.0.0.1", harness.port("l"))
+            assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+            writer.close()
+            (line,) = await harness.log()
+            assert line["flags"] == ("DT" if opens else "UF,DT")
+            assert line["details"] == "max_downstream_connection_duration"
+            assert harness.count("tcp.p.max_downstream_connection_duration") == 1
 
     run(tmp_path, body)
 

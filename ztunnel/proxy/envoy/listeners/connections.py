@@ -156,6 +156,11 @@ class LiveHop(Life):
         self.upstream: Upstream[LiveHop] | None = None
         self.moved = False
 
+    @property
+    def age_s(self) -> float:
+        """The time since the start of the hop, in this and in earlier processes."""
+        return self.clock.monotonic() - self.info.started
+
     def judge(self) -> Verdict:
         """Check the hop against the filter chain that would be chosen now."""
         try:

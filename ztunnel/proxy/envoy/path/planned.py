@@ -201,9 +201,7 @@ class PlannedConnection(LiveConnection):
         idle_s = proxy.model.idle_timeout_s or None
         running = relay(self._client, upstream.end, counts, idle_timeout_s=idle_s, on_end=self._relay_ended)
         self._proxies.relays(self, upstream, running)
-        if proxy.model.max_duration_s:
-            loop = self._poller.loop
-            self._limit = loop.call_later(proxy.model.max_duration_s, running.abort, "max duration")
+        self._limit = self._proxies.limit_duration(self, proxy, running)
 
     def _end(self, upstream: ClusterUpstream, ended: RelayEnd) -> None:
         if self._limit is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -83,20 +84,28 @@ class TcpProxies:
         capture = self.taps.of(info.source.host) if self.taps is not None else None
         # First bytes sent along with a CONNECT bypass the relay, so a tap would miss them.
         first = downstream if capture is None else None
-        idle, longest = proxy.model.idle_timeout_s or math.inf, proxy.model.max_duration_s or math.inf
-        limit = proxy.opening_limit_s
+        limit, by_duration = proxy.opening_limit_s, False
         if limit == math.inf:
             upstream = await self.connector.open(connection, proxy, first, begun)
         else:
             # An attempt that began before this coroutine has used part of the limit.
-            deadline = Deadline(self._poller, limit, begun.began_s if begun is not None else None)
+            began_s = begun.began_s if begun is not None else None
+            idle, longest = proxy.model.idle_timeout_s or math.inf, proxy.model.max_duration_s or math.inf
+            if longest < math.inf:
+                age_s = connection.age_s
+                by_duration = longest - age_s <= idle
+                if began_s is None and by_duration:
+                    limit = longest
+                    # A younger connection shares a timer, which is late by as much.
+                    began_s = self._poller.loop.time() - age_s if age_s > longest / 64 else None
+            deadline = Deadline(self._poller, limit, began_s)
             try:
                 with deadline:
                     upstream = await self.connector.open(connection, proxy, first, begun)
             except TimeoutError:
                 if not deadline.passed and not (begun is not None and begun.timed_out):
                     raise
-                raise _too_late(info, proxy, by_duration=longest <= idle) from None
+                raise _too_late(info, proxy, by_duration=by_duration) from None
         try:
             client = downstream
             if capture is not None:
@@ -120,13 +129,10 @@ class TcpProxies:
             ends: the two ends of the relay, the client's end first.
             running: the relay.
         """
-        info, upstream = connection.info, connection.upstream
+        upstream = connection.upstream
         assert upstream is not None
-        opened_s = info.started + (info.ready_s or 0.0)
         try:
-            await self._follow(
-                connection, proxy, ends[0], upstream, running, connection.clock.monotonic() - opened_s
-            )
+            await self._follow(connection, proxy, ends[0], upstream, running)
         finally:
             upstream.close()
 
@@ -144,7 +150,7 @@ class TcpProxies:
         if self.taps is not None:
             application = application_of(self.taps, hops[-1].info, upstream)
         running = relay(downstream, application, counts, idle_timeout_s=proxy.model.idle_timeout_s or None)
-        await self._follow(connection, proxy, downstream, upstream, running, 0.0)
+        await self._follow(connection, proxy, downstream, upstream, running)
 
     async def _follow(
         self,
@@ -153,14 +159,10 @@ class TcpProxies:
         downstream: End,
         upstream: ClusterUpstream,
         running: Relay,
-        elapsed_s: float,
     ) -> None:
-        """Wait for the end of a relay, which has run for ``elapsed_s`` in other processes."""
+        """Wait for the end of a relay."""
         self.relays(connection, upstream, running)
-        limit = None
-        if proxy.model.max_duration_s:
-            left_s = max(0.0, proxy.model.max_duration_s - elapsed_s)
-            limit = self._poller.loop.call_later(left_s, running.abort, "max duration")
+        limit = self.limit_duration(connection, proxy, running)
         ended = None
         try:
             ended = await running
@@ -168,6 +170,22 @@ class TcpProxies:
             if limit is not None:
                 limit.cancel()
             self.relayed(connection, proxy, downstream, upstream, ended)
+
+    def limit_duration(
+        self, connection: LiveConnection, proxy: LiveTcpProxy, running: Relay
+    ) -> asyncio.TimerHandle | None:
+        """Abort a relay when its connection reaches the filter's ``max_downstream_connection_duration``.
+
+        As in Envoy, the time runs from the start of the connection, so handshakes and the opening of the upstream
+        use part of it.
+
+        Returns:
+            The timer, for the caller to cancel. ``None`` without a limit.
+        """
+        longest_s = proxy.model.max_duration_s
+        if not longest_s:
+            return None
+        return self._poller.loop.call_later(max(0.0, longest_s - connection.age_s), running.abort, "max duration")
 
     @staticmethod
     def relays(connection: LiveConnection, upstream: ClusterUpstream, running: Relay) -> None:

@@ -36,10 +36,12 @@ from tests.ztunnel.proxy.envoy.test_proxy import internal_cluster
 from tproxy.aio import sockets
 from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.envoy.config.settings import Switches
+from ztunnel.proxy.envoy.listeners.connections import LiveConnection
 from ztunnel.proxy.envoy.listeners.plans import Plans
 from ztunnel.proxy.envoy.path import dial
 from ztunnel.proxy.envoy.path.planned import PlannedConnection
 from ztunnel.proxy.envoy.path.planned_request import PlannedRequest
+from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 from ztunnel.proxy.envoy.path.tunnel_server import TunnelServer
 from ztunnel.proxy.envoy.stats.stats import Counter, Gauge
 from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, STOPPED
@@ -251,6 +253,36 @@ def test_the_opening_limit_of_a_planned_attempt_covers_later_attempts(
             await idle(harness)
             lines = [each for each in written(harness) if each["details"] == "tcp_session_idle_timeout"]
             assert lines
+            assert steps.begun[0] == 1
+
+    run(tmp_path, body, switches=Switches(early_data=False))
+
+
+@pytest.mark.parametrize("service", [False, True], ids=["tunnel", "service"])
+def test_longest_duration_of_a_planned_connection_counts_from_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, service: bool
+) -> None:
+    limit_s = 100 * WAIT_S
+    steps, aged = Steps(monkeypatch), TcpProxies.relays
+
+    async def body(harness: Harness) -> None:
+        async with application(b"hi ") as port:
+            more = {"max_downstream_connection_duration": f"{limit_s}s"}
+            await serve(harness, tmp_path, port, service=service, **more)
+            assert await ask(harness.port("l"), b"there") == b"hi there"
+            await idle(harness)
+
+            def relays(connection: LiveConnection, *more: Any) -> None:
+                connection.info.started -= limit_s  # as if the tunnel had opened after so much time
+                aged(connection, *more)
+
+            monkeypatch.setattr(TcpProxies, "relays", staticmethod(relays))
+            opened = await Open.to(harness.port("l"))
+            async with asyncio.timeout(WAIT_S):
+                assert await opened.ended()
+            await opened.close()
+            await idle(harness)
+            assert [each["flags"] for each in written(harness)].count("DT") == 1 + service
             assert steps.begun[0] == 1
 
     run(tmp_path, body, switches=Switches(early_data=False))
