@@ -15,7 +15,7 @@ import dns.rdatatype
 import pytest
 
 from deploy.lab import Place
-from tests.netns.istio import HELLO, AmbientMesh, ask, eventually, mesh_of
+from tests.netns.istio import HELLO, AmbientMesh, NodeProxy, ask, eventually, mesh_of
 from tests.netns.toys import app
 from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, plain
 from tproxy.aio.sockets import connect, listen
@@ -99,13 +99,13 @@ def shown(answer: dns.message.Message) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def harness(
-    folder: Path, behave: Behaviour, **options: Any
+    folder: Path, behave: Behaviour, *, kind: type[NameServer] = NameServer, **options: Any
 ) -> AsyncIterator[tuple[AmbientMesh, NameServer]]:
     nodes = {"w1": ["client"], "w2": ["web", "names"]}
     options = {"mesh": {"services": SERVICES}, "captured": ["client", "web"], "env": DNS_ON, **options}
     async with (
         mesh_of(nodes, folder, resolv_conf=names_of, **options) as mesh,
-        NameServer(mesh.lab.pod("names"), behave) as names,
+        kind(mesh.lab.pod("names"), behave) as names,
     ):
         yield mesh, names
 
@@ -232,6 +232,49 @@ def test_a_long_answer_is_cut_for_udp_only(tmp_path: Path) -> None:
             assert not large.flags & dns.flags.TC
             assert (large.edns, len(shown(large))) == (0, 100)
             assert len(shown(await query(client, "big.example", tcp=True))) == 100
+
+    asyncio.run(main())
+
+
+class SlowNameServer(NameServer):
+    """A name server that takes 0.3 s for an answer to a datagram."""
+
+    def datagram_received(self, data: bytes, addr: tuple[Any, ...]) -> None:
+        asyncio.get_running_loop().call_later(0.3, super().datagram_received, data, addr)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_query_is_lost_while_a_proxy_is_replaced(tmp_path: Path, workers: int) -> None:
+    """A resolver repeats a query over UDP only after five seconds."""
+
+    async def main() -> None:
+        env = DNS_ON | {"ZTUNNEL_WORKER_THREADS": str(workers)}
+        behave = plain("www.example.com. 60 A 192.0.2.1")
+        async with harness(tmp_path, behave, kind=SlowNameServer, env=env) as (mesh, _):
+            client, worker = mesh.lab.pod("client"), mesh.lab.worker("w1")
+            ended = asyncio.Event()
+            answered = 0
+
+            async def ask_often(*, tcp: bool) -> None:
+                nonlocal answered
+                while not ended.is_set():
+                    async with asyncio.timeout(4):
+                        assert (await query(client, f"n{answered}.example.com", tcp=tcp)).answer
+                    answered += 1
+
+            async with asyncio.TaskGroup() as group:
+                for tcp in (False, False, False, False, True):
+                    group.create_task(ask_often(tcp=tcp))
+                for place in (worker.ztunnel, worker.place):
+                    before = mesh.proxies["w1"]
+                    process = mesh.start_proxy(worker, place)
+                    after = NodeProxy(place, mesh.folder, process, before.agent, before.pods)
+                    await eventually(after.ready, "the successor ready")
+                    mesh.proxies["w1"] = after
+                    before.process.terminate()
+                    assert await asyncio.to_thread(before.process.wait, 20) == 0
+                ended.set()
+            assert answered > 10
 
     asyncio.run(main())
 

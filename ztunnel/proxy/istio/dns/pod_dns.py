@@ -114,6 +114,14 @@ class PodDns:
         """Return the first address of a name in the answer that the pod would get, or ``None``."""
         return await self._server.resolve(name, ipv6=ipv6)
 
+    def leave(self) -> None:
+        """Leave new queries to a successor, if there is one. Idempotent."""
+        self._server.leave()
+
+    async def finish(self, limit_s: float) -> None:
+        """Answer the queries that have arrived, for at most ``limit_s``."""
+        await self._server.finish(limit_s)
+
     async def close(self) -> None:
         """Stop serving. Idempotent."""
         self._local.close()

@@ -8,17 +8,19 @@ a loop.
 """
 
 import asyncio
+import contextlib
 import errno
 import logging
 import random
 import socket
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from typing import Any, Final
 
 from hbone.flow import Budget
+from tproxy.aio.sockets import leave_to_newer
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload
 from ztunnel.proxy.istio.dns.answer import DnsSettings, answer
@@ -147,6 +149,8 @@ class DnsServer:
         self._sockets: list[socket.socket] = []
         self._connections = 0
         self._queries = 0
+        self._answering = 0
+        self._quiet = asyncio.Event()
         self._rate = Budget(burst=query_burst, rate=query_rate)
         self._own: set[Any] = set()
         self._paused: dict[socket.socket, asyncio.TimerHandle] = {}
@@ -165,6 +169,28 @@ class DnsServer:
             loop.add_reader(sock, self._datagrams, sock)
         for sock in tcp:
             self._tasks.keep(partial(self._accept, sock), "accept")
+
+    def leave(self) -> None:
+        """Direct new queries to a successor on the same ports, if there is one; idempotent. Queries that arrive
+        here are still answered.
+        """
+        for sock in self._sockets:
+            leave_to_newer(sock)
+
+    async def finish(self, limit_s: float) -> None:
+        """Answer the queries that have arrived, for at most ``limit_s``. The caller calls :meth:`leave` before,
+        and :meth:`close` afterwards.
+
+        Closing at once would lose them, and clients repeat a query over UDP only after five seconds.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._answering or any(map(_has_datagram, self._sockets)):
+                    self._quiet.clear()
+                    if self._answering:
+                        await self._quiet.wait()
+                    else:
+                        await asyncio.sleep(_PAUSE_S)  # the loop reads the datagrams
 
     async def close(self) -> None:
         """Stop at once and close the sockets; idempotent."""
@@ -226,9 +252,10 @@ class DnsServer:
 
     async def _datagram(self, sock: socket.socket, wire: bytes, address: Any) -> None:
         try:
-            response = await self._respond(wire, "udp")
-            if response is not None:
-                sock.sendto(response, address)
+            with self._query():
+                response = await self._respond(wire, "udp")
+                if response is not None:
+                    sock.sendto(response, address)
         except OSError as error:
             log.debug("dns answer not sent error=%s", error)
         finally:
@@ -264,13 +291,14 @@ class DnsServer:
                     async with asyncio.timeout(self._idle_s):
                         length = int.from_bytes(await self._read(sock, 2), "big")
                         wire = await self._read(sock, length)
-                    if not self._rate.spend(loop.time()):
-                        await asyncio.sleep(self._rate.overdrawn_s)
-                    response = await self._respond(wire, "tcp")
-                    if response is None:
-                        return
-                    async with asyncio.timeout(self._idle_s):
-                        await loop.sock_sendall(sock, len(response).to_bytes(2, "big") + response)
+                    with self._query():
+                        if not self._rate.spend(loop.time()):
+                            await asyncio.sleep(self._rate.overdrawn_s)
+                        response = await self._respond(wire, "tcp")
+                        if response is None:
+                            return
+                        async with asyncio.timeout(self._idle_s):
+                            await loop.sock_sendall(sock, len(response).to_bytes(2, "big") + response)
         except (TimeoutError, OSError, EOFError) as error:
             log.debug("dns connection ended reason=%r", error)
         finally:
@@ -288,6 +316,17 @@ class DnsServer:
         return data
 
     # UDP and TCP
+
+    @contextlib.contextmanager
+    def _query(self) -> Iterator[None]:
+        """Context manager for one query, from its arrival until its answer has been sent."""
+        self._answering += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
+            if not self._answering:
+                self._quiet.set()
 
     async def _respond(self, wire: bytes, protocol: str) -> bytes | None:
         started_s = asyncio.get_running_loop().time()
@@ -350,6 +389,16 @@ class DnsServer:
         failed = rcode(response) != _NO_ERROR
         outcome = _Outcome(client, "forwarded", answer_count(response), forwarded=True, failed=failed)
         return fitting(query, response, limit), outcome
+
+
+def _has_datagram(sock: socket.socket) -> bool:
+    if sock.type != socket.SOCK_DGRAM:
+        return False
+    try:
+        sock.recv(1, socket.MSG_PEEK)
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

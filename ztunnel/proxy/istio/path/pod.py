@@ -26,11 +26,22 @@ from ztunnel.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 
+#: The longest that a drained pod waits for answers to its last queries: the time after which clients repeat one
+#: (``timeout`` of resolv.conf(5)).
+_ANSWERING_S = 5.0
+
+
 class Dns(Protocol):
     """Resolves names for one pod: ``PodDns``, or in a worker an object that asks the main process."""
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
         """Return the first address of a name, or ``None``."""
+
+    def leave(self) -> None:
+        """Leave the pod's new queries to a successor, if there is one. Idempotent."""
+
+    async def finish(self, limit_s: float) -> None:
+        """Answer the queries that have arrived, for at most ``limit_s``."""
 
     async def close(self) -> None:
         """Stop resolving. Idempotent."""
@@ -146,7 +157,9 @@ class PodProxy:
         return self.open_connections
 
     async def leave_ports(self) -> None:
-        """Leave new connections to a successor, but accept those already queued. Idempotent."""
+        """Leave new connections and queries to a successor, but accept those already queued. Idempotent."""
+        if self._dns is not None:
+            self._dns.leave()
         await self._sockets.hand_over()
         await asyncio.sleep(0)  # lets the last accepted connections be registered
 
@@ -164,6 +177,8 @@ class PodProxy:
         if await self._connections.left(deadline_s):
             log.warning("drain duration expired with pending connections, forcefully shutting down")
         self._connections.finish_all(DRAINED)
+        if self._dns is not None:
+            await self._dns.finish(answering_s(deadline_s - self._node.poller.loop.time()))
         await self.stop()
 
     async def stop(self) -> None:
@@ -185,6 +200,11 @@ class PodProxy:
         self._connections.dissolve()
         if self._dns is not None:
             await self._dns.close()
+
+
+def answering_s(left_s: float) -> float:
+    """Return for how long a pod's DNS answers queries that have arrived, ``left_s`` before the deadline."""
+    return max(0.0, min(_ANSWERING_S, left_s))
 
 
 async def _resolves_nothing(name: str, *, ipv6: bool) -> str | None:

@@ -34,7 +34,7 @@ from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.admin.inspected import Connections
 from ztunnel.proxy.istio.certificates.manager import CertificateManager, WorkloadCertificate
 from ztunnel.proxy.istio.path.node import Node
-from ztunnel.proxy.istio.path.pod import Dns
+from ztunnel.proxy.istio.path.pod import Dns, answering_s
 from ztunnel.proxy.istio.path.pod_sockets import BACKLOG, Bound, bind
 from ztunnel.proxy.istio.settings.config import PodName
 from ztunnel.proxy.istio.workers.channel import (
@@ -155,9 +155,15 @@ class WorkerPod:
         """Drain the pod's connections in all workers concurrently; see
         :meth:`ztunnel.proxy.istio.path.pod.PodProxy.drain`.
         """
+        time = asyncio.get_running_loop().time
+        deadline_s = time() + timeout_s
         self.leaving = True
         self.close_listeners()
+        if self.dns is not None:
+            self.dns.leave()
         await self._workers.request_of_all(DrainPod(self.number, timeout_s), timeout_s + ANSWER_S)
+        if self.dns is not None:
+            await self.dns.finish(answering_s(deadline_s - time()))
         await self.stop()
 
 

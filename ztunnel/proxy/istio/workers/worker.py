@@ -103,8 +103,14 @@ class _MainDns:
             return None
         return str(address) if address is not None else None
 
+    def leave(self) -> None:
+        """No-op: the main process serves the pod's queries."""
+
+    async def finish(self, limit_s: float) -> None:
+        """No-op, like :meth:`leave`."""
+
     async def close(self) -> None:
-        """No-op: the main process stops the DNS proxy."""
+        """No-op, like :meth:`leave`."""
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import uvloop
 from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.dns.meshes import CLIENT, mesh, service, workload
 from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, open_socket, plain, silent
+from tproxy.aio import sockets
 from xds.model.workload import Workload
 from ztunnel.proxy.istio.dns.answer import DnsSettings
 from ztunnel.proxy.istio.dns.forwarder import Forwarder
@@ -34,6 +35,8 @@ class Pod:
         self.upstream = upstream
         self.reports: list[QueryReport] = []
         self.dropped: dict[str, int] = {}
+        self.who: Callable[[], Awaitable[Workload | None]]
+        self.forwarder: Forwarder
 
     async def ask(self, name: str, kind: str = "A", **options: Any) -> dns.message.Message:
         """Send a query over UDP; return the answer."""
@@ -90,11 +93,11 @@ def run(
                 dropped=dropped,
                 **options,
             )
-            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-            udp.bind(("127.0.0.1", 0))
-            tcp = socket.create_server(("127.0.0.1", 0))
+            udp = sockets.datagrams("127.0.0.1", 0, reuse_port=True)
+            tcp = sockets.listen("127.0.0.1", 0, reuse_port=True)
             pod = Pod(server, udp.getsockname(), tcp.getsockname(), upstream)
             pod.reports, pod.dropped = reports, dropped
+            pod.who, pod.forwarder = who, forwarder
             server.start([udp], [tcp])
             try:
                 await body(pod)
@@ -357,3 +360,63 @@ def test_server_closes_during_a_rate_limit_pause(tmp_path: Path) -> None:
         assert pod.reports == []
 
     run(tmp_path, body, query_burst=0, query_rate=0.001)
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_queries_that_have_arrived_are_answered_before_a_server_ends(tmp_path: Path, loop: str) -> None:
+    async def body(pod: Pod) -> None:
+        reader, writer = await pod.connect()
+        async with asyncio.TaskGroup() as tasks:
+            by_udp = tasks.create_task(pod.ask("slow.example.com"))
+            by_tcp = tasks.create_task(talk(reader, writer, "slow.example.org"))
+            while len(pod.upstream.queries) < 2:
+                await asyncio.sleep(0.01)
+            queued = [tasks.create_task(pod.ask("cart")) for _ in range(3)]
+            await asyncio.sleep(0)  # the datagrams are sent, and the server has not read them
+            await pod.server.finish(WAIT_S)
+            await pod.server.close()
+        assert {by_udp.result().rcode(), by_tcp.result().rcode()} == {dns.rcode.SERVFAIL}  # silent name servers
+        assert all(task.result().answer for task in queued)
+        writer.close()
+
+    run(tmp_path, body, loop=loop)
+
+
+def test_a_server_that_ends_waits_for_answers_until_its_limit(tmp_path: Path) -> None:
+    async def body(pod: Pod) -> None:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect(pod.udp)
+            sock.send(dns.message.make_query("slow.example.com", "A").to_wire())
+            while not pod.upstream.queries:
+                await asyncio.sleep(0.01)
+            await pod.server.finish(0.01)
+            assert pod.reports == [], "the name server's limit is 0.3 s"
+            await pod.server.finish(0.0)
+
+    run(tmp_path, body)
+
+
+def test_new_queries_go_to_the_successor_on_the_same_ports(tmp_path: Path) -> None:
+    """A datagram is in the buffer of one socket, and is lost if this one is closed."""
+
+    async def body(old: Pod) -> None:
+        new = DnsServer(
+            mesh(CART), old.who, DnsSettings(), Hosts(tmp_path / "hosts"), old.forwarder, (reports := []).append
+        )
+        host, port = old.udp
+        new.start([sockets.datagrams(host, port, reuse_port=True)], [sockets.listen(*old.tcp, reuse_port=True)])
+        try:
+            old.server.leave()
+            for _ in range(20):
+                assert (await old.ask("cart")).answer
+            reader, writer = await old.connect()
+            assert (await talk(reader, writer, "cart")).answer
+            writer.close()
+            assert (len(old.reports), len(reports)) == (0, 21)
+            await old.server.finish(WAIT_S)
+            await old.server.close()
+            assert (await old.ask("cart")).answer
+        finally:
+            await new.close()
+
+    run(tmp_path, body)

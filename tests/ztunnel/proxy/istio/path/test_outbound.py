@@ -180,6 +180,12 @@ class Names:
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
         return SERVER if name == "server.example" else None
 
+    def leave(self) -> None:
+        """Nothing to do."""
+
+    async def finish(self, limit_s: float) -> None:
+        """Nothing to do."""
+
     async def close(self) -> None:
         """Nothing to do."""
 
