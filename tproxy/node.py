@@ -22,7 +22,7 @@ IPv6 has the same rules, with three differences:
 - The pairs skip duplicate address detection, during which the kernel solicits no neighbours for forwarded packets.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_interface, ip_network
 
@@ -154,16 +154,20 @@ def node(wanted: Node) -> State:
 
 
 def member_sets(members: Iterable[Member]) -> tuple[Set, Set]:
-    """Return the sets ``mesh_pods4`` and ``mesh_pods6``; the comment of an element is the pod's uid."""
-    pods = [(address, member.uid) for member in members for address in member.addresses]
+    """Return the sets ``mesh_pods4`` and ``mesh_pods6``; the comment of an element is the pod's uid.
+
+    A set has one element per key, so a reused address, which two pods have for a short time, gets the uid of the
+    later pod.
+    """
+    pods = {address: member.uid for member in members for address in member.addresses}
     return (
         Set("mesh_pods4", SetKey.IPV4_ADDRESS, _elements(pods, 4)),
         Set("mesh_pods6", SetKey.IPV6_ADDRESS, _elements(pods, 6)),
     )
 
 
-def _elements(pods: Iterable[tuple[IpAddress, str]], version: int) -> frozenset[Element]:
-    return frozenset(Element(address.packed, uid) for address, uid in pods if address.version == version)
+def _elements(pods: Mapping[IpAddress, str], version: int) -> frozenset[Element]:
+    return frozenset(Element(address.packed, uid) for address, uid in pods.items() if address.version == version)
 
 
 def _host_table(wanted: Node) -> Table:

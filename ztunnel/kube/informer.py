@@ -132,13 +132,14 @@ class Informer:
         while True:
             try:
                 if not version:
+                    # Not yet the end of the back-off: a watch from this version can fail again, and a list of the
+                    # whole cluster is the most expensive request.
                     version = await self._list(index)
                     self._recovered(index)
-                    backoff.reset()
                 version = await self._watch(index, version, backoff)
             except _Restart:
                 version = ""
-                # Without a wait, a server whose lists are older than its watches would be queried in a busy loop.
+                # Without growing waits, a server whose lists are older than its watches would be overloaded.
                 await asyncio.sleep(backoff.next(self._random()))
             except ApiRefused as error:
                 if error.status == 404 and self._selections[index].optional:

@@ -12,10 +12,12 @@ import pytest
 from tests.limits import WAIT_S
 from tests.ztunnel.kube.fake_api import FakeApi
 from ztunnel.kube import client as client_module
+from ztunnel.kube import informer as informer_module
 from ztunnel.kube.client import Client, connect
 from ztunnel.kube.informer import Informer
 from ztunnel.kube.kinds import ADMIN_NETWORK_POLICY, NAMESPACE, POD, Kind, Selection
 from ztunnel.kube.objects import Object, ObjectKey
+from ztunnel.runtime.backoff import Backoff
 
 
 class Reader:
@@ -199,6 +201,40 @@ def test_what_was_deleted_in_a_gap_is_gone_after_the_next_list(tmp_path: Path) -
                 assert api.lists == 2
 
     run(check())
+
+
+def test_lists_are_repeated_ever_more_slowly_while_no_watch_can_start_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    class Recorded(Backoff):
+        def next(self, random: float = 0.5) -> float:
+            waits.append(super().next())
+            return 0.0
+
+    monkeypatch.setattr(informer_module, "Backoff", Recorded)
+
+    async def check() -> None:
+        async with FakeApi().serve() as api:
+            api.compacted = 10**9  # a backend whose lists are older than the history that its watches have
+            async with following(api, tmp_path) as reader:
+                async with asyncio.timeout(WAIT_S):
+                    while len(waits) < 5:
+                        await asyncio.sleep(0.005)
+                api.compacted = 0
+                await api.wait_watches()
+                await api.put("pods", "default", "a")
+                await reader.until(lambda: "a" in reader.names)
+                waits.append(0.0)
+                api.break_watches()
+                async with asyncio.timeout(WAIT_S):
+                    while waits[-1] == 0.0:
+                        await asyncio.sleep(0.005)
+
+    run(check())
+    assert waits[:5] == [0.01, 0.02, 0.04, 0.08, 0.16]
+    assert waits[-1] == 0.01  # an event has shown that watches work
 
 
 def test_a_page_token_that_expires_begins_the_list_anew(tmp_path: Path) -> None:
