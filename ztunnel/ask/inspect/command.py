@@ -31,7 +31,7 @@ from ztunnel.ask.inspect.source import (
 from ztunnel.ask.inspect.tables import TABLES, NotAMesh, denials, is_envoy_dump, mesh_dump
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.runtime.clock import SystemClock
-from ztunnel.runtime.console.output import Answer, Kind, emit, emit_object
+from ztunnel.runtime.console.output import Answer, Kind, Silent, emit, emit_object
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -119,6 +119,14 @@ def _answer(args: argparse.Namespace) -> Answer[Any]:
     found = gather(args, look)
     kind = next((kind for kind, _ in found.by_node.values()), TABLES[args.command].kind)
     of_kind = {node: items for node, (other, items) in found.by_node.items() if other is kind}
+    silent = [
+        *found.silent,
+        *(
+            Silent(node=node, reason=f"its table is one of {other.name}, not of {kind.name}: query it alone")
+            for node, (other, _) in found.by_node.items()
+            if other is not kind
+        ),
+    ]
     if kind in (kinds.WORKLOAD, kinds.SERVICE) and found.across:
         items, across = merged(of_kind), False
     else:
@@ -126,7 +134,7 @@ def _answer(args: argparse.Namespace) -> Answer[Any]:
     if wanted is not None and kind is kinds.CONNECTION:
         items = [item for item in items if (item.namespace, item.pod) in wanted]
     bad = any(isinstance(item, kinds.Fact) and item.severity == "error" for item in items)
-    return Answer(kind=kind, items=items, silent=found.silent, across=across, bad=bad)
+    return Answer(kind=kind, items=items, silent=silent, across=across, bad=bad)
 
 
 def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:

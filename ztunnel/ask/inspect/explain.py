@@ -4,6 +4,7 @@ Exit status: 0 if every connection would be allowed; 1 if one would be refused; 
 """
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -169,7 +170,8 @@ class _Answers:
         Raises:
             AskFailed: the flight recorder does not have the flow, or the text is not a flow.
         """
-        if wanted.lstrip().startswith("{"):
+        is_line = wanted.lstrip().startswith("{")
+        if is_line:
             lines = [wanted]
         elif self._saved is not None:
             raise AskFailed(f"{self._file}: a config_dump has no flight recorder")
@@ -178,7 +180,7 @@ class _Answers:
         for line in lines:
             try:
                 flow = json.loads(line).get("flow") or {}
-                if len(lines) == 1 or flow.get("uuid") == wanted:
+                if is_line or flow.get("uuid") == wanted:
                     return json.dumps(line_of_flow(flow))
             except (ValueError, AttributeError, KeyError, TypeError):
                 continue
@@ -258,6 +260,8 @@ def _logged(line: str, identity: str) -> Iterator[Seen | str]:
     """Yield the connections in access lines, each question once. For an unusable line, yield the reason as
     text."""
     asked: set[tuple[tuple[str, str], ...]] = set()
+    if line == "-" and isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="backslashreplace")  # names in a log can have other bytes than UTF-8
     for each in sys.stdin if line == "-" else [line]:
         try:
             seen = logged(each, identity)

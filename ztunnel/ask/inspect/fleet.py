@@ -65,7 +65,7 @@ def gather_by_node(args: argparse.Namespace, look: Callable[[str, Pages], T], *,
     if file is not None:
         return _in_file(file, args, look, several=several)
     if not several and args.pod is None and args.node is None:
-        return Found({"": look("", LivePages(args.address, args.request_timeout))})
+        return Found({"": _answer(look, "", LivePages(args.address, args.request_timeout))})
     from ztunnel.ask.inspect.kubectl import AGENT, PROXY, Unreachable, kubectl_of
 
     kubectl, daemon = kubectl_of(args), AGENT if agent else PROXY
@@ -76,7 +76,7 @@ def gather_by_node(args: argparse.Namespace, look: Callable[[str, Pages], T], *,
             )
             node = args.node or ""
             with kubectl.forwarded(*place, daemon.port) as address:
-                return Found({node: look(node, LivePages(address, args.request_timeout))})
+                return Found({node: _answer(look, node, LivePages(address, args.request_timeout))})
         places = kubectl.of_all_nodes(daemon)
         if selector:
             nodes = set(kubectl.pods(selector, getattr(args, "namespace", "")).values())
@@ -84,8 +84,23 @@ def gather_by_node(args: argparse.Namespace, look: Callable[[str, Pages], T], *,
     except Unreachable as error:
         raise AskFailed(str(error)) from None
     return ask_all(
-        kubectl, daemon, places, lambda node, address: look(node, LivePages(address, args.request_timeout))
+        kubectl,
+        daemon,
+        places,
+        lambda node, address: _answer(look, node, LivePages(address, args.request_timeout)),
     )
+
+
+def _answer(look: Callable[[str, Pages], T], node: str, pages: Pages) -> T:
+    """Return ``look``'s result for one node. A page of an unexpected form must not hide the other nodes' answers.
+
+    Raises:
+        AskFailed: there is no answer, or it has another form.
+    """
+    try:
+        return look(node, pages)
+    except (TypeError, AttributeError, LookupError, ValueError, msgspec.MsgspecError) as error:
+        raise AskFailed(f"{pages.name}: its answer has an unexpected form: {error!r}") from error
 
 
 def ask_all(
@@ -121,14 +136,14 @@ def _in_file(file: str, args: argparse.Namespace, look: Callable[[str, Pages], T
     if archive is None:
         if args.node is not None or several:
             raise AskFailed("--file is a dump that was saved: not with --node, -A or -l")
-        return Found({"": look("", SavedDump(file))})
+        return Found({"": _answer(look, "", SavedDump(file))})
     if args.node is not None and args.node not in archive.nodes:
         raise AskFailed(f"{file}: there is no node {args.node}; there are {', '.join(archive.nodes) or 'none'}")
     by_node: dict[str, T] = {}
     silent = []
     for node in [args.node] if args.node is not None else archive.nodes:
         try:
-            by_node[node] = look(node, archive.pages(node))
+            by_node[node] = _answer(look, node, archive.pages(node))
         except AskFailed as error:
             silent.append(Silent(node=node, reason=str(error)))
     return Found(by_node, silent, across=args.node is None)

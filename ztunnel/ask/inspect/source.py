@@ -240,7 +240,10 @@ def ask(
         with urllib.request.urlopen(request, timeout=limit_s) as response:
             page: bytes = response.read()
     except urllib.error.HTTPError as error:
-        reason = error.read().decode(errors="replace").strip().partition("\n")[0]
+        try:
+            reason = error.read().decode(errors="replace").strip().partition("\n")[0]
+        except (http.client.HTTPException, OSError):  # the status is known, but the reason did not arrive
+            reason = error.reason
         raise AskFailed(f"{server}: {path}: {error.code} {reason}", error.code) from None
     except urllib.error.URLError as error:
         reason = getattr(error.reason, "strerror", None) or str(error.reason)

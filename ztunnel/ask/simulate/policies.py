@@ -59,14 +59,17 @@ def mesh_of(dump: Mapping[str, Any]) -> LocalMesh:
     Raises:
         ConfigError: the dump's policies or workloads are unreadable.
     """
-    workloads = [
-        {key: each[key] for key in _OF_WORKLOAD if each.get(key) is not None} | {"services": {}}
-        for each in dump.get("workloads") or []
-    ]
-    policies = [
-        {key: each.get(key) for key in _OF_POLICY} | {"dryRun": bool(each.get("dryRun"))}
-        for each in dump.get("policies") or []
-    ]
+    try:
+        workloads = [
+            {key: each[key] for key in _OF_WORKLOAD if each.get(key) is not None} | {"services": {}}
+            for each in dump.get("workloads") or []
+        ]
+        policies = [
+            {key: each.get(key) for key in _OF_POLICY} | {"dryRun": bool(each.get("dryRun"))}
+            for each in dump.get("policies") or []
+        ]
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"not the workloads and policies of a config_dump: {error}") from None
     # JSON is YAML. A dump has the form of a local file, except for keys that do not affect access.
     return parse_local_file(json.dumps({"workloads": workloads, "policies": policies}, ensure_ascii=False))
 

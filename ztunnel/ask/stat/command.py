@@ -20,11 +20,13 @@ from ztunnel.ask.stat.traffic import (
     EDGE,
     STAT,
     Counted,
+    CountedFlow,
     Edge,
     NodeReadings,
     PairKey,
     Reading,
     edges,
+    flow_of,
     pairs,
     plain_because,
     reading,
@@ -172,7 +174,7 @@ def _metrics(pages: Pages) -> Reading:
         raise
 
 
-def _flows(pages: Pages, after_ns: int) -> list[Mapping[str, Any]]:
+def _flows(pages: Pages, after_ns: int) -> list[CountedFlow]:
     try:
         page = pages.text("/flows", {"after": str(after_ns)} if after_ns else None)
     except AskFailed as error:
@@ -181,14 +183,17 @@ def _flows(pages: Pages, after_ns: int) -> list[Mapping[str, Any]]:
         raise
     try:
         lines = [json.loads(line) for line in page.splitlines()]
-    except ValueError:
+        return [flow_of(line) for line in lines if isinstance(line.get("flow"), Mapping)]
+    except (ValueError, TypeError, AttributeError):
         raise AskFailed(f"{pages.name}: /flows has a line that is no flow") from None
-    return [line for line in lines if isinstance(line, dict) and isinstance(line.get("flow"), dict)]
 
 
 def _why(args: argparse.Namespace) -> Callable[[PairKey], str]:
     """Return a function that explains why a pair uses plain text, from the mesh of one proxy."""
-    found = gather(args, lambda pages: plain_because(_workloads(pages)))
+    try:
+        found = gather(args, lambda pages: plain_because(_workloads(pages)))
+    except AskFailed:  # the traffic is known all the same
+        return lambda key: ""
     return next(iter(found.by_node.values()), lambda key: "")
 
 

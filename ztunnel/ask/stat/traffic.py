@@ -85,13 +85,17 @@ def _name(labels: Mapping[str, str], side: str) -> Name:
     return labels.get(f"{side}_workload_namespace", UNKNOWN), labels.get(f"{side}_workload", UNKNOWN)
 
 
+#: What a flow adds to its pair: its reporter, the pair, and its numbers.
+CountedFlow = tuple[str, PairKey, Counted]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReadings:
-    """Two readings of one proxy, and the lines of its flight recorder in between."""
+    """Two readings of one proxy, and the flows that its flight recorder got in between."""
 
     before: Reading
     after: Reading
-    flows: Sequence[Mapping[str, Any]] = ()
+    flows: Sequence[CountedFlow] = ()
 
 
 def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
@@ -116,7 +120,7 @@ def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
                 counted.sent += change
             else:
                 counted.received += change
-        for reporter, key, counted in map(_flow, node.flows):
+        for reporter, key, counted in node.flows:
             drops[reporter, key].add(counted)
     found: dict[PairKey, Counted] = {}
     for key in {key for _, key in (*by_reporter, *drops)}:
@@ -133,7 +137,12 @@ def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
     return found
 
 
-def _flow(line: Mapping[str, Any]) -> tuple[str, PairKey, Counted]:
+def flow_of(line: Mapping[str, Any]) -> CountedFlow:
+    """Return what a line of ``/flows`` adds to its pair.
+
+    Raises:
+        TypeError, ValueError, AttributeError: the line has another form.
+    """
     flow = line["flow"]
     more = (flow.get("extensions") or {}).get("value") or {}
     key = PairKey(

@@ -373,3 +373,22 @@ def test_explain_prints_always_for_a_policy_without_conditions(capsys: Output) -
     said = capsys.readouterr().out
     assert "refused: explicitly denied by: shop/all" in said
     assert "because: always" in said
+
+
+def test_another_flow_than_the_only_one_of_the_recorder_is_not_explained(capsys: Output) -> None:
+    line = {
+        "flow": {
+            "uuid": "one",
+            "IP": {"source": "10.0.0.1", "destination": "10.0.0.2"},
+            "l4": {"TCP": {"source_port": 1, "destination_port": 2}},
+        }
+    }
+    with pages({"/flows": json.dumps(line).encode()}) as address:
+        assert main(["explain", "--flow", "other", "--address", address]) == 2
+    assert "no flow is other" in capsys.readouterr().err
+
+
+def test_a_log_with_other_bytes_than_utf_8_is_explained(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff src.addr=x\n"), "utf-8"))
+    assert main(["explain", "--log-line", "-"]) == 2
+    assert "src.addr is no IP:PORT: 'x': \\xff src.addr=x" in capsys.readouterr().out

@@ -185,3 +185,29 @@ def test_the_oldest_connection_of_our_proxy_is_named() -> None:
     )
     assert found.denials == 7
     assert table(Answer(kind=NODE_STATUS, items=[found]))[1][3:5] == ("LOST 1m10s ago", "12s")
+
+
+@pytest.mark.parametrize("command", ["check --no-cluster", "nodes", "connections", "services", "flows"])
+def test_an_answer_of_an_unexpected_form_does_not_hide_other_nodes(
+    cluster: Path, capsys: Output, command: str
+) -> None:
+    flow = b'{"flow": {"time": "2026-11-26T12:00:01Z", "IP": {"source": "nonsense"}}}'
+    odd = {"workloads": 5, "services": [7], "workloadState": {"a": {"info": 5, "connections": 5}}}
+    words = [*command.split(), "-A", *(["--from", "10.0.0.0/8"] if command == "flows" else [])]
+    with pages({"/config_dump": json.dumps(odd).encode(), "/check": b"[1]", "/flows": flow}) as address:
+        (cluster / "ztunnel-2").write_text(address.rpartition(":")[2])
+        assert main([*words, "-o", "json"]) == 2
+    silent = {each["node"]: each["reason"] for each in json.loads(capsys.readouterr().out)["silent"]}
+    assert "n2" in silent
+    assert ("n1" in silent) == (command == "flows")  # it has no recorder
+    assert "unexpected form" in silent["n2"] or "not a config_dump" in silent["n2"]
+
+
+def test_a_node_of_the_other_dialect_is_named(cluster: Path, capsys: Output) -> None:
+    table = {"/connections": b'{"connections": []}', "/config_dump": b'{"configs": []}'}
+    with pages(table) as address:
+        (cluster / "ztunnel-2").write_text(address.rpartition(":")[2])
+        assert main(["connections", "-A"]) == 2
+    said = capsys.readouterr()
+    assert {line.split()[0] for line in said.out.splitlines()[1:]} == {"n1"}
+    assert said.err.startswith("no answer from node n2: its table is one of EnvoyConnection, not of Connection")

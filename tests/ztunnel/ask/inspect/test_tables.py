@@ -3,6 +3,8 @@
 import asyncio
 import io
 import json
+import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -234,6 +236,32 @@ def test_an_address_that_is_no_proxys_admin_server_is_named_in_the_error(body: b
     error = capsys.readouterr().err
     assert error.startswith(f"ztunnel workloads: {address}: ")
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", "no whole answer of HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", "no whole answer of HTTP"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n64\r\n{", "no whole answer of HTTP"),
+        (b"HTTP/1.1 503 Busy\r\nContent-Length: 100\r\n\r\nnot", "/config_dump: 503 Busy"),
+    ],
+)
+def test_half_an_answer_is_named_in_the_error(answer: bytes, error: str, capsys: Output) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve_once() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(10_000)
+                connection.sendall(answer)
+
+        serving = threading.Thread(target=serve_once)
+        serving.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert main(["services", "--address", address]) == 2
+        serving.join()
+    assert error in capsys.readouterr().err
 
 
 def test_commands_name_the_address_where_no_admin_server_listens(capsys: Output) -> None:

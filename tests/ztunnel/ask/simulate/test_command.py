@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,3 +168,11 @@ def test_a_faulty_addon_is_no_answer(
     assert main([*files, "--addon", str(tmp_path / "missing.py")]) == 2
     assert "no such file" in capsys.readouterr().err
     assert main([*files, "--addon", str(addon), "--remove", "shop/old"]) == 2
+
+
+@pytest.mark.parametrize("dump", [{"policies": [5]}, {"policies": 5}])
+def test_a_dump_of_another_form_is_one_line(dump: Any, tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "dump.json"
+    file.write_text(json.dumps({"workloads": [], "certificates": [], **dump}))
+    assert main(["simulate", "--file", str(file), "--remove", "a/b", "--from-log", "/dev/null"]) == 2
+    assert "not the workloads and policies of a config_dump" in capsys.readouterr().err

@@ -21,6 +21,7 @@ from ztunnel.ask.stat.traffic import (
     NodeReadings,
     PairKey,
     edges,
+    flow_of,
     pairs,
     plain_because,
     quantile,
@@ -62,7 +63,7 @@ def flow(verdict: str = "FORWARDED", connect_s: float | None = None, way: str = 
 
 
 def node(before: str, after: str, *flows: dict[str, Any]) -> NodeReadings:
-    return NodeReadings(before=reading(before), after=reading(after), flows=flows)
+    return NodeReadings(before=reading(before), after=reading(after), flows=[*map(flow_of, flows)])
 
 
 def test_counters_are_compared_between_two_readings() -> None:
@@ -211,3 +212,20 @@ def test_pairs_are_a_graph() -> None:
     assert 'subgraph cluster_0 { label="shop";' in found
     assert '"shop/web" -> "shop/db" [label="3 connections, p99 2.0 ms", color=darkgreen];' in found
     assert '"a\\"b" -> "shop/db" [label="1 connections, 1 failed, 0 denied", color=red, style=dashed];' in found
+
+
+@pytest.mark.parametrize(
+    "bad", [{"source": {"workloads": [[]]}}, {"extensions": {"value": {"connect_seconds": {}}}}]
+)
+def test_a_flow_of_another_form_is_named(bad: dict[str, Any], capsys: Output) -> None:
+    line = json.dumps({"flow": {**flow()["flow"], **bad}}).encode()
+    with pages({"/metrics": page(opened=1).encode(), "/flows": line}) as address:
+        assert main(["stat", "--total", "--address", address]) == 2
+    assert capsys.readouterr().err == f"ztunnel stat: {address}: /flows has a line that is no flow\n"
+
+
+def test_pairs_are_shown_without_a_reason_if_the_mesh_is_unknown(capsys: Output) -> None:
+    with pages({"/metrics": page(security="unknown", opened=1).encode(), "/config_dump": b"{broken"}) as address:
+        assert main(["edges", "--total", "--address", address, "-o", "json"]) == 0
+    (item,) = json.loads(capsys.readouterr().out)["items"]
+    assert (item["security"], item["because"]) == ("plain", None)
