@@ -59,6 +59,14 @@ def shares(mesh: AmbientMesh, proxy: NodeProxy, pod: str, port: int) -> list[int
     return sorted(place.run(lambda: [established(pid, port) for pid in workers_of(proxy)]))
 
 
+def listens(proxy: NodeProxy) -> bool:
+    """Return whether a proxy has bound the ports of its pods, and has its certificates."""
+    return "certificates" not in proxy.readiness() and any(
+        line["message"] == "listener established" and "component" in line and line["address"].endswith(":15001")
+        for line in proxy.log()
+    )
+
+
 class WorkersOnOneNode(AmbientMesh):
     """A mesh whose second node has a proxy without workers, for tests that only use it as the other end."""
 
@@ -364,6 +372,11 @@ def test_a_successor_with_any_number_of_workers_takes_over(tmp_path: Path, threa
                     group.create_task(load.run())
                 process = mesh.start_proxy(worker, worker.ztunnel, ZTUNNEL_WORKER_THREADS=threads)
                 after = NodeProxy(worker.ztunnel, tmp_path, process, before.agent, before.pods)
+                if threads != "1":
+                    # It listens, but no worker accepts yet.
+                    await eventually(lambda: "workers" in after.readiness() and listens(after), "pods are bound")
+                    assert await ask(client, mesh.lab.pod("near").ipv4, 8080)
+                    assert "workers" in after.readiness(), "the connection has not waited for a worker"
                 await eventually(after.ready, "the successor ready")
                 done = [load.done for load in loads]
                 terminate(before)

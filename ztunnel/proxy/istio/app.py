@@ -292,7 +292,10 @@ class IstioProxy:
         return [*self._own, *(each for each in running if isinstance(each, PodProxy | WorkerPod))]
 
     def _workers_serve(self, serve: bool) -> None:
-        self.readiness.set(WORKERS, serve)
+        if serve:
+            self._complete(WORKERS)
+        else:
+            self.readiness.set(WORKERS, ready=False)
 
     def _pods_ready(self, ready: bool) -> None:
         self.readiness.set(POD_MANAGER, ready)
@@ -325,7 +328,7 @@ class IstioProxy:
 
     def _complete(self, task: str) -> None:
         self.readiness.done(task)
-        if not self.readiness.pending & {CERTIFICATES, POLICIES, REVOCATIONS}:
+        if not self.readiness.pending & {WORKERS, CERTIFICATES, POLICIES, REVOCATIONS}:
             self.node.predecessor_ports.take()
 
     def change_log_filter(self, text: str, *, reset: bool) -> None:
