@@ -21,6 +21,7 @@ class Reason(StrEnum):
     """The row that decided. Used as a label of metrics and in logs."""
 
     HOST_NETWORK = "host-network"
+    OTHER_OS = "other-os"
     IGNORED_NAMESPACE = "ignored-namespace"
     ASKED_IN = "asked-in"
     ASKED_OUT = "asked-out"
@@ -69,6 +70,9 @@ def decide(pod: Object, namespace: str, rules: Rules) -> Decision:
     if spec.get("hostNetwork") is True:
         # Its traffic is the node's, and no proxy listens for a pod in the node's namespace.
         return Decision(False, Reason.HOST_NETWORK)
+    if _system(spec) not in ("", "linux"):
+        # The added containers are for Linux. The API server refuses their security context in a Windows pod.
+        return Decision(False, Reason.OTHER_OS)
     if namespace in IGNORED_NAMESPACES:
         return Decision(False, Reason.IGNORED_NAMESPACE)
     asked = labels.get(INJECT, annotations.get(INJECT))
@@ -85,6 +89,12 @@ def decide(pod: Object, namespace: str, rules: Rules) -> Decision:
     if rules.policy in ("enabled", "disabled"):
         return Decision(rules.policy == "enabled", Reason.POLICY, warning)
     return Decision(False, Reason.BAD_POLICY, f"the injector's policy is {rules.policy!r}: nothing is injected")
+
+
+def _system(spec: Mapping[str, Any]) -> str:
+    """Return the operating system that a pod requires, by its ``os`` or its node selector. Empty for any."""
+    named = mapping(spec, "os").get("name") or mapping(spec, "nodeSelector").get("kubernetes.io/os")
+    return named if isinstance(named, str) else ""
 
 
 def mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from ztunnel.runtime.formats.go_values import parse_bool
 from ztunnel.sidecar.inject.config import TEMPLATES, InjectConfig
 from ztunnel.sidecar.inject.decision import Decision, decide, mapping
 from ztunnel.sidecar.inject.option_annotations import BadAnnotations, asked
-from ztunnel.sidecar.inject.sidecar import STATUS, BadPod, add, is_ours, strip
+from ztunnel.sidecar.inject.sidecar import STATUS, BadPod, add, ensured, is_ours, strip
 
 TEMPLATES_ANNOTATION: Final = "inject.istio.io/templates"
 DATAPLANE_MODE: Final = "istio.io/dataplane-mode"
@@ -143,10 +143,10 @@ def _ambient(pod: dict[str, Any], config: InjectConfig) -> None:
     spec = pod.get("spec")
     if not isinstance(spec, dict) or not isinstance(spec.get("initContainers") or [], list):
         raise Denied("spec: the pod has no spec that can be read")
-    metadata = pod.setdefault("metadata", {})
-    labels = metadata.setdefault("labels", {}) if isinstance(metadata, dict) else None
-    if not isinstance(labels, dict):
-        raise Denied("metadata.labels: must be a mapping")
+    try:
+        labels = ensured(ensured(pod, "metadata"), "labels", "metadata.labels")
+    except BadPod as error:
+        raise Denied(str(error)) from error
     # A pod with mode ``none``, or an unknown mode, stays out of the mesh. A gate in it would never open.
     if labels.setdefault(DATAPLANE_MODE, "ambient") != "ambient":
         return

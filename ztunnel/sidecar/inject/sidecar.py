@@ -113,9 +113,7 @@ def add(
         BadPod: the pod is misshapen, or its changes to our containers cannot be obeyed.
     """
     spec = _object(pod, "spec")
-    metadata = pod.setdefault("metadata", {})
-    if not isinstance(metadata, dict):
-        raise BadPod("metadata: must be a mapping")
+    metadata = ensured(pod, "metadata")
     containers, inits = _containers(spec, "containers"), _containers(spec, "initContainers")
     overrides = {
         kind: [copy.deepcopy(each) for each in listed if each.get("name") in (PROXY, INIT)]
@@ -126,9 +124,9 @@ def add(
     inits = [each for each in inits if each.get("name") != PROXY and each.get("name") != INIT]
     if not containers:
         raise BadPod("spec.containers: the pod has no container of its own")
-    warnings = [*asked.warnings, *_user_warnings(spec, containers, inits)]
     proxy = _merged(_proxy(pod, asked, config, variables, containers, native=native), written.get(PROXY), config)
     user, group = _ids(proxy)
+    warnings = [*asked.warnings, *_id_warnings(spec, [*containers, *inits], user, group)]
     if asked.rewrite and asked.status_port:
         rewritten = probes.rewrite([*containers, *inits], asked.status_port, warnings)
         if rewritten:
@@ -393,6 +391,7 @@ def _merged(made: dict[str, Any], written: Mapping[str, Any] | None, config: Inj
         if listed is not None and not fine:
             raise BadPod(f"container {made['name']}: {name} must be a list whose elements have a {key}")
     changes = {name: value for name, value in written.items() if not (name == "image" and value in ("auto", ""))}
+    # A null is an absent value for the API server, also in a file.
     result = _over(made, changes)
     assert isinstance(result, dict)
     return result
@@ -402,6 +401,8 @@ def _over(made: Any, written: Any, name: str = "") -> Any:
     if isinstance(made, dict) and isinstance(written, Mapping):
         result = dict(made)
         for key, value in written.items():
+            if value is None:
+                continue
             result[key] = _over(made[key], value, key) if key in made else copy.deepcopy(value)
         return result
     key = _KEYS.get(name)
@@ -415,9 +416,9 @@ def _over(made: Any, written: Any, name: str = "") -> Any:
 def _replaced(made: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
     """Return an element of a list merged over another. A variable has either ``value`` or ``valueFrom``."""
     result: dict[str, Any] = _over(dict(made), written)
-    if "value" in written:
+    if written.get("value") is not None:
         result.pop("valueFrom", None)
-    elif "valueFrom" in written:
+    elif written.get("valueFrom") is not None:
         result.pop("value", None)
     return result
 
@@ -439,15 +440,23 @@ def _ids(proxy: Mapping[str, Any]) -> tuple[int, int]:
     return ids[0], ids[1]
 
 
-def _user_warnings(
-    spec: Mapping[str, Any], containers: Sequence[Mapping[str, Any]], inits: Sequence[Mapping[str, Any]]
+def _id_warnings(
+    spec: Mapping[str, Any], containers: Sequence[Mapping[str, Any]], user: int, group: int
 ) -> list[str]:
-    of_pod = mapping(spec, "securityContext").get("runAsUser")
-    return [
-        f"container {each.get('name')} runs as user {USER} like the proxy, so its connections are not captured"
-        for each in (*containers, *inits)
-        if mapping(each, "securityContext").get("runAsUser", of_pod) == USER
-    ]
+    """Return a line for each container that the rules take for the proxy."""
+    found = []
+    for each in containers:
+        context = dict(mapping(spec, "securityContext"))
+        context |= {name: value for name, value in mapping(each, "securityContext").items() if value is not None}
+        same = [
+            f"{kind} {number}"
+            for kind, name, number in (("user", "runAsUser", user), ("group", "runAsGroup", group))
+            if context.get(name) == number
+        ]
+        if same:
+            who = f"container {each.get('name')} runs as {same[0]} like the proxy"
+            found.append(f"{who}, so its connections are not captured")
+    return found
 
 
 # Objects
@@ -457,6 +466,20 @@ def _object(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = holder.get(name)
     if not isinstance(found, dict):
         raise BadPod(f"{name}: must be a mapping")
+    return found
+
+
+def ensured(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
+    """Return a mapping inside an object. If it is absent or null, an empty one is added.
+
+    Raises:
+        BadPod: it has another type.
+    """
+    if holder.get(name) is None:
+        holder[name] = {}
+    found = holder[name]
+    if not isinstance(found, dict):
+        raise BadPod(f"{place or name}: must be a mapping")
     return found
 
 
@@ -487,11 +510,7 @@ def _added(spec: dict[str, Any], kind: str, wanted: Sequence[Mapping[str, Any]])
 
 def _set(metadata: dict[str, Any], kind: str, wanted: Mapping[str, str]) -> list[str]:
     """Set labels or annotations that the pod does not have, and return their names."""
-    found = metadata.get(kind)
-    if found is None:
-        found = metadata[kind] = {}
-    if not isinstance(found, dict):
-        raise BadPod(f"metadata.{kind}: must be a mapping")
+    found = ensured(metadata, kind, f"metadata.{kind}")
     new = [name for name in wanted if name not in found]
     found.update({name: wanted[name] for name in new})
     return new

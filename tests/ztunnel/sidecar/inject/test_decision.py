@@ -28,6 +28,11 @@ ASK_IN, ASK_OUT = {INJECT: "true"}, {INJECT: "false"}
     ("given_pod", "namespace", "inject", "reason"),
     [
         (pod(ASK_IN, hostNetwork=True), "a", False, Reason.HOST_NETWORK),
+        (pod(ASK_IN, os={"name": "windows"}), "a", False, Reason.OTHER_OS),
+        (pod(ASK_IN, nodeSelector={"kubernetes.io/os": "windows"}), "a", False, Reason.OTHER_OS),
+        (pod({"team": "x"}, os={"name": "linux"}), "a", True, Reason.ALWAYS_SELECTOR),
+        (pod({"team": "x"}, os=None, nodeSelector=None), "a", True, Reason.ALWAYS_SELECTOR),
+        (pod({"team": "x"}, nodeSelector={"kubernetes.io/os": "linux"}), "a", True, Reason.ALWAYS_SELECTOR),
         (pod(ASK_IN), "kube-system", False, Reason.IGNORED_NAMESPACE),
         (pod(ASK_IN | {"app": "job"}), "a", True, Reason.ASKED_IN),
         (pod({}, ASK_IN), "a", True, Reason.ASKED_IN),

@@ -248,11 +248,60 @@ def test_the_proxy_cannot_be_root(user: object) -> None:
         made(pod({"name": "app"}, {"name": PROXY, "securityContext": {"runAsUser": user}}))
 
 
-def test_an_application_with_the_proxys_user_is_a_warning() -> None:
-    outcome = inject(pod({"name": "app", "securityContext": {"runAsUser": 1337}}), "shop", CONFIG)
-    assert outcome.warnings == (
-        "container app runs as user 1337 like the proxy, so its connections are not captured",
-    )
+@pytest.mark.parametrize(
+    ("of_pod", "of_container", "of_proxy", "said"),
+    [
+        ({}, {"runAsUser": 1337}, {}, "user 1337"),
+        ({}, {"runAsGroup": 1337}, {}, "group 1337"),
+        ({"runAsGroup": 1337}, {"runAsUser": 1}, {}, "group 1337"),
+        ({"runAsGroup": 1337}, {"runAsUser": 1337}, {}, "user 1337"),
+        ({}, {"runAsUser": 2000}, {"runAsUser": 2000}, "user 2000"),
+        ({}, {"runAsUser": 1337}, {"runAsUser": 2000}, ""),
+        ({"runAsGroup": 1337}, {"runAsGroup": 5}, {}, ""),
+    ],
+)
+def test_an_application_with_the_proxys_user_or_group_is_a_warning(
+    of_pod: dict[str, int], of_container: dict[str, int], of_proxy: dict[str, int], said: str
+) -> None:
+    given_pod = pod({"name": "app", "securityContext": of_container}, {"name": PROXY, "securityContext": of_proxy})
+    given_pod["spec"] |= {"initContainers": [], "securityContext": of_pod}
+    outcome = inject(given_pod, "shop", CONFIG)
+    line = f"container app runs as {said} like the proxy, so its connections are not captured"
+    assert outcome.warnings == ((line,) if said else ())
+
+
+@pytest.mark.parametrize(
+    "config", [CONFIG, CLASSIC, InjectConfig()], ids=["sidecar", "sidecar-classic", "ambient"]
+)
+def test_a_null_in_a_file_is_an_absent_value(config: InjectConfig) -> None:
+    """The API server drops nulls before it calls the webhook; Helm's output is full of them."""
+    written: dict[str, Any] = {
+        "name": PROXY,
+        "image": None,
+        **dict.fromkeys(("env", "volumeMounts", "ports", "resources", "lifecycle", "args")),
+        "securityContext": {"runAsUser": None, "capabilities": None},
+    }
+    plain = pod(PROBED, {"name": PROXY})
+    nulls = pod(PROBED, written)
+    for each in (plain, nulls):
+        del each["metadata"]["labels"]
+    empty = {"metadata": None, "spec": {**nulls["spec"], "volumes": None, "imagePullSecrets": None}}
+    nulls["metadata"] |= {"labels": None, "annotations": None}
+    expected = made(plain, config)
+    for given_pod in (nulls, empty):
+        injected = made(given_pod, config)
+        assert {each["name"]: each for each in injected["spec"]["initContainers"]}.keys() == {
+            each["name"] for each in expected["spec"]["initContainers"]
+        }
+        for each in (*expected["spec"]["initContainers"], *expected["spec"]["containers"]):
+            if config != InjectConfig() or each["name"] != PROXY:
+                assert part(injected, each["name"]) == each
+        assert (
+            injected["metadata"]["labels"].items()
+            >= {
+                name: value for name, value in expected["metadata"]["labels"].items() if "canonical" not in name
+            }.items()
+        )
 
 
 # Refusals

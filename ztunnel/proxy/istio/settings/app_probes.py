@@ -11,9 +11,11 @@ Each entry has one of ``httpGet``, ``tcpSocket`` and ``grpc``, in Kubernetes' fo
 
 import json
 import re
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
+from urllib.parse import quote
 
 VARIABLE: Final = "ISTIO_KUBE_APP_PROBERS"
 #: The name of the variable for probing the loopback address, as in Istio's sidecar.
@@ -23,6 +25,10 @@ _PATH: Final = re.compile(r"/app-(health|lifecycle)/[^/]+/(livez|readyz|startupz
 _KINDS: Final = ("httpGet", "tcpSocket", "grpc")
 #: Kubernetes' default of timeoutSeconds.
 _TIMEOUT_S: Final = 1.0
+#: The characters of a path that kubelet does not escape. It escapes all others, so any text is a path.
+_SENT_AS_WRITTEN: Final = string.punctuation
+#: The characters that a header must not have (RFC 9110, 5.5). Others are sent in UTF-8, as by kubelet.
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 #: RFC 9110, 5.6.2.
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)
 
@@ -102,12 +108,10 @@ def _http(path: str, handler: Mapping[str, Any], common: Mapping[str, Any]) -> A
     scheme = str(handler.get("scheme") or "HTTP").upper()
     if scheme not in ("HTTP", "HTTPS"):
         raise BadProbers(f"{path}.httpGet.scheme: must be HTTP or HTTPS, not {scheme!r}")
-    target = str(handler.get("path") or "/")
-    if not target.isascii() or not target.isprintable() or " " in target:
-        raise BadProbers(f"{path}.httpGet.path: {target!r} is no path of a URL")
+    target = quote(str(handler.get("path") or "/"), safe=_SENT_AS_WRITTEN)
     headers = []
     for each in handler.get("httpHeaders") or ():
-        name, value = (each.get("name"), each.get("value")) if isinstance(each, dict) else (None, None)
+        name, value = (each.get("name"), each.get("value") or "") if isinstance(each, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(value, str) or not _is_header(name, value):
             raise BadProbers(f"{path}.httpGet.httpHeaders: {each!r} is no header")
         headers.append((name, value))
@@ -121,4 +125,4 @@ def _http(path: str, handler: Mapping[str, Any], common: Mapping[str, Any]) -> A
 
 
 def _is_header(name: str, value: str) -> bool:
-    return _TOKEN.fullmatch(name) is not None and all(" " <= char <= "~" or char == "\t" for char in value)
+    return _TOKEN.fullmatch(name) is not None and _CONTROL.search(value) is None

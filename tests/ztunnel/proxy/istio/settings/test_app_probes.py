@@ -28,6 +28,25 @@ def test_every_kind_of_probe_is_parsed() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("/a b?c=d e", "/a%20b?c=d%20e"),
+        ("größe", "/gr%C3%B6%C3%9Fe"),
+        ("/a%20b/%2F+~;=,(x)", "/a%20b/%2F+~;=,(x)"),
+        ("/a\r\nX: y", "/a%0D%0AX:%20y"),
+    ],
+)
+def test_path_is_escaped_like_by_kubelet(path: str, sent: str) -> None:
+    """Kubernetes accepts any path, and a proxy that refused one at its start would keep the pod from running."""
+    assert one({"httpGet": {"port": 1, "path": path}}).path == sent
+
+
+def test_header_of_any_text_is_sent_as_it_is() -> None:
+    headers = [{"name": "X-Team", "value": "Köln"}, {"name": "X", "value": None}]
+    assert one({"httpGet": {"port": 1, "httpHeaders": headers}}).headers == (("X-Team", "Köln"), ("X", ""))
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("{", "not JSON"),
@@ -42,7 +61,6 @@ def test_every_kind_of_probe_is_parsed() -> None:
         (f'{{"{READY}": {{"grpc": {{"port": true}}}}}}', "grpc.port: True is no port"),
         (f'{{"{READY}": {{"grpc": {{"port": 1}}, "timeoutSeconds": -1}}}}', "timeoutSeconds: -1 is no number"),
         (f'{{"{READY}": {{"httpGet": {{"port": 1, "scheme": "FTP"}}}}}}', "scheme: must be HTTP or HTTPS"),
-        (f'{{"{READY}": {{"httpGet": {{"port": 1, "path": "/a b"}}}}}}', "'/a b' is no path"),
         (
             f'{{"{READY}": {{"httpGet": {{"port": 1, "httpHeaders": [{{"name": "a b", "value": ""}}]}}}}}}',
             "is no header",
