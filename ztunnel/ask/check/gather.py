@@ -41,6 +41,7 @@ KINDS: Final = (
     *(POD, NAMESPACE, NODE, SERVICE, DAEMON_SET, NETWORK_POLICY, MUTATING_WEBHOOK),
     Kind("AuthorizationPolicy", "security.istio.io/v1", "authorizationpolicies"),
     Kind("PeerAuthentication", "security.istio.io/v1", "peerauthentications"),
+    Kind("ServiceEntry", "networking.istio.io/v1", "serviceentries"),
     Kind("Sidecar", "networking.istio.io/v1", "sidecars"),
     Kind("EnvoyFilter", "networking.istio.io/v1alpha3", "envoyfilters"),
     Kind("Telemetry", "telemetry.istio.io/v1", "telemetries"),
@@ -225,16 +226,17 @@ def look(pages: Pages) -> NodeFacts:
         return NodeFacts(dump=dump)
     ended_s = time.time()
     clock_s = None
-    if not pages.saved:
-        clock_s = _seconds(check.get("time")) - (began_s + ended_s) / 2
+    said_s = None if pages.saved else _seconds(check.get("time"))
+    if said_s is not None:
+        clock_s = said_s - (began_s + ended_s) / 2
     reached = [] if pages.saved else [_reach(pages, place, address) for place, address in targets(dump)]
     return NodeFacts(dump=dump, check=check, clock_s=clock_s, reached=reached)
 
 
-def _seconds(time_: object) -> float:
+def _seconds(time_: object) -> float | None:
     from ztunnel.ask.check.rules.objects import seconds_of
 
-    return seconds_of(time_) or 0.0
+    return seconds_of(time_)
 
 
 def targets(dump: Mapping[str, Any], most: int = _MOST_REACHED) -> list[tuple[str, str]]:
@@ -248,10 +250,11 @@ def targets(dump: Mapping[str, Any], most: int = _MOST_REACHED) -> list[tuple[st
     for each in dump.get("workloads") or ():
         node, addresses = each.get("node"), each.get("workloadIps") or ()
         takes = each.get("protocol") == "HBONE" and each.get("status", "Healthy") == "Healthy"
-        if node and node != own and takes and addresses and each.get("networkMode", "Standard") == "Standard":
+        reachable = each.get("networkMode", "Standard") == "Standard" and (each.get("network") or "") == network
+        if node and node != own and takes and addresses and reachable:
             found.setdefault(f"node {node}", str(addresses[0]))
         place, _, host = str((each.get("networkGateway") or {}).get("destination") or "").rpartition("/")
-        if each.get("network", network) != network and _is_address(host):
+        if (each.get("network") or "") != network and _is_address(host):
             gateways.setdefault(f"the gateway of network {each.get('network') or place}", host)
     return [*sorted(gateways.items()), *sorted(found.items())][:most]
 
@@ -294,8 +297,9 @@ def archived_facts(args: argparse.Namespace) -> Facts:
     objects: dict[str, Sequence[Object] | str] = {kind.name: "not in the archive" for kind in KINDS}
     for name, data in archive.files.items():
         if name.startswith("objects/"):
-            items = json.loads(data).get("items")
-            objects[name.removeprefix("objects/").removesuffix(".json")] = items if isinstance(items, list) else []
+            items = (_archived(data) or {}).get("items")
+            kind = name.removeprefix("objects/").removesuffix(".json")
+            objects[kind] = items if isinstance(items, list) else "its file in the archive has an unexpected form"
     nodes = {
         node: replace(each, agent=_agent_page(archive, node, "check"), audit=_agent_page(archive, node, "audit"))
         for node, each in found.by_node.items()
@@ -312,5 +316,13 @@ def archived_facts(args: argparse.Namespace) -> Facts:
 
 
 def _agent_page(archive: Archive, node: str, page: str) -> Any:
-    found = archive.files.get(f"nodes/{node}/agent/{page}")
-    return None if found is None else json.loads(found)
+    return _archived(archive.files.get(f"nodes/{node}/agent/{page}", b""))
+
+
+def _archived(data: bytes) -> Mapping[str, Any] | None:
+    """Return the JSON object in a file; ``None`` for a file of another form, such as an error page of an agent."""
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return None
+    return found if isinstance(found, Mapping) else None

@@ -5,7 +5,9 @@ The pages of a node's proxy are ``nodes/NODE/proxy/PAGE``, with the page's path 
 
 from __future__ import annotations
 
+import lzma
 import tarfile
+import zlib
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -54,7 +56,7 @@ class Archive:
                     opened = tar.extractfile(member)
                     assert opened is not None
                     files[member.name.partition("/")[2]] = opened.read()
-        except (tarfile.TarError, EOFError) as error:
+        except (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError) as error:
             raise BadArchive(f"not a whole tar file: {error}") from None
         if "index.json" not in files:
             raise BadArchive("not an archive of ztunnel bug-report: it has no index.json")

@@ -214,7 +214,7 @@ def healthy() -> Facts:
                            "to": [{"operation": {"ports": ["8080"]}}]}],
             }),
         ],
-        "PeerAuthentication": [], "Sidecar": [], "EnvoyFilter": [], "Telemetry": [],
+        "PeerAuthentication": [], "ServiceEntry": [], "Sidecar": [], "EnvoyFilter": [], "Telemetry": [],
         "Gateway": [item("wp", "edge", spec={"gatewayClassName": "istio-waypoint"})],
         "PodMonitor": [], "PrometheusRule": [item("alerts", "istio-system", spec={"groups": "ztunnel_up"})],
         "CustomResourceDefinition": [

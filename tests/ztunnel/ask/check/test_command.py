@@ -22,7 +22,7 @@ from xds.dialects.istio.local_file import parse_local_file
 from xds.model.authorization import Action, AuthorizationPolicy
 from xds.model.policy import Never
 from xds.model.workload import GatewayAddress, NetworkAddress, WorkloadUid
-from ztunnel.ask.check.gather import Shared, clock, targets
+from ztunnel.ask.check.gather import Shared, clock, look, targets
 from ztunnel.ask.check.rules.model import NodeFacts
 from ztunnel.cli import main
 from ztunnel.proxy.istio.admin import check_page
@@ -240,6 +240,25 @@ def test_one_pod_of_each_other_node_is_tried() -> None:
         "f2", "10.9.0.2", network="c", networkGateway={"destination": "ns/gw.example"}, protocol="TCP"
     )
     assert targets({**dump, "workloads": [far, named]}) == [("the gateway of network b", "192.0.2.9")]
+    # A pod of another network is reached through its gateway only.
+    apart = workload("f3", "10.9.0.3", network="b")
+    assert targets({**dump, "workloads": [apart]}) == []
+    assert targets({"config": {"localNode": "n1", "network": "b"}, "workloads": [apart]}) == [
+        ("node f3", "10.9.0.3")
+    ]
+
+
+def test_a_page_without_a_time_has_no_clock() -> None:
+    class Pages:
+        name, saved = "here", False
+
+        def text(self, path: str, parameters: Any = None) -> str:
+            raise AssertionError(path)
+
+        def json(self, path: str, parameters: Any = None) -> Any:
+            return {"workloads": [], "certificates": []} if path == "/config_dump" else {"node": "n1"}
+
+    assert look(Pages()).clock_s is None
 
 
 def test_a_servers_clock_is_compared_at_the_middle_of_the_request() -> None:

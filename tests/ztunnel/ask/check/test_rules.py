@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -73,6 +74,7 @@ STRICT_CLIENT = {
     "direction": "inbound", "identity": "", "source": "10.0.0.9", "destination": "web.shop:8080", "count": 3,
     "reason": "explicitly denied by: istio_converted_static_strict", "lastTime": at(minutes=5),
 }  # fmt: skip
+WEB_SELECTOR = {"selector": {"matchLabels": {"app": "web"}}}
 IDENTITY = f"spiffe://{TD}/ns/shop/sa/x"
 
 
@@ -93,6 +95,52 @@ RESTARTED["status"]["containerStatuses"] = [
         "lastState": {"terminated": {"finishedAt": at(minutes=3), "reason": "OOMKilled", "exitCode": 137}},
     }
 ]
+
+
+def far_waypoint(admitted: str) -> Callable[[Facts], Facts]:
+    """A namespace behind a waypoint of namespace ``gates``, and a policy that admits ``wp`` of a namespace."""
+    labels = {"istio.io/use-waypoint": "wp", "istio.io/use-waypoint-namespace": "gates"}
+    rule = {"from": [{"source": {"principals": [f"{TD}/ns/{admitted}/sa/wp"]}}]}
+
+    def change(facts: Facts) -> Facts:
+        facts = added("Namespace", item("far", labels=labels))(facts)
+        return added("AuthorizationPolicy", item("p", "far", spec={"rules": [rule]}))(facts)
+
+    return change
+
+
+def probed(allowed: str, *, address: str = "", besides: tuple[str, ...] = ()) -> Callable[[Facts], Facts]:
+    """A probed pod, and a NetworkPolicy that allows a block."""
+    block = {"cidr": allowed, "except": list(besides)}
+    found = {**PROBED, "status": {**PROBED["status"], "podIP": address}}
+    return lambda facts: instead(
+        "Pod", found, *(p for p in facts.listed("Pod") if p["metadata"]["name"] == "istiod-1")
+    )(added("NetworkPolicy", isolating(**{"from": [{"ipBlock": block}]}))(facts))
+
+
+def bundle(*to_days: float) -> Callable[[Facts], Facts]:
+    """The injector's webhook with a CA certificate for each number of days from now until its end."""
+    pem = b"".join(Authority().reissued(days).pem for days in to_days)
+    hook = {
+        "name": "x",
+        "namespaceSelector": {"matchLabels": {"a": "b"}},
+        "clientConfig": {"caBundle": b64encode(pem).decode()},
+    }
+    change = instead("MutatingWebhookConfiguration", item("ztunnel", webhooks=[hook]))
+    return lambda facts: replace(change(facts), now_s=time.time())
+
+
+def istiods(*versions: str) -> Callable[[Facts], Facts]:
+    return lambda facts: instead(
+        "Pod",
+        *(p for p in facts.listed("Pod") if p["metadata"]["name"] != "istiod-1"),
+        *(
+            pod(f"istiod-{version}", "istio-system", "n1", labels={"app": "istiod"},
+                spec={"containers": [{"name": "discovery", "image": f"pilot:{version}"}]})
+            for version in versions
+        ),
+    )(facts)  # fmt: skip
+
 
 CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
     ("ACC1", lambda facts: replace(facts, cluster_error="GET /version: Unauthorized"), "error", "Unauthorized"),
@@ -133,6 +181,11 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
     ),
     ("DEP3", in_page("dump", "version", "version", value="0.8.0"), "warning", "proxies of 2 versions"),
     ("DEP3", in_page("dump", "version", "istioVersion", value="1.27.1"), "error", "of Istio 1.27, istiod of 1.30"),
+    ("DEP3", istiods("1.33.0", "1.30.2"), "", ""),
+    ("DEP3", istiods("1.33.0", "1.32.0"), "warning", "of Istio 1.30, istiod of 1.32"),
+    ("DEP4", bundle(-0.5, 300), "", ""),
+    ("DEP4", bundle(-0.5, 3), "warning", "its CA certificate ends on"),
+    ("DEP4", bundle(-0.5), "error", "its CA certificate ended on"),
     (
         "DEP4",
         instead("MutatingWebhookConfiguration", item("ztunnel", webhooks=[{"name": "x"}])),
@@ -266,6 +319,16 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
         "error",
         "root 0",
     ),
+    (
+        "IDN2",
+        on_node(
+            lambda f: f.dump["certificates"][0]["rootCerts"].append(  # type: ignore[index]  # it is there
+                {"serialNumber": "0", "expirationTime": at(days=-3)}  # another root with the same number
+            )
+        ),
+        "error",
+        "root 0 ends at 2026-11-29T12:00:00Z; 1 nodes have it",
+    ),
     ("IDN3", in_page("dump", "certificates", 0, value=certificate(IDENTITY, 1)), "error", "not trusted on n2"),
     (
         "IDN3",
@@ -350,6 +413,20 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
     ),
     (
         "POL3",
+        added(
+            "PeerAuthentication", item("pa", "istio-system", spec={"selector": {"matchLabels": {"app": "web"}}})
+        ),
+        "",
+        "",
+    ),
+    (
+        "POL3",
+        added("AuthorizationPolicy", item("p", "istio-system", spec={"selector": {"matchLabels": {"app": "no"}}})),
+        "warning",
+        "matches no pod",
+    ),
+    (
+        "POL3",
         added("PeerAuthentication", item("pa", "edge", spec={"selector": {"matchLabels": {"app": "web"}}})),
         "warning",
         "pods of namespace shop have these labels",
@@ -379,6 +456,52 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
         "warning",
         "no selected pod declares port 81",
     ),
+    (
+        "POL4",
+        added(
+            "AuthorizationPolicy",
+            item(
+                "p", "istio-system", spec=WEB_SELECTOR | {"rules": [{"to": [{"operation": {"ports": ["8080"]}}]}]}
+            ),
+        ),
+        "",
+        "",
+    ),
+    (
+        "POL4",
+        added(
+            "AuthorizationPolicy",
+            item("p", "istio-system", spec=WEB_SELECTOR | {"rules": [{"to": [{"operation": {"ports": ["81"]}}]}]}),
+        ),
+        "warning",
+        "no selected pod declares port 81",
+    ),
+    *(
+        (
+            "POL5",
+            added("AuthorizationPolicy", item("p", "edge", spec={"rules": [{"from": [{"source": each}]}]})),
+            "",
+            "",
+        )
+        for each in (
+            {"principals": [f"{TD}/ns/edge/*"]},
+            {"principals": ["*/sa/wp"]},
+            {"serviceAccounts": ["wp"]},
+            {"serviceAccounts": ["edge/wp"]},
+            {"namespaces": ["ed*"]},
+        )
+    ),
+    *(
+        (
+            "POL5",
+            added("AuthorizationPolicy", item("p", "edge", spec={"rules": [{"from": [{"source": each}]}]})),
+            "error",
+            "the waypoint edge/wp is in front",
+        )
+        for each in ({"principals": [f"{TD}/ns/shop/*"]}, {"serviceAccounts": ["shop/wp"]}, {"namespaces": ["e"]})
+    ),
+    ("POL5", far_waypoint("gates"), "", ""),
+    ("POL5", far_waypoint("far"), "error", "the waypoint gates/wp is in front"),
     (
         "POL5",
         added("AuthorizationPolicy", item("p", "edge", spec={"rules": [ACCOUNT]})),
@@ -419,11 +542,29 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
         "warning",
         "does not allow probes",
     ),
+    ("POL7", probed("169.254.0.0/16", address="10.0.1.1"), "", ""),
+    ("POL7", probed("fd16:9254::/32", address="fd00::1"), "", ""),
+    ("POL7", probed("fd16:9254::/32", address="10.0.1.1"), "warning", "whose source is 169.254.7.127"),
+    ("POL7", probed("0.0.0.0/0", address="fd00::1"), "warning", "whose source is fd16:9254:7127:1337:"),
+    (
+        "POL7",
+        probed("0.0.0.0/0", address="10.0.1.1", besides=("169.254.0.0/16",)),
+        "warning",
+        "does not allow probes",
+    ),
+    (
+        "OBJ1",
+        lambda facts: added("ServiceEntry", item("out", "edge", labels={"istio.io/use-waypoint": "wp"}))(
+            instead("Namespace", item("shop"), item("istio-system"), item("edge"))(facts)
+        ),
+        "",
+        "",
+    ),
     (
         "OBJ1",
         instead("Gateway", item("unused", "edge", spec={"gatewayClassName": "istio-waypoint"})),
         "warning",
-        "no namespace, service or pod",
+        "no namespace, service, service entry or pod",
     ),
     ("OBJ1", added("Namespace", item("far", labels={"istio.io/use-waypoint": "w2"})), "", ""),
     (
@@ -514,6 +655,35 @@ def test_a_rust_ztunnel_is_judged_by_its_dump() -> None:
     kernels = {f"KRN{number}" for number in range(1, 9)}
     assert skipped == kernels | {"NET1", "NET2", "NET3", "NET6", "NET7", "IDN4", "XDS1", "XDS2", "POL6", "OPS2"}
     assert set(severities.values()) == {"ok", "skipped"}
+
+
+def test_a_check_that_is_skipped_keeps_what_it_has_found() -> None:
+    facts = added("Pod", pod("h", "shop", "n1", spec={"hostNetwork": True}))(healthy())
+    facts = replace(facts, objects={**facts.objects, "Service": "services is forbidden"})
+    found = [(each.severity, each.fact) for each in results_of(facts, "OBJ2")]
+    assert [severity for severity, _ in found] == ["skipped", "warning"]
+    assert "not known: services is forbidden" in found[0][1]
+    odd = in_page("check", "kernel", "process", "capabilities", value="all", name="n2")
+    lacking = in_page("check", "kernel", "process", "capabilities", value="0")
+    found = [(each.severity, each.fact) for each in results_of(odd(lacking(healthy())), "KRN2")]
+    assert [severity for severity, _ in found] == ["skipped", "error"]
+    assert "unexpected form: ValueError" in found[0][1]
+
+
+def test_lists_that_are_not_permitted_are_no_fault_of_the_cluster() -> None:
+    facts = replace(healthy(), objects={**healthy().objects, "PrometheusRule": "prometheusrules is forbidden"})
+    (found,) = results_of(facts, "OPS3")
+    assert (found.severity, "forbidden" in found.fact) == ("skipped", True)
+    bare = [{**each, "metadata": {**each["metadata"], "annotations": {}}} for each in facts.listed("Pod")]
+    facts = replace(facts, objects={**facts.objects, "Pod": bare, "PodMonitor": "podmonitors is forbidden"})
+    assert [each.severity for each in results_of(facts, "OPS3")] == ["skipped"]
+
+
+def test_references_are_not_known_if_proxies_load_resources_on_demand() -> None:
+    named = in_page("dump", "workloads", 0, "waypoint", value={"destination": "shop/other.example"})
+    assert [each.severity for each in results_of(named(healthy()), "XDS5")] == ["error"]
+    demand = in_page("dump", "config", "xdsOnDemand", value=True)
+    assert [each.severity for each in results_of(demand(named(healthy())), "XDS5")] == ["skipped"]
 
 
 def test_objects_of_another_shape_are_skipped_not_fatal() -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import random
 import re
 import stat
 import tarfile
@@ -198,3 +199,34 @@ def test_dumps_of_an_archive_are_read_like_other_saved_dumps(
     assert [each["name"] for each in found["items"]] == [r"a\ud800"]
     assert [each["node"] for each in found["silent"]] == ["n2"]
     assert "nested too deeply" in found["silent"][0]["reason"]
+
+
+def test_unreadable_files_of_an_archive_leave_the_other_facts(tmp_path: Path, capsys: Output) -> None:
+    dump = json.dumps({"workloads": [], "certificates": []}).encode()
+    files = {
+        "index.json": b'{"time": "2026-11-26T12:00:00Z"}',
+        "nodes/n1/proxy/config_dump": dump,
+        "nodes/n1/agent/check": b"503 not now",
+        "nodes/n1/agent/audit": b"[]",
+        "objects/Pod.json": b"{cut",
+        "objects/Namespace.json": b'{"items": []}',
+    }
+    assert main(["check", "--file", str(archived(tmp_path, files)), "--only", "IDN1,XDS4,KRN1", "-o", "json"]) == 0
+    found = {each["id"]: each["fact"] for each in json.loads(capsys.readouterr().out)["items"]}
+    assert "no node agent of this project has answered" in found["KRN1"]
+    assert "its file in the archive has an unexpected form" in found["XDS4"]
+
+
+def test_a_damaged_archive_is_read_or_refused(tmp_path: Path) -> None:
+    noise = random.Random(1)
+    flows = noise.randbytes(10_000).hex().encode()
+    path = archived(tmp_path, {"index.json": b"{}", "nodes/n1/proxy/flows": flows})
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(400, len(whole) - 400, 100):
+        path.write_bytes(whole[:place] + noise.randbytes(50) + whole[place + 50 :])
+        try:
+            Archive.read(str(path))
+        except (BadArchive, OSError):
+            refused += 1
+    assert refused

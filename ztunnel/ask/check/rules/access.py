@@ -137,14 +137,19 @@ def proxy_versions(facts: Facts) -> Iterator[Finding]:
         yield warning(f"proxies of {len(found)} versions: {'; '.join(parts)}")
     if facts.cluster_error or isinstance(facts.objects.get("Pod", ""), str):
         return
-    for pod in o.of_app(facts, "istiod"):
-        tags = [tag for each in o.spec(pod).get("containers") or () if (tag := _tag_minor(each)) is not None]
-        for node, minor in minors.items() if tags else ():
-            apart = abs(minor - tags[0])
-            if apart > 1:
-                make = error if apart > 2 else warning
-                yield make(f"the proxy is of Istio 1.{minor}, istiod of 1.{tags[0]}", node=node)
-        break
+    planes = {
+        tag
+        for pod in o.of_app(facts, "istiod")
+        for each in o.spec(pod).get("containers") or ()
+        if (tag := _tag_minor(each)) is not None
+    }
+    for node, minor in minors.items() if planes else ():
+        # With several revisions, a proxy is upgraded after its own one.
+        nearest = min(planes, key=lambda plane: abs(plane - minor))
+        apart = abs(minor - nearest)
+        if apart > 1:
+            make = error if apart > 2 else warning
+            yield make(f"the proxy is of Istio 1.{minor}, istiod of 1.{nearest}", node=node)
 
 
 def _tag_minor(container: Mapping[str, Any]) -> int | None:
@@ -184,7 +189,9 @@ def _webhook(facts: Facts, about: str, hook: Mapping[str, Any]) -> Iterator[Find
     else:
         if not held:
             yield error("it has no CA bundle: the API server cannot call it", about)
-    for certificate in held:
+    if held:
+        # During a rotation the bundle also has the previous certificate, which can have ended already.
+        certificate = max(held, key=lambda each: each.not_valid_after_utc)
         left_s = certificate.not_valid_after_utc.timestamp() - facts.now_s
         ends = f"{certificate.not_valid_after_utc:%Y-%m-%d}"
         if left_s < 0:

@@ -49,8 +49,7 @@ def refused(facts: Facts) -> Iterator[Finding]:
 def same_mesh(facts: Facts) -> Iterator[Finding]:
     """Check whether all proxies have the same mesh: by hashes if all proxies are ours, else by counts in their
     dumps."""
-    if any((dump.get("config") or {}).get("xdsOnDemand") for _, dump in facts.dumps()):
-        raise NotGathered("proxies hold what they need only (XDS on demand)")
+    _not_on_demand(facts)
     ours = all(node.check is not None for node in facts.nodes.values() if node.dump is not None)
     for kind in _KINDS:
         seen: dict[str, list[str]] = {}
@@ -69,6 +68,12 @@ def same_mesh(facts: Facts) -> Iterator[Finding]:
                     yield warning(
                         f"{shown} {kind} where {len(seen[most])} nodes have {most}", node=", ".join(nodes)
                     )
+
+
+def _not_on_demand(facts: Facts) -> None:
+    """Raise :class:`NotGathered` if proxies load XDS resources on demand, because each has only a part then."""
+    if any((dump.get("config") or {}).get("xdsOnDemand") for _, dump in facts.dumps()):
+        raise NotGathered("proxies hold what they need only (XDS on demand)")
 
 
 def capture(facts: Facts) -> Iterator[Finding]:
@@ -106,6 +111,7 @@ def _up(dump: Mapping[str, Any]) -> set[tuple[str, str]]:
 def references(facts: Facts) -> Iterator[Finding]:
     """Check in the dump of one proxy whether the policies, waypoints and gateways exist that its workloads
     name."""
+    _not_on_demand(facts)
     node, dump = next(iter(facts.dumps()))
     policies = {f"{each.get('namespace')}/{each.get('name')}" for each in dump.get("policies") or ()}
     services = dump.get("services") or ()

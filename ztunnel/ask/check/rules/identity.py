@@ -48,8 +48,8 @@ def _share_left(entry: Mapping[str, Any], now_s: float) -> float | None:
 
 def authorities(facts: Facts) -> Iterator[Finding]:
     """Check intermediate and root certificates, each once."""
-    seen: dict[tuple[str, str], list[str]] = {}
-    ends: dict[tuple[str, str], str] = {}
+    # Different authorities can use the same serial number; 0 and 1 are common.
+    seen: dict[tuple[str, str, str], list[str]] = {}
     for node, dump in facts.dumps():
         for each in dump.get("certificates") or ():
             for kind, entries in (
@@ -57,17 +57,16 @@ def authorities(facts: Facts) -> Iterator[Finding]:
                 ("root", each.get("rootCerts") or ()),
             ):
                 for entry in entries:
-                    key = (kind, str(entry.get("serialNumber")))
-                    ends[key] = min(ends.get(key, "9999"), str(entry.get("expirationTime")))
-                    nodes = seen.setdefault(key, [])
+                    nodes = seen.setdefault(
+                        (kind, str(entry.get("serialNumber")), str(entry.get("expirationTime"))), []
+                    )
                     if node not in nodes:
                         nodes.append(node)
-    for key, nodes in seen.items():
-        end = seconds_of(ends[key])
+    for (kind, serial, ends), nodes in seen.items():
+        end = seconds_of(ends)
         if end is not None and end - facts.now_s < _ROOT_WARN_S:
             make = error if end - facts.now_s < _ROOT_S else warning
-            kind, serial = key
-            yield make(f"the {kind} {serial} ends at {ends[key]}; {len(nodes)} nodes have it", f"{kind} {serial}")
+            yield make(f"the {kind} {serial} ends at {ends}; {len(nodes)} nodes have it", f"{kind} {serial}")
 
 
 def trust(facts: Facts) -> Iterator[Finding]:

@@ -226,18 +226,21 @@ CHECK_RESULT: Final[Kind[CheckResult]] = Kind(
 
 
 def run(checks: Iterable[Check], facts: Facts) -> list[CheckResult]:
-    """Return the results of checks, in their order."""
+    """Return the results of checks, in their order. A check that is skipped keeps what it has found before."""
     results: list[CheckResult] = []
     for check in checks:
+        findings: list[Finding] = []
+        skipped = ""
         try:
-            findings = list(check.judge(facts))
+            for each in check.judge(facts):
+                findings.append(each)  # noqa: PERF402  a later one can raise
         except NotGathered as reason:
-            results.append(_result(check, Severity.SKIPPED, f"{check.asks}: not known: {reason}"))
-            continue
-        except (TypeError, AttributeError, KeyError, ValueError) as wrong:  # an object with unexpected fields
-            results.append(_result(check, Severity.SKIPPED, f"{check.asks}: unexpected form: {wrong!r}"))
-            continue
-        if not findings:
+            skipped = f"not known: {reason}"
+        except (TypeError, AttributeError, LookupError, ValueError) as wrong:  # an object with unexpected fields
+            skipped = f"unexpected form: {wrong!r}"
+        if skipped:
+            results.append(_result(check, Severity.SKIPPED, f"{check.asks}: {skipped}"))
+        elif not findings:
             results.append(_result(check, Severity.OK, check.asks))
         results += [
             _result(check, each.severity, each.fact, each.about or None, each.node or None, check.remedy)

@@ -12,6 +12,7 @@ from ztunnel.ask.check.rules.model import Facts, Object
 MODE: Final = "istio.io/dataplane-mode"
 REDIRECTION: Final = "ambient.istio.io/redirection"
 USE_WAYPOINT: Final = "istio.io/use-waypoint"
+USE_WAYPOINT_NAMESPACE: Final = "istio.io/use-waypoint-namespace"
 PROXY: Final = "ztunnel"
 AGENT: Final = "ztunnel-agent"
 ISTIO_CNI: Final = "istio-cni-node"
@@ -84,6 +85,16 @@ def of_app(facts: Facts, app: str) -> list[Object]:
 def ambient_namespaces(facts: Facts) -> set[str]:
     """Return the namespaces whose label puts their pods into the mesh."""
     return {key(item)[1] for item in facts.listed("Namespace") if labels(item).get(MODE) == "ambient"}
+
+
+def root_namespaces(facts: Facts) -> set[str]:
+    """Return the namespaces that can be the mesh's root namespace: istiod's own, which is the default, and
+    ``istio-system``.
+
+    A selector of a policy there selects workloads of all namespaces (AuthorizationPolicy and PeerAuthentication,
+    ``selector``).
+    """
+    return {"istio-system", *(key(pod)[0] for pod in of_app(facts, "istiod"))}
 
 
 def captured(facts: Facts) -> Iterator[Object]:

@@ -61,11 +61,9 @@ def observed(facts: Facts) -> Iterator[Finding]:
     if not pods:
         raise NotGathered("no proxy runs")
     scraped = [pod for pod in pods if o.annotated(pod).get("prometheus.io/scrape") == "true"]
-    monitors = facts.objects.get("PodMonitor", "")
-    if not scraped and (isinstance(monitors, str) or not any(_is_ours(item) for item in monitors)):
+    if not scraped and not any(_is_ours(item) for item in facts.listed("PodMonitor")):
         yield warning("no annotation prometheus.io/scrape and no PodMonitor: nothing reads the proxies' metrics")
-    alerts = facts.objects.get("PrometheusRule", "")
-    if isinstance(alerts, str) or not any("ztunnel" in str(o.spec(item)) for item in alerts):
+    if not any("ztunnel" in str(o.spec(item)) for item in facts.listed("PrometheusRule")):
         yield warning("no PrometheusRule names ztunnel: no alert reports a failing proxy")
 
 

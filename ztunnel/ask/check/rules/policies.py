@@ -11,8 +11,11 @@ from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Ob
 from ztunnel.policy.effect import without_effect
 
 HBONE_PORT: Final = 15008
-#: The source address of kubelet's probes, as pods of the mesh see it.
-PROBES: Final = ipaddress.ip_address("169.254.7.127")
+#: The source addresses of kubelet's probes, as pods of the mesh see them, by version of IP (tproxy/inpod.py).
+PROBES: Final = {
+    4: ipaddress.ip_address("169.254.7.127"),
+    6: ipaddress.ip_address("fd16:9254:7127:1337:ffff:ffff:ffff:ffff"),
+}
 _HOUR_S: Final = 3600.0
 _HTTP_OPERATION: Final = ("hosts", "notHosts", "methods", "notMethods", "paths", "notPaths")
 _HTTP_SOURCE: Final = ("requestPrincipals", "notRequestPrincipals", "remoteIpBlocks", "notRemoteIpBlocks")
@@ -91,7 +94,7 @@ def delivered(facts: Facts) -> Iterator[Finding]:
 
 def selectors(facts: Facts) -> Iterator[Finding]:
     """Find selectors that select no workload."""
-    pods = facts.listed("Pod")
+    pods, roots = facts.listed("Pod"), o.root_namespaces(facts)
     for kind in ("AuthorizationPolicy", "PeerAuthentication"):
         for item in facts.listed(kind):
             selector = o.spec(item).get("selector")
@@ -99,7 +102,7 @@ def selectors(facts: Facts) -> Iterator[Finding]:
                 continue
             namespace = o.key(item)[0]
             others = {o.key(pod)[0] for pod in pods if o.selects(selector, o.labels(pod))}
-            if namespace not in others:
+            if namespace not in others and not (others and namespace in roots):
                 hint = f"; pods of namespace {', '.join(sorted(others)[:3])} have these labels" if others else ""
                 yield warning(f"its selector matches no pod{hint}", o.named(item, kind.lower()))
 
@@ -158,8 +161,11 @@ def _undeclared(facts: Facts, item: Object, ports: set[str]) -> Iterator[Finding
     if not ports or isinstance(facts.objects.get("Pod", ""), str):
         return
     selector, namespace = o.spec(item).get("selector"), o.key(item)[0]
+    everywhere = namespace in o.root_namespaces(facts)
     chosen = [
-        pod for pod in facts.listed("Pod") if o.key(pod)[0] == namespace and o.selects(selector, o.labels(pod))
+        pod
+        for pod in facts.listed("Pod")
+        if (everywhere or o.key(pod)[0] == namespace) and o.selects(selector, o.labels(pod))
     ]
     declared = [o.ports_of(pod) for pod in chosen]
     if not declared or not all(declared):
@@ -172,35 +178,48 @@ def _undeclared(facts: Facts, item: Object, ports: set[str]) -> Iterator[Finding
 def waypoints(facts: Facts) -> Iterator[Finding]:
     """Check policies of pods behind a waypoint, which see the waypoint's account and address instead of the
     client's."""
-    namespaces = {o.key(item)[1]: o.labels(item).get(o.USE_WAYPOINT, "") for item in facts.listed("Namespace")}
+    in_front = {
+        o.key(item)[1]: (o.labels(item).get(o.USE_WAYPOINT_NAMESPACE) or o.key(item)[1], name)
+        for item in facts.listed("Namespace")
+        if (name := o.labels(item).get(o.USE_WAYPOINT, "")) and name != "none"
+    }
     for item in at_node(facts):
-        namespace = o.key(item)[0]
-        waypoint = namespaces.get(namespace, "")
-        if not waypoint or waypoint == "none" or action(item) != "ALLOW" or not rules(item):
+        waypoint = in_front.get(o.key(item)[0])
+        if waypoint is None or action(item) != "ALLOW" or not rules(item):
             continue
         about = o.named(item, "authorizationpolicy")
-        if not any(_lets_in(rule, namespace, waypoint) for rule in rules(item)):
-            yield error(f"the waypoint {namespace}/{waypoint} is in front, and no rule allows its account", about)
+        if not any(_lets_in(rule, *waypoint, of=o.key(item)[0]) for rule in rules(item)):
+            yield error(f"the waypoint {'/'.join(waypoint)} is in front, and no rule allows its account", about)
     for item in at_node(facts):
-        waypoint = namespaces.get(o.key(item)[0], "")
-        if waypoint and waypoint != "none" and _judges_addresses(item):
+        if o.key(item)[0] in in_front and _judges_addresses(item):
             yield warning("it judges source addresses, and behind a waypoint these are the waypoint's",
                           o.named(item, "authorizationpolicy"))  # fmt: skip
 
 
-def _lets_in(rule: Mapping[str, Any], namespace: str, account: str) -> bool:
+def _lets_in(rule: Mapping[str, Any], namespace: str, account: str, *, of: str) -> bool:
+    """Return whether a rule of a policy in the namespace ``of`` admits a waypoint's account."""
     sources = [entry.get("source") or {} for entry in rule.get("from") or ()]
     if not sources:
         return True
-    wanted = f"/ns/{namespace}/sa/{account}"
+    own = f"/ns/{namespace}/sa/{account}"
     for source in sources:
         principals = [str(each) for each in source.get("principals") or ()]
-        accounts = [str(each).rpartition("/")[2] for each in source.get("serviceAccounts") or ()]
-        if any(each == "*" or each.endswith(wanted) for each in principals) or account in accounts:
+        accounts = [str(each) for each in source.get("serviceAccounts") or ()]
+        if any(_matches(each, f"{each.partition('/')[0]}{own}") for each in principals):
             return True
-        if not principals and not accounts and namespace in (source.get("namespaces") or [namespace]):
+        if any((each if "/" in each else f"{of}/{each}") == f"{namespace}/{account}" for each in accounts):
+            return True
+        wanted = [str(each) for each in source.get("namespaces") or [namespace]]
+        if not principals and not accounts and any(_matches(each, namespace) for each in wanted):
             return True
     return False
+
+
+def _matches(pattern: str, text: str) -> bool:
+    """Match like Istio: a star can stand at the begin or at the end."""
+    if pattern.startswith("*"):
+        return text.endswith(pattern[1:])
+    return text.startswith(pattern[:-1]) if pattern.endswith("*") else text == pattern
 
 
 def _judges_addresses(item: Object) -> bool:
@@ -254,8 +273,11 @@ def network_policies(facts: Facts) -> Iterator[Finding]:
         about, names = f"pod {namespace}/{name}", ", ".join(o.key(item)[1] for item in chosen)
         if not any(_has_port(entry, HBONE_PORT) for entry in entries):
             yield error(f"NetworkPolicy {names} does not allow TCP port 15008", about)
-        elif _is_probed(pod) and not any(_allows_probes(entry) for entry in entries):
-            yield warning(f"NetworkPolicy {names} does not allow probes, whose source is {PROBES}", about)
+            continue
+        # Kubelet probes the first address of a pod.
+        probes = PROBES[6 if ":" in str(o.status(pod).get("podIP") or "") else 4]
+        if _is_probed(pod) and not any(_allows(entry, probes) for entry in entries):
+            yield warning(f"NetworkPolicy {names} does not allow probes, whose source is {probes}", about)
 
 
 def _has_port(entry: Mapping[str, Any], port: int) -> bool:
@@ -271,13 +293,16 @@ def _has_port(entry: Mapping[str, Any], port: int) -> bool:
     return False
 
 
-def _allows_probes(entry: Mapping[str, Any]) -> bool:
+def _allows(entry: Mapping[str, Any], source: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """Return whether a rule of a NetworkPolicy allows an address outside of the cluster."""
     peers = entry.get("from")
     if not peers:
         return True
     for peer in peers:
         block = peer.get("ipBlock")
-        if block and PROBES in ipaddress.ip_network(str(block.get("cidr")), strict=False):
+        if not block or source not in ipaddress.ip_network(str(block.get("cidr")), strict=False):
+            continue
+        if not any(source in ipaddress.ip_network(str(each), strict=False) for each in block.get("except") or ()):
             return True
     return False
 
@@ -318,6 +343,6 @@ CHECKS: Final = (
     ),
     Check(
         id="POL7", before=True, asks="NetworkPolicies allow tunnels and probes", judge=network_policies,
-        remedy="Add TCP port 15008 and 169.254.7.127/32 to the policy.",
+        remedy="Add TCP port 15008 and the source of probes (169.254.7.127/32) to the policy.",
     ),
 )  # fmt: skip

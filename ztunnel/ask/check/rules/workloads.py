@@ -18,18 +18,18 @@ def waypoints(facts: Facts) -> Iterator[Finding]:
     if not gateways:
         raise NotGathered("there is no waypoint")
     bound: set[tuple[str, str]] = set()
-    for kind in ("Namespace", "Service", "Pod"):
+    for kind in ("Namespace", "Service", "Pod", "ServiceEntry"):
         for item in facts.listed(kind):
             name = o.labels(item).get(o.USE_WAYPOINT)
             if name:
                 own = o.key(item)[1] if kind == "Namespace" else o.key(item)[0]
-                bound.add((o.labels(item).get("istio.io/use-waypoint-namespace") or own, name))
+                bound.add((o.labels(item).get(o.USE_WAYPOINT_NAMESPACE) or own, name))
     pods = facts.listed("Pod")
     for item in gateways:
         namespace, name = o.key(item)
         about = f"gateway {namespace}/{name}"
         if (namespace, name) not in bound:
-            yield warning("no namespace, service or pod is labelled to use this waypoint", about)
+            yield warning("no namespace, service, service entry or pod is labelled to use this waypoint", about)
         elif not any(
             o.key(pod)[0] == namespace and o.labels(pod).get(GATEWAY_NAME) == name and o.is_ready(pod)
             for pod in pods
