@@ -100,12 +100,17 @@ class LivePolicies:
         """Stop the reviews begun by :meth:`watch`; idempotent."""
         self._reviews.pop(review, None)
 
+    @property
+    def are_complete(self) -> bool:
+        """Whether all policies that existed at the start have arrived."""
+        return self.source.evaluator.store.in_sync
+
     async def complete(self) -> None:
         """Return once all policies that existed at the start have arrived. No connection is admitted before."""
         arrived = asyncio.Event()
         self._waiting.add(arrived)
         try:
-            while not self.source.evaluator.store.in_sync:
+            while not self.are_complete:
                 await arrived.wait()
                 arrived.clear()
         finally:

@@ -484,7 +484,7 @@ class Proxy:
                 self.listeners.add_static(registry.pack(listener))
 
     async def _start(self) -> None:
-        """Start clusters, then listeners. A listener opens only when all its resources have arrived."""
+        """Start clusters, then listeners. No listener opens before all resources and policies have arrived."""
         self._discover(
             "cds", self.bootstrap.cds, cluster_manager.TYPE_URL, self.clusters.receive, "cluster_manager"
         )
@@ -497,6 +497,9 @@ class Proxy:
         )
         await self._discovered["lds"].wait()
         await self.listeners.warmed()
+        if self.policies is not None:
+            # No connection is admitted before. Until then a predecessor on the same ports gets all connections.
+            await self.policies.complete()
         self.listeners.start()
         heap.settle()
         self._state = State.LIVE

@@ -162,8 +162,9 @@ def run(
     extend: Callable[[Bootstrap], None] | None = None,
     policies: PolicySettings | None = None,
     tap_socket: str = "",
+    live: bool = True,
 ) -> None:
-    """Run ``body`` against a proxy that has ``resources``."""
+    """Run ``body`` against a proxy that has ``resources``. ``live``: wait for its start first."""
 
     async def main() -> None:
         harness = Harness(folder, switches, extend, policies, tap_socket)
@@ -171,7 +172,8 @@ def run(
         async with harness.server, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(harness.proxy.run())
             try:
-                await harness.live()
+                if live:
+                    await harness.live()
                 await body(harness)
             finally:
                 with mock.patch.object(accepting, "_HANDOVER_S", 0.0):  # there is no successor

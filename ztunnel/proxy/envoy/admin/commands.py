@@ -179,6 +179,8 @@ def _init_dump(asked: Asked) -> Page:
     proxy = asked.proxy
     message = admin.UnreadyTargetsDumps()
     waiting = [f"Cluster {cluster.model.name}" for cluster in readiness.unready_clusters(proxy)]
+    if readiness.lacks_policies(proxy):
+        waiting.append("policies")
     if waiting and asked.query.get("mask") != "listener":
         message.unready_targets_dumps.add(name="init manager Server", target_names=waiting)
     for listener in proxy.listeners.warming:

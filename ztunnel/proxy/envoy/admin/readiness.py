@@ -40,11 +40,22 @@ def pending(proxy: InspectedProxy) -> list[str]:
     """Return the tasks that the start waits for, sorted; never empty before the proxy is live."""
     waiting = [f"cluster {printable(c.model.name)}" for c in unready_clusters(proxy)]
     waiting += [f"listener {printable(listener.name)}" for listener in proxy.listeners.warming]
+    policies = ["policies"] if lacks_policies(proxy) else []
     if not waiting:
-        return ["clusters" if proxy.state == "PRE_INITIALIZING" else "listeners"]
+        if proxy.state == "PRE_INITIALIZING":
+            waiting = ["clusters"]
+        elif not (policies and proxy.listeners.active):
+            waiting = ["listeners"]
+        return waiting + policies
     waiting.sort()
     more = len(waiting) - _MOST_NAMES
-    return [*waiting[:_MOST_NAMES], f"{more} more"] if more > 0 else waiting
+    shown = [*waiting[:_MOST_NAMES], f"{more} more"] if more > 0 else waiting
+    return shown + policies
+
+
+def lacks_policies(proxy: InspectedProxy) -> bool:
+    """Return whether Calico's policies are configured and have not arrived."""
+    return proxy.policies is not None and not proxy.policies.are_complete
 
 
 def unready_clusters(proxy: InspectedProxy) -> list[LiveCluster]:

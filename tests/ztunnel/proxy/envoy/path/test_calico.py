@@ -24,7 +24,9 @@ from tests.ztunnel.proxy.envoy.harness import (
 )
 from ztunnel.policy.calico.guard import results
 from ztunnel.policy.calico.settings import PolicySettings
+from ztunnel.proxy.envoy.admin.readiness import pending
 from ztunnel.proxy.envoy.config.settings import settings_from
+from ztunnel.proxy.envoy.config.state import State
 from ztunnel.proxy.envoy.path.calico import POLICY_CHANGE
 from ztunnel.proxy.envoy.path.connect import Connector
 from ztunnel.runtime.settings import SettingsError
@@ -88,6 +90,29 @@ def with_calico(
         await body(made)
 
     run(folder, with_policies, *resources, policies=PolicySettings(directory=str(there)))
+
+
+def test_listeners_open_once_the_policies_are_complete(tmp_path: Path) -> None:
+    """Otherwise a rollout would end a predecessor that has policies for a successor that admits no connection."""
+    folder = tmp_path / "policies"
+    folder.mkdir()
+    (folder / "all.yaml").write_text("kind: [")
+
+    async def body(harness: Harness) -> None:
+        async with application(b"hi ") as port:
+            harness.publish(listener(), cluster(port))
+            await harness.until(lambda: harness.proxy.listeners.active)
+            await harness.until(lambda: pending(harness.proxy) == ["policies"])
+            assert harness.proxy.state is State.INITIALIZING
+            assert "policies" in page(harness, "/init_dump")
+            with pytest.raises(ConnectionRefusedError):
+                await ask(harness.port("l"))
+            (folder / "new").write_text(policies())
+            (folder / "new").rename(folder / "all.yaml")
+            await harness.until(lambda: harness.proxy.state is State.LIVE)
+            assert await ask(harness.port("l"), b"there") == b"hi there"
+
+    run(tmp_path, body, policies=PolicySettings(directory=str(folder)), live=False)
 
 
 BY_CLIENT = "[{action: Allow, source: {serviceAccounts: {names: [client]}}}]"
