@@ -234,13 +234,17 @@ class Open:
     async def say(self, data: bytes) -> bytes:
         """Send and read as much back; empty at the end."""
         self._writer.write(data)
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            return await asyncio.wait_for(self._reader.readexactly(len(data)), WAIT_S)
-        return b""
+        return await self.read(len(data))
 
     def write(self, data: bytes) -> None:
         """Send, and wait for nothing."""
         self._writer.write(data)
+
+    async def read(self, size: int) -> bytes:
+        """Read so many bytes; empty at an earlier end."""
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            return await asyncio.wait_for(self._reader.readexactly(size), WAIT_S)
+        return b""
 
     async def was_reset(self) -> bool:
         """Wait for the other side's end. Return whether it is a reset."""

@@ -1,11 +1,13 @@
 """The proxy as a whole on loopback: tunnels from one of its listeners to another, and their certificates."""
 
+import asyncio
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
     SERVER,
@@ -33,6 +35,8 @@ from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
 from xds.proto.json import parse_value
 from ztunnel.proxy.envoy.config.settings import Switches
+from ztunnel.proxy.envoy.path.connect import Connector
+from ztunnel.proxy.envoy.path.tunnel_pools import TunnelPools
 
 
 async def limited(harness: Harness, everything: list[tuple[str, Json]], **limits: Any) -> None:
@@ -279,3 +283,75 @@ def test_secrets_over_a_stream_of_their_own(tmp_path: Path) -> None:
             assert await ask(harness.port("l"), b"over TLS without HTTP/2") == b"over TLS without HTTP/2"
 
     run(tmp_path, body, extend=extend)
+
+
+class Held:
+    """Holds the first call of a coroutine function for ever; later calls run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        self.reached = asyncio.Event()
+        self.release = asyncio.Event()
+        called = getattr(owner, name)
+
+        async def call(*arguments: Any) -> Any:
+            if not self.reached.is_set():
+                self.reached.set()
+                await self.release.wait()
+            return await called(*arguments)
+
+        monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("removed", [False, True], ids=["replaced", "removed"])
+def test_tunnel_that_waits_for_its_connection_continues_at_a_new_version_of_its_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
+) -> None:
+    """A new version of the cluster drains the pool of the old one, which must not fail connections."""
+
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            everything = await tunnel(harness, port, Identities(), access_log=access_log(tmp_path))
+            held = Held(monkeypatch, TunnelPools, "_dial_tunnel")
+            opened = await Open.to(harness.port("l"))
+            opened.write(b"there")
+            await asyncio.wait_for(held.reached.wait(), WAIT_S)
+            if removed:
+                harness.publish(*(entry for entry in everything if entry[1].get("name") != "tunnel"))
+                assert await opened.ended()
+                assert (await harness.log())[0]["flags"] == "NC"
+            else:
+                await limited(harness, everything, idle_timeout="5s")
+                assert await opened.read(5) == b"there"
+                assert harness.count("cluster.tunnel.upstream_cx_connect_fail") == 0
+            await opened.close()
+
+    run(tmp_path, body)
+
+
+def test_attempts_after_a_change_use_the_new_version_of_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in Envoy. A retired cluster would also keep the pool that such an attempt opened."""
+
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            everything = await tunnel(harness, port, Identities(), max_connect_attempts=2)
+            kind, document = outbound_cluster(1)  # nothing listens there
+            changed = [entry for entry in everything if entry[1].get("name") != "tunnel"]
+            harness.publish(*changed, (kind, document))
+            await harness.until(lambda: harness.count("cluster_manager.cluster_modified") == 1)
+            held = Held(monkeypatch, Connector, "_back_off")
+            opened = await Open.to(harness.port("l"))
+            opened.write(b"there")
+            await asyncio.wait_for(held.reached.wait(), WAIT_S)
+            harness.publish(*everything)
+            await harness.until(lambda: harness.count("cluster_manager.cluster_modified") == 2)
+            held.release.set()
+            assert await opened.read(5) == b"there"
+            clusters = harness.proxy.clusters
+            assert [clusters.get(each.model.name) for each in harness.proxy.connector.tunnels.pools] == [
+                clusters.get("tunnel")
+            ]
+            await opened.close()
+
+    run(tmp_path, body)

@@ -19,7 +19,7 @@ from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.socket import PlainSocket
 from hbone.aio.tunnel import Tunnel
-from hbone.errors import ConnectRefused, HboneError
+from hbone.errors import ConnectRefused, HboneError, PoolClosed
 from hbone.pool import PoolFull
 from tproxy.errors import TproxyError
 from xds.model.address import InternalAddress, NamedAddress, PipeAddress, SocketAddress
@@ -70,6 +70,10 @@ _CLIENT_ADDRESS = "envoy://internal_client_address/"
 Labels = frozenset[tuple[str, str]]
 #: A further check of a host before the connection is opened. It raises ``Denied``.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
+
+
+class _Replaced(Exception):
+    """The cluster of an attempt was replaced or removed before the attempt had sent anything."""
 
 
 class Connector:
@@ -137,6 +141,7 @@ class Connector:
         prefer: tuple[Labels, ...] = ()
         while True:
             if begun is None:
+                cluster = self._current(hop, proxy, cluster)
                 avoid = attempts.avoid
                 if prefer:
                     avoid = _not_preferred(prefer, cluster, subset, avoid)
@@ -158,6 +163,10 @@ class Connector:
                 choice = Choice(cluster, begun.host, begun.transport)
             try:
                 upstream = await self._attempt(hop, proxy, choice, client, begun, tunnelled=tunnelled)
+            except _Replaced:
+                info.attempts -= 1
+                begun = None
+                continue
             except UpstreamFailed as error:
                 count_failure(cluster, choice.host, error)
                 verdict = attempts.failed(error, 0.0, choice.host)
@@ -189,6 +198,21 @@ class Connector:
             name, cluster = override, self._clusters.get(override)
         else:
             name, cluster = self._clusters.pick(proxy.model.clusters, self._rng)
+        return self._note_cluster(hop, proxy, name, cluster)
+
+    def _current(self, hop: LiveHop, proxy: LiveTcpProxy, cluster: LiveCluster) -> LiveCluster:
+        """Return the active version of a hop's cluster. As in Envoy, each attempt uses the version of its time.
+
+        Raises:
+            NoCluster: the cluster was removed meanwhile.
+        """
+        name = hop.info.cluster
+        active = self._clusters.get(name)
+        return cluster if active is cluster else self._note_cluster(hop, proxy, name, active)
+
+    @staticmethod
+    def _note_cluster(hop: LiveHop, proxy: LiveTcpProxy, name: str, cluster: LiveCluster | None) -> LiveCluster:
+        info = hop.info
         info.cluster, hop.cluster = name, cluster
         if cluster is None:
             proxy.cx_no_route.value += 1
@@ -422,7 +446,12 @@ class Connector:
         address: SocketAddress,
         client: End | None,
     ) -> ClusterUpstream:
-        """Open a CONNECT stream, and wait for its 200."""
+        """Open a CONNECT stream, and wait for its 200.
+
+        Raises:
+            _Replaced: the cluster was replaced or removed before the request was sent.
+            Refused: the tunnel was not opened.
+        """
         cluster, host, transport = choice
         if cluster.model.http2 is None:
             raise UpstreamFailed(NO_HTTP2)
@@ -433,16 +462,25 @@ class Connector:
             if local is not None:
                 local.on_close(self._account_request(cluster, host))
                 return local
+        pool = self.tunnels.of(cluster)
+        if pool is None:
+            if self._is_retired(cluster):
+                raise _Replaced()  # this pool would never be drained
+            pool = self.tunnels.new(cluster)
         breaker = cluster.breaker
         breaker.requests += 1
         try:
-            pool = self.tunnels.of(cluster) or self.tunnels.new(cluster)
             tunnel = await pool.open(key, asked.fields, client if type(client) is PlainSocket else None)
         except (HboneError, TproxyError, UpstreamFailed) as error:
+            if isinstance(error, PoolClosed) and self._is_retired(cluster):
+                raise _Replaced() from error
             raise _failed(cluster, error) from error
         finally:
             breaker.requests -= 1
         return self._tunnelled(hop, proxy, cluster, host, transport, tunnel)
+
+    def _is_retired(self, cluster: LiveCluster) -> bool:
+        return self._clusters.get(cluster.model.name) is not cluster
 
     def _tunnelled(
         self,
