@@ -256,6 +256,15 @@ def test_validation_is_by_a_connection(lab: Lab, member: Place) -> None:
     assert status == DONE
     assert "a connection to 10.96.0.4:15002 is captured" in said
     assert "a connection to [fd00:10:96::]:15002 is captured" in said
+    excluded = ("-i", "10.0.0.0/8,fd00::/16", "-x", "10.0.0.0/9,fd00::/17,fd00:8000::/128,10.128.0.0/32")
+    status, said, _ = init(member, "--validate", *excluded)
+    assert status == DONE
+    assert "a connection to 10.128.0.1:15002 is captured" in said
+    assert "a connection to [fd00:8000::1]:15002 is captured" in said
+    status, said, _ = init(member, "--validate", "-x", "192.0.0.0/8,2001::/16")
+    assert status == DONE
+    assert "a connection to 198.51.100.1:15002 is captured" in said
+    assert "a connection to [3fff::1]:15002 is captured" in said
     # Rules that capture nothing leave nothing to say.
     status, said, _ = init(member, "--validate", "-i", "")
     assert (status, said.splitlines()[-1]) == (NOT_CAPTURED, "validation: nothing could be checked")

@@ -3,27 +3,28 @@
 A user other than the proxy's connects to an address outside of the pod. The connection must arrive at the proxy's
 port for outgoing connections. The proxy's own user connects to the pod's address. That connection must arrive at
 the port for incoming ones. If the rules are right, no packet leaves the pod. Otherwise one SYN does, to an address
-of the documentation ranges (RFC 5737, RFC 3849) or of the captured ranges. No capability is needed.
+of the documentation ranges (RFC 5737, RFC 3849, RFC 9637) or of the captured ranges. No capability is needed.
 """
 
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
-from ipaddress import IPv4Address, IPv6Address, ip_address
-from itertools import islice
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from typing import Final, TypeVar
 
 from tproxy.aio import sockets
 from tproxy.errors import TproxyError
-from tproxy.resources import IpAddress, Version
+from tproxy.resources import IpAddress, IpNetwork, Version
 from tproxy.sidecar import Sidecar
 
-_ELSEWHERE: Final[dict[Version, IpAddress]] = {4: IPv4Address("192.0.2.1"), 6: IPv6Address("2001:db8::1")}
+_N = TypeVar("_N", IPv4Network, IPv6Network)
+_ELSEWHERE: Final[dict[Version, tuple[IpAddress, ...]]] = {
+    4: (IPv4Address("192.0.2.1"), IPv4Address("198.51.100.1"), IPv4Address("203.0.113.1")),
+    6: (IPv6Address("2001:db8::1"), IPv6Address("3fff::1")),
+}
 _FAMILIES: Final[dict[Version, socket.AddressFamily]] = {4: socket.AF_INET, 6: socket.AF_INET6}
 _WILDCARD: Final[dict[Version, str]] = {4: "0.0.0.0", 6: "::"}
-#: How many addresses of a captured range are tried, to find one without an exclusion.
-_TRIED: Final = 1024
 
 
 def validate(
@@ -63,7 +64,7 @@ def validate(
 def _own_address(version: Version) -> IpAddress | None:
     """Return the pod's address; ``None`` if this IP version has no route out of the pod."""
     with contextlib.suppress(OSError), socket.socket(_FAMILIES[version], socket.SOCK_DGRAM) as sock:
-        sock.connect((str(_ELSEWHERE[version]), 53))
+        sock.connect((str(_ELSEWHERE[version][0]), 53))
         return ip_address(sock.getsockname()[0])
     return None
 
@@ -76,19 +77,39 @@ def _elsewhere(wanted: Sidecar, version: Version, port: int, group: int) -> tupl
     chosen = next((each for each in (port, *wanted.include_outbound) if each not in excluded_ports), None)
     if chosen is None:
         return None
-    for address in _captured(wanted, version, always=chosen in wanted.include_outbound):
-        if not any(address in network for network in wanted.exclude_networks if network.version == version):
-            return address, chosen
-    return None
+    address = next(_captured(wanted, version, always=chosen in wanted.include_outbound), None)
+    return None if address is None else (address, chosen)
 
 
 def _captured(wanted: Sidecar, version: Version, *, always: bool) -> Iterator[IpAddress]:
+    """Yield captured destinations outside of the excluded networks: one for each remaining part of a range, the
+    lowest first.
+    """
     if wanted.include_networks is None or always:
-        yield _ELSEWHERE[version]
-        return
-    for network in wanted.include_networks:
+        networks: tuple[IpNetwork, ...] = tuple(map(ip_network, _ELSEWHERE[version]))
+    else:
+        networks = wanted.include_networks
+    for network in networks:
         if network.version == version and not network.is_loopback:
-            yield from islice(iter(network), _TRIED)
+            parts = [network]
+            for excluded in wanted.exclude_networks:
+                parts = [left for part in parts for left in _without(part, excluded)]
+            yield from sorted(part.network_address for part in parts)
+
+
+def _without(network: IpNetwork, excluded: IpNetwork) -> Iterable[IpNetwork]:
+    if isinstance(network, IPv4Network) and isinstance(excluded, IPv4Network):
+        return _difference(network, excluded)
+    if isinstance(network, IPv6Network) and isinstance(excluded, IPv6Network):
+        return _difference(network, excluded)
+    return (network,)
+
+
+def _difference(network: _N, excluded: _N) -> Iterator[_N]:
+    if not network.overlaps(excluded):
+        yield network
+    elif not network.subnet_of(excluded):
+        yield from network.address_exclude(excluded)
 
 
 def _fault(version: Version, target: tuple[IpAddress, int], port: int, timeout_s: float) -> str | None:
