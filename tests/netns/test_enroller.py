@@ -476,6 +476,29 @@ def test_the_runtime_announces_a_pod_before_it_has_an_address(lab: Lab, tmp_path
     on_stage(lab, tmp_path, body)
 
 
+def test_a_sandbox_that_is_not_ready_in_time_leaves_the_next_one_alone(lab: Lab, tmp_path: Path) -> None:
+    def sandbox(place: Place) -> Added:
+        netns = f"/run/netns/{place.netns.name}"
+        return Added(namespace="shop", name="web", netns=netns, uid=UIDS["web"])
+
+    async def body(scene: Scene) -> None:
+        scene.cluster.label("shop", LABELLED)
+        scene.cluster.run(scene.web, "Pending", addresses=False)
+        async with scene.enroller() as enroller:
+            await until(lambda: enroller.synced, "synced")
+            loop = asyncio.get_running_loop()
+            first = loop.create_task(enroller.added(sandbox(scene.db), 0.3))
+            second = loop.create_task(enroller.added(sandbox(scene.web), WAIT_S))
+            with pytest.raises(CannotAdd):
+                await first
+            async with scene.proxy():
+                assert await second == "pod shop/web: in the mesh"
+            assert not has_rules(scene.db.netns)
+            assert has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="NOT TESTED: no /usr/bin/python3 here")
 def test_a_runtime_runs_the_plugin_in_a_new_sandbox(lab: Lab, tmp_path: Path) -> None:
     """The whole way: what is installed on the host, its socket, rules in the sandbox before the pod starts."""

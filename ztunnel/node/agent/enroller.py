@@ -568,10 +568,11 @@ class Enroller:
         except TimeoutError:
             status = self.agent.pod(entry.uid)
             why = status.error if status is not None and status.error else entry.fault or "not enrolled in time"
-            # The runtime deletes this sandbox.
-            entry.hint = ""
-            entry.described = None
-            await self.agent.remove(entry.uid, grace_s=0)
+            # The runtime deletes this sandbox. It can have made another one already.
+            if entry.hint == event.netns:
+                entry.hint = ""
+                entry.described = None
+                await self.agent.remove(entry.uid, grace_s=0)
             raise CannotAdd(f"pod {named}: {why}") from None
         return f"pod {named}: in the mesh"
 
