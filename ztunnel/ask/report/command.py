@@ -87,7 +87,6 @@ def run_command(args: argparse.Namespace) -> int:
         with Writer(path, redact=args.redact) as writer:
             silent = write(args, bounds, writer, moment)
     except AskFailed as error:
-        path.unlink(missing_ok=True)
         return failed(args, str(error))
     except OSError as error:
         return failed(args, plain_reason(error))
@@ -131,6 +130,9 @@ def write(args: argparse.Namespace, bounds: Bounds, writer: Writer, moment: date
 class Writer:
     """Writes an archive while entered. All content passes through :func:`~ztunnel.ask.report.scrub.scrub`.
 
+    A file appears only once the archive is whole, and until then an earlier file of this name stays. After an
+    exception, such as Ctrl-C or a full disk, no part of the archive is left. A device or pipe is written directly.
+
     Attributes:
         files: number of files.
         nodes: nodes that have files.
@@ -139,7 +141,8 @@ class Writer:
     """
 
     def __init__(self, path: Path, *, redact: bool) -> None:
-        self._path = path
+        self._path = path.resolve()
+        self._part: Path | None = None
         self._redact = redact
         self._redaction: Redaction | None = None
         self._folder = path.name.partition(".")[0]
@@ -152,13 +155,21 @@ class Writer:
         self.missing: dict[str, list[str]] = {}
 
     def __enter__(self) -> Writer:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        if self._path.is_file() or not self._path.exists():
+            self._part = self._path.with_name(f".{self._path.name}.{os.getpid()}.part")
+        descriptor = os.open(self._part or self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         file = self._stack.enter_context(os.fdopen(descriptor, "wb"))
         self._tar = self._stack.enter_context(tarfile.open(fileobj=file, mode="w:gz"))
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        try:
+            self._stack.close()
+            if self._part is not None and kind is None:
+                self._part.replace(self._path)
+        finally:
+            if self._part is not None:
+                self._part.unlink(missing_ok=True)
 
     def learn(self, facts: Facts, objects: Mapping[str, Any]) -> None:
         """Add names that the redaction will replace."""

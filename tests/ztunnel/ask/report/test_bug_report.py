@@ -1,5 +1,6 @@
 """``ztunnel bug-report`` of two nodes through a script in place of kubectl; then commands read the archive."""
 
+import errno
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from tests.ztunnel.ask.inspect.harness import RUST, pages
 from tests.ztunnel.ask.inspect.test_kubectl import pod
 from tests.ztunnel.ask.report.test_scrub import KEY, TOKEN
 from ztunnel.ask.inspect.archive import Archive, BadArchive
-from ztunnel.ask.report import collect
+from ztunnel.ask.report import collect, command
 from ztunnel.cli import main
 
 Output = pytest.CaptureFixture[str]
@@ -134,6 +135,35 @@ def test_no_proxy_leaves_no_archive(tmp_path: Path, capsys: Output, monkeypatch:
     assert main(["bug-report", str(path), "--no-cluster"]) == 2
     assert not path.exists()
     assert "kubectl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_an_archive_that_is_not_finished_leaves_the_earlier_one(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    path = tmp_path / "report.tar.gz"
+    path.write_text("yesterday's")
+
+    def stop(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(command, "collect", stop)
+    with pages({"/config_dump": json.dumps(RUST).encode()}) as address:
+        words = ["bug-report", str(path), "--address", address, "--quick", "--no-cluster"]
+        assert main(words) == (130 if isinstance(error, KeyboardInterrupt) else 2)
+    assert [(each.name, each.read_text()) for each in tmp_path.iterdir()] == [("report.tar.gz", "yesterday's")]
+
+
+def test_no_answer_removes_no_earlier_file_and_no_pipe(tmp_path: Path, capsys: Output) -> None:
+    path, pipe = tmp_path / "report.tar.gz", tmp_path / "pipe"
+    path.write_text("yesterday's")
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for each in (path, pipe):
+        assert main(["bug-report", str(each), "--address", "127.0.0.1:1", "--no-cluster"]) == 2
+    os.close(reading)
+    assert path.read_text() == "yesterday's"
+    assert {each.name for each in tmp_path.iterdir()} == {"report.tar.gz", "pipe"}
 
 
 def test_foreign_archives_are_refused(tmp_path: Path, capsys: Output) -> None:

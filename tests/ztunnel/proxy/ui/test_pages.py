@@ -322,3 +322,45 @@ def test_events_that_take_long_come_more_rarely() -> None:
         return [before, round(page.rest.every_s(), 6)]
 
     assert asyncio.run(main()) == [2.0, 5.0]
+
+
+def test_only_one_event_is_made_at_a_time() -> None:
+    now_s = 100.0
+    making = most = 0
+
+    class Steps:
+        def monotonic(self) -> float:
+            return now_s
+
+        def wall(self) -> float:
+            return now_s
+
+    async def main() -> list[str]:
+        nonlocal now_s
+        go = asyncio.Event()
+
+        async def slowly() -> Seen:
+            nonlocal making, most
+            making += 1
+            most = max(most, making)
+            await go.wait()
+            making -= 1
+            return seen()
+
+        live = LivePages(slowly, Steps(), interval_s=2.0)
+        pages = [live.answer(PageRequest(method="GET", path="/ui/events", host="localhost")) for _ in range(2)]
+        rests = [page.rest for page in pages if isinstance(page, Page) and isinstance(page.rest, Repeated)]
+        first = asyncio.get_running_loop().create_task(_text(rests[0].make()))
+        await asyncio.sleep(0)
+        now_s += 10.0  # longer than the interval: a big mesh, or a busy node
+        second = asyncio.get_running_loop().create_task(_text(rests[1].make()))
+        await asyncio.sleep(0)
+        go.set()
+        return [(await each)[:5] for each in (first, second)]
+
+    assert asyncio.run(main()) == ["id: 1", ": soo"]
+    assert most == 1
+
+
+async def _text(made: Awaitable[str]) -> str:
+    return await made

@@ -16,7 +16,7 @@ const state = () => Object.fromEntries(Object.entries(FIELDS).map(([name, id]) =
 
 // Return {follow(wanted), facts(facts)}; explain(flow) is called for a flow whose button is pressed.
 export function flowView(explain) {
-  let flows = [], newest = 0n, lost = false, failed = "", timer = null, wanted = false, asking = false, recorder = null, dialect = "";
+  let flows = [], newest = 0n, lost = false, failed = "", timer = null, wanted = false, round = 0, asking = false, recorder = null, dialect = "";
 
   function row(flow) {
     const mayExplain = dialect === "istio" || flow.direction === "outbound";
@@ -84,9 +84,10 @@ export function flowView(explain) {
       if (on === wanted) return;
       wanted = on;
       clearTimeout(timer);
+      const own = ++round;  // an earlier round, whose answer is still awaited, must not go on beside this one
       const again = async () => {
         await ask();
-        if (wanted) timer = setTimeout(again, AGAIN_MS);
+        if (wanted && own === round) timer = setTimeout(again, AGAIN_MS);
       };
       if (on) again();
     },
