@@ -80,9 +80,12 @@ class Kubectl:
         limit_s = self._limit_s if limit_s is None else limit_s
         command = [*self._words, "get", *words, "-o", "json"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
-        except FileNotFoundError:
-            raise _no_kubectl() from None
+            # kubectl writes UTF-8 in any locale.
+            done = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=limit_s
+            )
+        except OSError as error:
+            raise _no_kubectl(error) from None
         except subprocess.TimeoutExpired:
             raise Unreachable(f"{' '.join(command)}: no answer in {limit_s:g} s") from None
         if done.returncode:
@@ -131,35 +134,32 @@ class Kubectl:
             Unreachable: there is none.
         """
         words = ("--all-namespaces", "--selector", daemon.selector, "--field-selector", f"spec.nodeName={node}")
-        running = [
-            item
-            for item in _items(self.get("pods", *words))
-            if (item.get("status") or {}).get("phase") == "Running"
-        ]
+        running = [item for item in _items(self.get("pods", *words)) if _phase(item) == "Running"]
         if not running:
             raise Unreachable(
                 f"no {daemon.name} runs on node {node!r}: no pod there has the label {daemon.selector}"
             )
-        newest = max(running, key=lambda item: str(item["metadata"].get("creationTimestamp")))
+        newest = max(running, key=_use)
         return newest["metadata"]["namespace"], newest["metadata"]["name"]
 
     def of_all_nodes(self, daemon: Daemon) -> dict[str, tuple[str, str]]:
         """Return namespace and name of the daemon's pod on every node, the newer one if two are running.
 
+        On a node without a running one, it is another pod of the daemon: forwarding to it fails with the reason,
+        so that the node is not left out.
+
         Raises:
-            Unreachable: there is no answer, or no daemon runs.
+            Unreachable: there is no answer, or no node has the daemon.
         """
-        running = [
-            item
-            for item in _items(self.get("pods", "--all-namespaces", "--selector", daemon.selector))
-            if (item.get("status") or {}).get("phase") == "Running" and (item.get("spec") or {}).get("nodeName")
-        ]
-        if not running:
-            raise Unreachable(f"no {daemon.name} runs: no pod has the label {daemon.selector}")
         found = {
             str(item["spec"]["nodeName"]): (str(item["metadata"]["namespace"]), str(item["metadata"]["name"]))
-            for item in sorted(running, key=lambda item: str(item["metadata"].get("creationTimestamp")))
+            for item in sorted(
+                _items(self.get("pods", "--all-namespaces", "--selector", daemon.selector)), key=_use
+            )
+            if (item.get("spec") or {}).get("nodeName") and _phase(item) != "Succeeded"
         }
+        if not found:
+            raise Unreachable(f"no {daemon.name} runs: no pod has the label {daemon.selector}")
         return dict(sorted(found.items()))
 
     def pods(self, selector: str, namespace: str = "") -> dict[tuple[str, str], str]:
@@ -188,8 +188,8 @@ class Kubectl:
         command = [*self._words, *words]
         try:
             done = subprocess.run(command, capture_output=True, check=False, timeout=self._limit_s)
-        except FileNotFoundError:
-            raise _no_kubectl() from None
+        except OSError as error:
+            raise _no_kubectl(error) from None
         except subprocess.TimeoutExpired:
             raise Unreachable(f"{' '.join(command)}: no answer in {self._limit_s:g} s") from None
         if done.returncode:
@@ -212,8 +212,8 @@ class Kubectl:
                     stdout=subprocess.PIPE,
                     stderr=errors,
                 )
-            except FileNotFoundError:
-                raise _no_kubectl() from None
+            except OSError as error:
+                raise _no_kubectl(error) from None
             ports: queue.SimpleQueue[int | None] = queue.SimpleQueue()
             reader = threading.Thread(target=_read_ports, args=(running.stdout, ports), daemon=True)
             with running:
@@ -264,12 +264,23 @@ def _opened(ports: queue.SimpleQueue[int | None], errors: IO[bytes], pod: str) -
     raise Unreachable(f"kubectl port-forward to {pod}: {reason}")
 
 
-def _no_kubectl() -> Unreachable:
+def _no_kubectl(error: OSError) -> Unreachable:
+    if not isinstance(error, FileNotFoundError):
+        return Unreachable(f"kubectl cannot be run: {error.strerror}")
     return Unreachable("--pod and --node need kubectl, which is not on the PATH; --address asks a proxy directly")
 
 
 def _items(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(found.get("items") or [])
+
+
+def _phase(pod: Mapping[str, Any]) -> str:
+    return str((pod.get("status") or {}).get("phase"))
+
+
+def _use(pod: Mapping[str, Any]) -> tuple[bool, str]:
+    """Return the sort key by which the last pod of a node is asked: a running one, and the newest."""
+    return _phase(pod) == "Running", str(pod["metadata"].get("creationTimestamp"))
 
 
 def _label(pod: Mapping[str, Any]) -> str:

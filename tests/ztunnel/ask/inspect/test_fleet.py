@@ -87,6 +87,26 @@ def test_a_silent_node_is_listed_and_is_the_exit_status(cluster: Path, capsys: O
     assert [silent["node"] for silent in printed_json(capsys)["silent"]] == ["n3"]
 
 
+def test_a_node_whose_proxy_does_not_run_is_named(cluster: Path, capsys: Output) -> None:
+    found = json.loads((cluster / "ztunnels").read_text())["items"]
+    waiting = [
+        pod(
+            name, "istio-system", node=node, labels={"app": "ztunnel"}, phase=phase, created="2027-01-01T00:00:00Z"
+        )
+        for name, node, phase in (
+            ("ztunnel-3", "n3", "Pending"),
+            ("ztunnel-4", "n1", "Pending"),  # another one runs there
+            ("ztunnel-5", "n5", "Succeeded"),
+        )
+    ]
+    (cluster / "ztunnels").write_text(json.dumps({"items": [*found, *waiting]}))
+    assert main(["nodes", "-o", "json"]) == 2
+    said = printed_json(capsys)
+    assert [each["node"] for each in said["items"]] == ["n1", "n2"]
+    assert [each["node"] for each in said["silent"]] == ["n3"]
+    assert "the pod does not run" in said["silent"][0]["reason"]
+
+
 def test_what_proxies_say_of_the_mesh_is_said_once(cluster: Path, capsys: Output) -> None:
     assert main(["workloads", "-A", "-o", "wide"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]

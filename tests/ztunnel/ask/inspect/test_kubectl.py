@@ -3,6 +3,8 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.ask.inspect.harness import RUST, pages
 from tests.ztunnel.node.agent.test_audit import audited
 from ztunnel.ask.inspect.kubectl import PROXY, Kubectl, Unreachable
@@ -207,6 +210,29 @@ def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys
     assert capsys.readouterr() == ("", "")
     with pytest.raises(Unreachable, match="need kubectl"), Kubectl().forwarded("a", "b", 1):
         pass
+
+
+def test_a_kubectl_that_cannot_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output) -> None:
+    script = tmp_path / "kubectl"
+    script.write_text("no program")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for words in (["status", "-A"], ["status", "--node", "n1"], ["nodes"]):
+        assert main(words) == 2
+        assert "kubectl cannot be run: exec format error" in capsys.readouterr().err.lower()
+
+
+def test_kubectls_answer_is_utf_8_in_any_locale(made: Cluster, tmp_path: Path) -> None:
+    made.put("get pods --all-namespaces --selector app=ztunnel", '{"items": [], "note": "\u00e9"}')
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = [sys.executable, "-m", "ztunnel", "status", "-A"]
+    done = subprocess.run(
+        words, env=os.environ | locale, capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (
+        2,
+        "ztunnel status: no ztunnel runs: no pod has the label app=ztunnel\n",
+    )
 
 
 def test_one_proxy_is_asked(made: Cluster, capsys: Output) -> None:
