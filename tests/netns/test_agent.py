@@ -641,6 +641,25 @@ def test_a_pod_that_is_enrolled_again_keeps_rules_that_could_not_be_removed_befo
     on_loop(body)
 
 
+def test_a_namespace_with_the_reused_number_of_a_forgotten_pods_keeps_its_rules(
+    lab: Lab, socket_path: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.json"
+    member = lab.pod("member")
+    gone = PodUid("default/gone")
+    write_record(record, {gone: Enrolled("/run/netns/gone", member.netns.inode)})
+
+    async def body() -> None:
+        with process(member.netns):
+            async with NodeAgent(socket_path, record=record) as agent:
+                await agent.enrol(described(member))
+                await agent.forget(gone)
+                assert has_rules(member.netns)
+                assert set(read_record(record)) == {MEMBER}
+
+    on_loop(body)
+
+
 def test_a_release_that_is_cancelled_is_finished_at_the_end(
     lab: Lab, socket_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

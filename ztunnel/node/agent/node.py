@@ -549,7 +549,7 @@ class NodeAgent:
         try:
             if netns is not None:
                 await self._in_thread(remove_rules, netns)
-            elif (enrolled := self._recorded.get(uid)) is not None:
+            elif (enrolled := self._recorded.get(uid)) is not None and not self._has_namespace(enrolled.inode):
                 await self._in_thread(_remove_recorded, enrolled)
         except (TproxyError, OSError) as error:
             if uid not in self._unremoved:
@@ -559,6 +559,13 @@ class NodeAgent:
         self._unremoved.discard(uid)
         self._recorded.pop(uid, None)
         self._write_record()
+
+    def _has_namespace(self, inode: int) -> bool:
+        """Return whether a pod with our rules has the namespace with this number.
+
+        Open namespaces keep their numbers. The kernel reuses the number of one that is gone.
+        """
+        return any(pod.netns.inode == inode for pod in self._pods.values())
 
     def _write_record(self) -> None:
         if self._record is not None:
