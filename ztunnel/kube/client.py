@@ -24,7 +24,7 @@ from lightkube.config.client_adapter import AsyncClient, ConnectionParams
 from lightkube.config.models import User
 from lightkube.core.exceptions import ConfigError
 
-from ztunnel.kube.errors import ApiRefused, ApiUnreachable, BadAnswer, BadKubeconfig
+from ztunnel.kube.errors import ApiRefused, ApiUnreachable, BadAnswer, BadKubeconfig, WatchFailed
 from ztunnel.kube.kinds import Kind, Selection
 from ztunnel.kube.objects import Object
 
@@ -183,8 +183,8 @@ class Client:
             timeout_s: the API server ends the stream after this.
 
         Raises:
-            ApiRefused: also for an ERROR event. Status 410 means that the version is too old and a new list is
-                needed.
+            ApiRefused: WatchFailed for an ERROR event. Status 410 means that the version is too old and a new list
+                is needed.
         """
         path = selection.kind.path(selection.namespace)
         params = {
@@ -211,7 +211,7 @@ class Client:
                         ) from error
                     if event.type == "ERROR":
                         status = msgspec.convert(event.object, _Status, strict=False)
-                        raise ApiRefused(f"watch {path}", status.code, status.reason, status.message)
+                        raise WatchFailed(f"watch {path}", status.code, status.reason, status.message)
                     yield WatchEvent(event.type, event.object)
             except msgspec.MsgspecError as error:
                 raise BadAnswer(self.server, f"the watch of {path} has an error that is none ({error})") from error

@@ -7,6 +7,7 @@
     ├── ApiUnreachable    no answer: no connection, no trust in the server's certificate, silence
     ├── BadAnswer         the answer does not follow the Kubernetes API
     └── ApiRefused        the API server answered with an error status
+        └── WatchFailed   the same as an event of a watch, which ends with it
 
 Each text is one line that names the server or file and what to look at.
 """
@@ -68,3 +69,7 @@ class ApiRefused(KubeError):
             403: "; its role lacks this (RBAC)",
         }.get(self.status, "")
         return f"{self.request}: {said}{hint}"
+
+
+class WatchFailed(ApiRefused):
+    """The API server ended a watch with an error event."""

@@ -1,10 +1,10 @@
 """Follows objects of an API server: a list, then a watch from the list's version. Implements ObjectSource.
 
 For each kind the list is read in pages. Known objects missing from it have been deleted. Then a watch starts,
-which the API server ends after some minutes, and which continues from the version of the last event or bookmark.
-If the API server no longer has that version (410 Gone, after compaction), or not yet (it was restored from a
-backup), a new list is read. Every failure is retried, with growing random waits. Known objects stay known
-meanwhile.
+which the API server ends after some minutes, and which continues from the version of the last event or bookmark. A
+new list is read if the API server no longer has that version (410 Gone, after compaction), or not yet (it was
+restored from a backup), or ends two watches from it with another error. Every failure is retried, with growing
+random waits. Known objects stay known meanwhile.
 
 The reader gets the latest state of each changed object, so a slow reader costs one entry per object. An object
 that was added and removed between two reads is not reported.
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from ztunnel.kube.client import PAGE, Client, WatchEvent
-from ztunnel.kube.errors import ApiRefused, KubeError
+from ztunnel.kube.errors import ApiRefused, KubeError, WatchFailed
 from ztunnel.kube.kinds import Kind, Selection
 from ztunnel.kube.objects import Changes, Object, ObjectKey
 from ztunnel.runtime.backoff import Backoff
@@ -82,6 +82,8 @@ class Informer:
         self._known: list[dict[ObjectKey, Known]] = [{} for _ in self._selections]
         self._listed = [False] * len(self._selections)
         self._faults: dict[int, str] = {}
+        #: The versions from which the last watch ended with an error event.
+        self._failed_from: dict[int, str] = {}
         self._pending: dict[ObjectKey, Object | None] = {}
         self._told: set[ObjectKey] = set()
         self._synced_told = False
@@ -198,7 +200,14 @@ class Informer:
                     version = _version(event.object) or version
         except ApiRefused as error:
             too_new = error.status == 504 and "resource version" in error.message.lower()
-            if error.status in (400, 404, 410) or too_new:
+            # An event that cannot be delivered blocks every watch from this version. client-go lists again after
+            # any error event (ListAndWatch of tools/cache/reflector.go).
+            stuck = (
+                isinstance(error, WatchFailed) and error.status != 429 and self._failed_from.get(index) == version
+            )
+            if isinstance(error, WatchFailed):
+                self._failed_from[index] = version
+            if error.status in (400, 404, 410) or too_new or stuck:
                 log.info("kube: %s; list again", error)
                 raise _Restart from error
             self._failed(index, error)

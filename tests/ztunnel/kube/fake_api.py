@@ -27,6 +27,7 @@ class FakeApi:
         refuse: status, reason and message for every further request.
         garbage: lines that the next watch sends first.
         keeps: created objects are stored; 409 for a second one of the same name.
+        compacted: watches from earlier versions get an error event, with the status ``compacted_status``.
         versions: the versions of installed API groups.
         silent: watches send nothing more, as if their connections had been lost without a FIN.
         lists: the number of lists begun.
@@ -47,6 +48,7 @@ class FakeApi:
         self.watches: list[asyncio.StreamWriter] = []
         self.version = 100
         self.compacted = 0
+        self.compacted_status = (410, "Expired", "too old resource version")
         self.objects: dict[tuple[str, str, str], dict[str, Any]] = {}
         self.history: list[tuple[int, str, str, dict[str, Any]]] = []
         self._changed = asyncio.Event()
@@ -233,7 +235,8 @@ class FakeApi:
         for line in garbage:
             _chunk(writer, line)
         if version < self.compacted:
-            status = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old resource version"}
+            code, reason, message = self.compacted_status
+            status = {"kind": "Status", "code": code, "reason": reason, "message": message}
             _chunk(writer, json.dumps({"type": "ERROR", "object": status}).encode() + b"\n")
             writer.write(b"0\r\n\r\n")
             return

@@ -184,9 +184,19 @@ def test_a_bookmark_moves_the_version(tmp_path: Path) -> None:
     run(check())
 
 
-def test_what_was_deleted_in_a_gap_is_gone_after_the_next_list(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "status",
+    [
+        (410, "Expired", "too old resource version"),
+        (500, "InternalError", "etcd event received with PrevKv=nil"),
+    ],
+)
+def test_what_was_deleted_in_a_gap_is_gone_after_the_next_list(
+    tmp_path: Path, status: tuple[int, str, str]
+) -> None:
     async def check() -> None:
         async with FakeApi().serve() as api:
+            api.compacted_status = status
             for name in ("a", "b"):
                 await api.put("pods", "default", name)
             async with following(api, tmp_path) as reader:
