@@ -180,6 +180,41 @@ def internal_cluster(name: str, leads_to: str) -> tuple[str, Json]:
     return "cluster", {"name": name, "type": "STATIC", "load_assignment": assignment, **passing}
 
 
+@pytest.mark.parametrize(
+    ("limit", "flags", "counted"),
+    [
+        ({"idle_timeout": "0.2s"}, "-", "idle_timeout"),
+        ({"max_downstream_connection_duration": "0.2s"}, "DT", "max_downstream_connection_duration"),
+    ],
+    ids=["idle", "duration"],
+)
+def test_time_limits_of_an_internal_listeners_filter_end_the_connection(
+    tmp_path: Path, limit: Json, flags: str, counted: str
+) -> None:
+    """As in Envoy 1.40, which counts them for that filter and marks only its hop with DT."""
+    log = access_log(tmp_path)
+
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            front = listener(chain(tcp("to-inner", access_log=log, idle_timeout="0s", stat_prefix="front")))
+            _, inner = listener(chain(tcp(access_log=log, stat_prefix="inner", **limit)), name="inner")
+            del inner["address"]
+            inner |= {"internal_listener": {}}
+            clusters = internal_cluster("to-inner", "inner"), cluster(port)
+            assert await harness.published(front, ("listener", inner), *clusters) is None
+            await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+            client = await Open.to(harness.port("l"))
+            assert await client.say(b"a") == b"a"
+            assert await client.ended()
+            await client.close()
+            lines = await harness.log(2)
+            assert {line["cluster"]: line["flags"] for line in lines} == {"to-inner": "-", "app": flags}
+            assert harness.count(f"tcp.inner.{counted}") == 1
+            assert harness.count(f"tcp.front.{counted}") == 0
+
+    run(tmp_path, body)
+
+
 def test_filter_state_passes_internal_connections_as_shared(tmp_path: Path) -> None:
     """ONCE through one internal connection, TRANSITIVE through all, NONE through none (Envoy's StreamSharing)."""
     kinds = ("NONE", "ONCE", "TRANSITIVE")

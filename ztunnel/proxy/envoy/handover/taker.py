@@ -40,7 +40,7 @@ from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.table import ListenerTable
 from ztunnel.proxy.envoy.path.connect import Connector, request_open
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream, CountedConnection, count_end, count_open
-from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
+from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies, idle_timeout_s
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, TunnelRules, tunnel_route
 from ztunnel.proxy.envoy.path.tunnel_pools import TunnelKey
 from ztunnel.proxy.envoy.path.tunnel_server import Served, TunnelServer
@@ -289,7 +289,7 @@ class Pending:
         for index, each in enumerate(hops):
             for hop in each:
                 _ = hop.place  # checked here, because start() must not fail
-            unit.idle_timeouts_s[index] = self._idle_timeout_s(each[0], self._routes[index])
+            unit.idle_timeouts_s[index] = self._idle_timeout_s(each, self._routes[index])
 
     @property
     def entries(self) -> int:
@@ -305,12 +305,13 @@ class Pending:
         except RequestRefused:
             return None  # routes apply only to new requests
 
-    def _idle_timeout_s(self, hop: Hop, route: Route | None) -> float | None:
-        manager, proxy = hop.chain.manager, hop.chain.proxy
+    def _idle_timeout_s(self, hops: Sequence[Hop], route: Route | None) -> float | None:
+        first, *further = hops
+        manager, proxy = first.chain.manager, first.chain.proxy
         if manager is not None:
             return self._parts.tunnels.idle_timeout_s(manager, route)
         assert proxy is not None
-        return proxy.model.idle_timeout_s or None
+        return idle_timeout_s(proxy, further)
 
     def discard(self) -> None:
         """Discard the unit, because the other process keeps it."""

@@ -38,7 +38,7 @@ from ztunnel.proxy.envoy.listeners.listener import LiveListener
 from ztunnel.proxy.envoy.listeners.plans import Plan
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
 from ztunnel.proxy.envoy.path.opening import Opening
-from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
+from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies, idle_timeout_s
 from ztunnel.proxy.envoy.stream.outcome import Refused
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.runtime.clock import Clock
@@ -198,10 +198,10 @@ class PlannedConnection(LiveConnection):
         proxy, counts = self._proxy, ByteCounts()
         upstream = self._proxies.connector.opened(opening)
         self._opening, self.upstream = None, upstream
-        idle_s = proxy.model.idle_timeout_s or None
+        idle_s = idle_timeout_s(proxy, upstream.hops)
         running = relay(self._client, upstream.end, counts, idle_timeout_s=idle_s, on_end=self._relay_ended)
         self._proxies.relays(self, upstream, running)
-        self._limit = self._proxies.limit_duration(self, proxy, running)
+        self._limit = self._proxies.limit_duration(self, proxy, upstream, running)
 
     def _end(self, upstream: ClusterUpstream, ended: RelayEnd) -> None:
         if self._limit is not None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from hbone.aio.deadline import Deadline
 from hbone.aio.end import End
@@ -30,6 +30,14 @@ from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 
 if TYPE_CHECKING:
     from ztunnel.proxy.tap.taps import Taps
+
+
+class _WithChain(Protocol):
+    """A hop, in use or received from another process."""
+
+    @property
+    def chain(self) -> LiveChain | None:
+        """The hop's filter chain."""
 
 
 class TcpProxies:
@@ -149,7 +157,8 @@ class TcpProxies:
         application = upstream.end
         if self.taps is not None:
             application = application_of(self.taps, hops[-1].info, upstream)
-        running = relay(downstream, application, counts, idle_timeout_s=proxy.model.idle_timeout_s or None)
+        idle_s = idle_timeout_s(proxy, upstream.hops)
+        running = relay(downstream, application, counts, idle_timeout_s=idle_s)
         await self._follow(connection, proxy, downstream, upstream, running)
 
     async def _follow(
@@ -162,7 +171,7 @@ class TcpProxies:
     ) -> None:
         """Wait for the end of a relay."""
         self.relays(connection, upstream, running)
-        limit = self.limit_duration(connection, proxy, running)
+        limit = self.limit_duration(connection, proxy, upstream, running)
         ended = None
         try:
             ended = await running
@@ -172,20 +181,23 @@ class TcpProxies:
             self.relayed(connection, proxy, downstream, upstream, ended)
 
     def limit_duration(
-        self, connection: LiveConnection, proxy: LiveTcpProxy, running: Relay
+        self, connection: LiveConnection, proxy: LiveTcpProxy, upstream: ClusterUpstream, running: Relay
     ) -> asyncio.TimerHandle | None:
-        """Abort a relay when its connection reaches the filter's ``max_downstream_connection_duration``.
+        """Abort a relay when a hop reaches the ``max_downstream_connection_duration`` of its filter.
 
-        As in Envoy, the time runs from the start of the connection, so handshakes and the opening of the upstream
-        use part of it.
+        As in Envoy, the time runs from the start of the hop, so handshakes and the opening of the upstream use
+        part of it.
 
         Returns:
             The timer, for the caller to cancel. ``None`` without a limit.
         """
-        longest_s = proxy.model.max_duration_s
-        if not longest_s:
+        if not (proxy.model.max_duration_s or upstream.hops):
+            return None  # most connections
+        over_s = min(map(_over_s, _filters((connection, *upstream.hops), proxy)))
+        if over_s == math.inf:
             return None
-        return self._poller.loop.call_later(max(0.0, longest_s - connection.age_s), running.abort, "max duration")
+        left_s = max(0.0, over_s - connection.clock.monotonic())
+        return self._poller.loop.call_later(left_s, running.abort, "max duration")
 
     @staticmethod
     def relays(connection: LiveConnection, upstream: ClusterUpstream, running: Relay) -> None:
@@ -237,15 +249,49 @@ class TcpProxies:
             upstream.relayed(ended, downstream)
 
 
+def idle_timeout_s(proxy: LiveTcpProxy, hops: Iterable[_WithChain]) -> float | None:
+    """Return the shortest idle time of a connection's TCP proxies, or ``None`` if there is no limit.
+
+    Args:
+        proxy: the first TCP proxy.
+        hops: the hops behind it. Those behind internal listeners have TCP proxies, too.
+    """
+    shortest = proxy.model.idle_timeout_s or math.inf
+    for hop in hops:
+        if hop.chain is not None and hop.chain.proxy is not None:
+            shortest = min(shortest, hop.chain.proxy.model.idle_timeout_s or math.inf)
+    return shortest if shortest < math.inf else None
+
+
+def _filters(hops: Sequence[LiveHop], proxy: LiveTcpProxy) -> Iterator[tuple[LiveHop, LiveTcpProxy]]:
+    """Yield the hops that have a TCP proxy, with it. ``proxy`` belongs to the first hop."""
+    yield hops[0], proxy
+    for hop in hops[1:]:
+        if hop.chain is not None and hop.chain.proxy is not None:
+            yield hop, hop.chain.proxy
+
+
+def _over_s(each: tuple[LiveHop, LiveTcpProxy]) -> float:
+    """Return when a hop reaches its longest duration, by its clock."""
+    hop, proxy = each
+    return hop.info.started + (proxy.model.max_duration_s or math.inf)
+
+
+def _idle_s(each: tuple[LiveHop, LiveTcpProxy]) -> float:
+    return each[1].model.idle_timeout_s or math.inf
+
+
 def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
     """Set flags and details of an ended relay. The first hop is the accepted connection."""
     flag: Flag | None = None
     details = ""
+    flagged = hops
     broken = on_purpose = False
     for each in hops:
         on_purpose = on_purpose or bool(each.reason)
     if ended.timed_out:
-        proxy.idle_timeout.value += 1
+        _, by = min(_filters(hops, proxy), key=_idle_s)
+        by.idle_timeout.value += 1
         details = "tcp_session_idle_timeout"
     elif on_purpose:
         # One hop was ended on purpose. The other hops then end gracefully, as they would over the network.
@@ -255,7 +301,9 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
     elif isinstance(ended.error, TunnelClosed):
         details = str(ended.error)
         if details == "max duration":
-            proxy.max_duration.value += 1
+            hop, by = min(_filters(hops, proxy), key=_over_s)
+            by.max_duration.value += 1
+            flagged = hops[hops.index(hop) :]  # as in Envoy, hops before an internal listener have no DT
             flag, details = Flag.DURATION_TIMEOUT, "max_downstream_connection_duration"
     elif upstream.end.source is SourceState.CUT:
         # Check which end was cut, not which end stopped first. After the client's half-close, the client would
@@ -270,7 +318,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
     if broken:
         hops[0].info.failure = Reason.BROKEN
     for each in hops:
-        if flag is not None:
+        if flag is not None and each in flagged:
             each.info.flags.add(flag)
         if details:
             each.info.termination_details = details

@@ -113,13 +113,25 @@ def written(harness: Harness) -> list[Json]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-async def serve(harness: Harness, folder: Path, port: int, *filters: Json, service: bool, **more: Any) -> None:
-    """Publish a tunnel, for ``service`` behind an internal listener; ``more`` are fields of its TCP proxy."""
+async def serve(
+    harness: Harness,
+    folder: Path,
+    port: int,
+    *filters: Json,
+    service: bool,
+    behind: Json | None = None,
+    **more: Any,
+) -> None:
+    """Publish a tunnel, for ``service`` behind an internal listener; ``more`` are fields of its TCP proxies, and
+    ``behind`` of the internal listener's only.
+    """
     log = access_log(folder)
     everything = await tunnel(harness, port, Identities(), *filters, access_log=log, **more)
     if service:
         _, inner = listener(
-            chain(tcp("tunnel", tunneling_config={"hostname": "app:80"}, access_log=log, **more)),
+            chain(
+                tcp("tunnel", tunneling_config={"hostname": "app:80"}, access_log=log, **more, **(behind or {}))
+            ),
             name="inner",
             internal_listener={},
         )
@@ -286,6 +298,27 @@ def test_longest_duration_of_a_planned_connection_counts_from_its_start(
             assert steps.begun[0] == 1
 
     run(tmp_path, body, switches=Switches(early_data=False))
+
+
+@pytest.mark.parametrize("limit", ["idle_timeout", "max_downstream_connection_duration"])
+def test_time_limits_behind_an_internal_listener_end_a_planned_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    steps = Steps(monkeypatch)
+
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            await serve(harness, tmp_path, port, service=True, behind={limit: "0.2s"})
+            assert await ask(harness.port("l"), b"there") == b"there"
+            await idle(harness)
+            opened = await Open.to(harness.port("l"))
+            assert await opened.ended()
+            await opened.close()
+            await idle(harness)
+            assert steps.begun[0] == 1
+            assert harness.count(f"tcp.p.{limit}") == 1
+
+    run(tmp_path, body)
 
 
 def test_an_unexpected_error_while_the_application_is_dialled_ends_the_request(
