@@ -1,10 +1,12 @@
 """The proxy as a whole on loopback: traffic, updates, refusals, drain."""
 
 import asyncio
+import socket
 from pathlib import Path
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ports import free_port
 from tests.ztunnel.proxy.envoy.harness import (
     CLIENT,
@@ -29,6 +31,7 @@ from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.envoy.config.core.v3.core_pb2 import ApiConfigSource
 from ztunnel.proxy.envoy.config.settings import Switches
 from ztunnel.proxy.envoy.stats.stats import Histogram
+from ztunnel.runtime.accepting import ListeningSocket
 
 
 def test_bytes_pass_and_are_counted_and_logged(tmp_path: Path) -> None:
@@ -642,6 +645,38 @@ def test_listener_on_a_taken_port_is_refused_by_name(tmp_path: Path) -> None:
             assert f"127.0.0.1:{port}" in error.replace(" port ", ":")
             await harness.until(lambda: harness.proxy.listeners.active)
             assert await ask(harness.port("l")) == b"ping"
+
+    run(tmp_path, body)
+
+
+def test_port_of_a_listener_with_other_socket_options_is_never_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new version's socket listens before the old one's closes, and no queued connection is reset."""
+    closing = ListeningSocket.close
+
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            _, first = listener()
+            first["address"]["socket_address"]["port_value"] = at = free_port()
+            assert await harness.published(("listener", first), cluster(port)) is None
+            await harness.until(lambda: harness.proxy.listeners.active)
+            queued = await Open.to(at)
+            done = asyncio.Event()
+
+            def close(sock: ListeningSocket) -> None:
+                closing(sock)
+                # The loop is here, so that only a listening socket can take this connection.
+                with socket.create_connection(("127.0.0.1", at)):
+                    done.set()
+
+            monkeypatch.setattr(ListeningSocket, "close", close)
+            assert await harness.published(("listener", {**first, "freebind": True}), cluster(port)) is None
+            await asyncio.wait_for(done.wait(), WAIT_S)
+            monkeypatch.setattr(ListeningSocket, "close", closing)
+            assert await queued.say(b"hi") == b"hi"
+            assert await ask(at) == b"ping"
+            await queued.close()
 
     run(tmp_path, body)
 

@@ -43,7 +43,7 @@ from ztunnel.proxy.envoy.stream.outcome import DRAINED
 from ztunnel.proxy.envoy.telemetry.access_log import AccessLogs
 from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 from ztunnel.proxy.envoy.upstream.manager import Failure
-from ztunnel.runtime.accepting import Gate, hand_over
+from ztunnel.runtime.accepting import Gate, ListeningSocket, hand_over
 from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.tasks import Tasks
 
@@ -497,18 +497,22 @@ class ListenerManager:
             old.successor = listener
         self._table.put(listener)
         self._create_success.value += 1
+        if self._listening:
+            self._start(listener)  # before the old version's sockets close, so that the port is always open
         if old is None:
             self._added.value += 1
             log.info("listener %s: %s, %d chains", listener.name, listener.address_text, len(listener.chains))
         else:
             self._replace(old, listener)
-        if self._listening:
-            self._start(listener)
 
     def _replace(self, old: LiveListener, new: LiveListener) -> None:
-        taken = set(map(id, new.sockets))
-        for sock in old.sockets:
-            if id(sock) not in taken:
+        taken, addresses = set(map(id, new.sockets)), {sock.address for sock in new.sockets}
+        left = [sock for sock in old.sockets if id(sock) not in taken]
+        shared = [sock for sock in left if sock.address in addresses]
+        if shared:
+            self._tasks.start(self._leave(shared), f"old sockets of {old.name}")
+        for sock in left:
+            if sock not in shared:
                 sock.accept_queued()
                 sock.close()
         old.sockets = []
@@ -524,6 +528,16 @@ class ListenerManager:
             self._connections.review_all(Event.CONFIGURATION, concerned=lambda hop: hop.owner.latest is new)
             self._drain_listener(old)
             log.info("listener %s replaced, the old one drains", new.name)
+
+    @staticmethod
+    async def _leave(sockets: list[ListeningSocket]) -> None:
+        """Close sockets whose addresses other sockets of this process have, without losing a connection."""
+        try:
+            await hand_over(sockets)
+        finally:
+            for sock in sockets:
+                sock.accept_queued()
+                sock.close()
 
     def start(self) -> None:
         """Start listening on all warm listeners. Warming listeners start once they are warm."""
