@@ -284,6 +284,22 @@ def output_interface(name: str, *, negate: bool = False) -> Phrase:
     return (Meta(MetaKey.OIFNAME, dreg=1), Compare(interface_bytes(name), _test(negate=negate)))
 
 
+def input_interface_like(pattern: str) -> Phrase:
+    """Match the input device like ``iptables -i``: a name, or with a final ``+`` all names that start so."""
+    return (Meta(MetaKey.IIFNAME, dreg=1), Compare(_name_or_prefix(pattern)))
+
+
+def output_interface_like(pattern: str) -> Phrase:
+    """Match the output device like ``iptables -o``, see :func:`input_interface_like`."""
+    return (Meta(MetaKey.OIFNAME, dreg=1), Compare(_name_or_prefix(pattern)))
+
+
+def _name_or_prefix(pattern: str) -> bytes:
+    # A comparison with fewer bytes than the register has ignores the others.
+    prefix = pattern.removesuffix("+")
+    return prefix.encode() if prefix and prefix != pattern else interface_bytes(pattern)
+
+
 def mark_is(value: int, mask: int | None = None, *, negate: bool = False) -> Phrase:
     """Match bits of the packet mark: ``meta mark & mask [!=] value``. ``mask`` defaults to ``value``."""
     return (Meta(MetaKey.MARK, dreg=1), *_masked(value, mask, negate=negate))

@@ -44,7 +44,7 @@ from tproxy.expressions import (
     destination_port,
     family_is,
     family_of,
-    input_interface,
+    input_interface_like,
     mark_is,
     opens_connection,
     output_interface,
@@ -117,7 +117,7 @@ class Capture:
         dns: capture port 53, UDP and TCP.
         inbound: capture plaintext connections to the pod; without it tunnels still arrive ("ingress mode").
         virtual_interfaces: devices whose incoming connections, of a virtual machine for example, count as sent by
-            the pod.
+            the pod. A final ``+`` stands for any rest, like in iptables.
         new_connections_only: connections that are open at enrolment bypass the proxy until they end. Otherwise
             they break: conntrack treats their next packet as the first of a connection and redirects it.
         probe_sources: the node's addresses for kubelet probes, one per version, which are not captured.
@@ -233,7 +233,7 @@ def _received(wanted: Capture) -> list[Rule]:
     first = _first(wanted)
     rules = []
     for device in wanted.virtual_interfaces:
-        behind = input_interface(device)
+        behind = input_interface_like(device)
         rules += [
             Rule((*behind, *protocol_is(TCP), *first, *redirect_to(OUTBOUND_PORT)), "sent from behind the pod"),
             Rule((*behind, *return_()), "nothing else from there"),

@@ -32,8 +32,8 @@ from tproxy.expressions import (
     destination_port,
     drop,
     group_is,
-    input_interface,
-    output_interface,
+    input_interface_like,
+    output_interface_like,
     protocol_is,
     redirect_to,
     return_,
@@ -123,7 +123,7 @@ class Sidecar:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The packet arrives by (or leaves by) this device."""
+    """The packet arrives by (or leaves by) this device. A final ``+`` stands for any rest, like in iptables."""
 
     name: str
     incoming: bool
@@ -393,7 +393,7 @@ def _words(test: Test, version: Version | None, sets: dict[str, Set]) -> Phrase 
     """Return the expressions of a test, or ``None`` if the test never holds for this IP version."""
     match test:
         case Device(name, incoming):
-            return input_interface(name) if incoming else output_interface(name)
+            return input_interface_like(name) if incoming else output_interface_like(name)
         case Transport(protocol, ports, negate, source):
             if source:
                 return source_port(protocol, ports[0])

@@ -268,7 +268,8 @@ def _comparison(value: _Value, data: bytes, op: int) -> str:
                 return f"{value.text} & {value.mask:#x} {'!=' if negated else '=='} {number:#x}"
             return f"{value.text} {sign}{number:#x}"
         case "name":
-            return f'{value.text} {sign}"{data.rstrip(bytes(1)).decode()}"'
+            any_rest = "*" if len(data) < SetKey.INTERFACE.octets else ""
+            return f'{value.text} {sign}"{data.rstrip(bytes(1)).decode()}{any_rest}"'
         case "address":
             return f"{value.text} {sign}{ip_address(data)}"
         case "port":

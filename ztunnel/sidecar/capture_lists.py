@@ -11,6 +11,7 @@ from typing import Final
 from ztunnel.runtime.formats.go_values import parse_cidr_or_address
 
 ALL: Final = "*"
+ALL_DEVICES: Final = "+"
 #: IFNAMSIZ without its zero byte (linux/if.h).
 _LONGEST_INTERFACE: Final = 15
 
@@ -57,15 +58,15 @@ def all_or_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...] | None:
 
 
 def interfaces(text: str) -> tuple[str, ...]:
-    """Return names of devices.
+    """Return names of devices. A final ``+`` stands for any rest, like in iptables.
 
     Raises:
-        ValueError: a name that Linux does not allow for devices.
+        ValueError: a name that Linux does not allow for devices, or ``+`` alone.
     """
     found = tuple(dict.fromkeys(_parts(text)))
     for name in found:
         fits = len(name.encode()) <= _LONGEST_INTERFACE and name.isascii() and name.isprintable()
-        if not fits or "/" in name or " " in name or '"' in name or name in (".", ".."):
+        if not fits or "/" in name or " " in name or '"' in name or name in (".", "..", ALL_DEVICES):
             raise ValueError(f"{name!r} is no name of a network interface")
     return found
 

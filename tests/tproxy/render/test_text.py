@@ -37,6 +37,8 @@ def test_node_reads_as_reviewed() -> None:
         (e.set_ct_zone(1), "ct zone set 0x1"),
         (e.destination_in(Family.IPV6, "mesh_pods6"), "ip6 daddr @mesh_pods6"),
         (e.output_interface("lo", negate=True), 'oifname != "lo"'),
+        (e.input_interface_like("tap+"), 'iifname "tap*"'),
+        (e.output_interface_like("lo"), 'oifname "lo"'),
         (e.connection_state(e.CT_ESTABLISHED | e.CT_RELATED), "ct state & 0x6 != 0x0"),
         (e.neighbour_discovery(), "icmpv6 type >= 133 icmpv6 type <= 137"),
         ((*e.protocol_is(1), *e.icmp_is(8)), "icmp type 8"),

@@ -17,7 +17,7 @@ def test_lists_keep_their_order_and_each_value_once() -> None:
         ip_network("fd00::/8"),
         ip_network("10.2.3.4/32"),
     )
-    assert interfaces("eth1, tap0,eth1") == ("eth1", "tap0")
+    assert interfaces("eth1, tap0,eth1, tap+") == ("eth1", "tap0", "tap+")
     for read in (ports, networks, interfaces, all_or_ports, all_or_networks):
         assert read("") == read(" , ") == ()
     for either in (all_or_ports, all_or_networks):
@@ -38,6 +38,7 @@ def test_lists_keep_their_order_and_each_value_once() -> None:
         (networks, "example.com", "'example.com' is no IP range"),
         (all_or_networks, "10.0.0.0/8,*", r"mixes \* with ranges"),
         (interfaces, "sixteen-letters-", "no name of a network interface"),
+        (interfaces, "+", "no name of a network interface"),
         (interfaces, "a/b", "no name of a network interface"),
         (interfaces, "..", "no name of a network interface"),
         (interfaces, 'a"b', "no name of a network interface"),
