@@ -745,12 +745,13 @@ def test_the_nodes_probes_reach_pods_as_long_as_they_are_captured(lab: Lab, tmp_
     assert without_generation(everything(node.netns)) == before
 
 
-def test_without_ipv6_on_lo_only_ipv4_is_captured(lab: Lab, socket_path: Path) -> None:
+@pytest.mark.parametrize("disabled", ["1", "2"])
+def test_without_ipv6_on_lo_only_ipv4_is_captured(lab: Lab, socket_path: Path, disabled: str) -> None:
     async def body() -> None:
         with namespace(f"{lab.prefix}four") as space:
             assert versions(space) == (4, 6)
             with space.entered():
-                Path("/proc/sys/net/ipv6/conf/lo/disable_ipv6").write_text("1")
+                Path("/proc/sys/net/ipv6/conf/lo/disable_ipv6").write_text(disabled)
             assert versions(space) == (4,)
             info = PodInfo(name="four", namespace="default", service_account="default")
             async with NodeAgent(socket_path, remove_on_exit=True) as agent:

@@ -194,7 +194,7 @@ def versions(netns: Netns) -> tuple[Version, ...]:
             disabled = Path("/proc/sys/net/ipv6/conf/lo/disable_ipv6").read_text().strip()
         except FileNotFoundError:
             disabled = "1"
-    return (4,) if disabled == "1" else Capture().versions
+    return (4,) if disabled != "0" else Capture().versions
 
 
 def listening_ports(netns: Netns) -> set[int]:

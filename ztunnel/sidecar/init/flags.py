@@ -143,6 +143,24 @@ def wanted(
         BadFlags: with every fault.
     """
     reader = _Reader(args, env)
+    show = "iptables" if reader.flag("print") else "nft" if reader.flag("dry_run") else ""
+    remove, skip = reader.flag("cleanup_only"), reader.flag("skip_rule_apply")
+    notes = tuple(
+        f"--{name.replace('_', '-')} has no effect here" for name in _WITHOUT_EFFECT if reader.flag(name)
+    )
+    if remove and not show and not reader.faults:
+        # What the rules captured does not concern their removal.
+        return Wanted(
+            sidecar=Sidecar(versions=versions),
+            apply=False,
+            validate=False,
+            remove=True,
+            show="",
+            namespace=args.network_namespace,
+            probe_port=0,
+            probe_timeout_s=0.0,
+            notes=notes,
+        )
     if args.istio_inbound_interception_mode not in ("REDIRECT", ""):
         said = args.istio_inbound_interception_mode
         why = "needs a proxy with CAP_NET_ADMIN: enrol such a pod by the node agent" if said == "TPROXY" else ""
@@ -177,8 +195,6 @@ def wanted(
         dns_servers=None if every_server or not dns else resolvers,
         drop_invalid=reader.flag("drop_invalid"),
     )
-    show = "iptables" if reader.flag("print") else "nft" if reader.flag("dry_run") else ""
-    remove, skip = reader.flag("cleanup_only"), reader.flag("skip_rule_apply")
     validate = reader.flag("run_validation")
     probe_port, probe_timeout_s = (
         reader.value("iptables_probe_port", _port),
@@ -192,14 +208,12 @@ def wanted(
         sidecar=sidecar,
         apply=not (show or remove or skip),
         validate=validate and not (show or remove),
-        remove=remove and not show,
+        remove=False,
         show=show,
         namespace=args.network_namespace,
         probe_port=probe_port,
         probe_timeout_s=probe_timeout_s,
-        notes=tuple(
-            f"--{name.replace('_', '-')} has no effect here" for name in _WITHOUT_EFFECT if reader.flag(name)
-        ),
+        notes=notes,
     )
 
 

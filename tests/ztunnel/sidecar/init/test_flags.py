@@ -100,6 +100,16 @@ def test_flags_select_apply_validate_remove_and_print(line: str, steps: tuple[bo
     assert (found.apply, found.validate, found.remove, found.show) == steps
 
 
+def test_rules_are_removed_without_knowing_what_they_captured() -> None:
+    """The init container's environment and command line are the same for both, and resolv.conf can change."""
+    line = "--redirect-dns -m TPROXY -b 80,* -x here --cleanup-only"
+    assert read(line, {ONLY_GROUPS: "staff"}).remove
+    with pytest.raises(BadFlags):
+        read(line.removesuffix(" --cleanup-only"))
+    with pytest.raises(BadFlags, match="cleanup-only"):
+        read("--cleanup-only=perhaps")
+
+
 def test_flags_without_effect_are_told() -> None:
     found = read("--reconcile --native-nftables=true --dual-stack=false")
     assert found.notes == ("--reconcile has no effect here", "--native-nftables has no effect here")
