@@ -23,6 +23,7 @@ from tests.netns.istio import AmbientMesh
 from tests.netns.netpol_harness import NODES, WAIT_S, WATCH_S, Cluster, Probe
 from xds.model import calico as c
 from ztunnel.kube.objects import ObjectKey
+from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.netpol.controller import local_addresses
 from ztunnel.policy.netpol.table_builder import local_endpoints
 from ztunnel.policy.policysync.server import NODE_STREAMS, PolicySyncServer
@@ -79,6 +80,7 @@ class TunnelledCluster(Cluster):
                 server = self._servers[node] = await stack.enter_async_context(PolicySyncServer())
                 path = f"{self.mesh.folder}/{node}.policy"
                 await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
+                server.publish(Compiled())  # proxies are ready once they have policies
             await stack.enter_async_context(self.mesh)
             self._ready.set()
             await self._stop.wait()

@@ -247,7 +247,7 @@ class Load:
 def test_two_generations_overlap(tmp_path: Path) -> None:
     async def main() -> None:
         nodes = {"w1": ["client", "near"], "w2": ["far", "outside"]}
-        env = {"TERMINATION_GRACE_PERIOD_SECONDS": "20"}
+        env = {"TERMINATION_GRACE_PERIOD_SECONDS": "60"}  # connections are held over both generations
         async with (
             mesh_of(nodes, tmp_path, captured=["client", "near", "far"], env=env) as mesh,
             contextlib.AsyncExitStack() as stack,

@@ -151,9 +151,9 @@ def _packet(data: bytes) -> Packet:
 
 
 def _sum(data: bytes) -> int:
-    """Return the ones' complement sum of the words, added one by one; 0xFFFF: a checksum in them is right."""
-    total = 0
-    for at in range(0, len(data), 2):
-        total += int.from_bytes(data[at : at + 2].ljust(2, b"\0"), "big")
+    """Return the ones' complement sum of the words; 0xFFFF: a checksum in them is right."""
+    data += bytes(len(data) % 2)
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total > 0xFFFF:
         total = (total & 0xFFFF) + (total >> 16)
     return total
