@@ -241,7 +241,7 @@ class Demo(ABC):
             )
 
     @staticmethod
-    def wait(what: str, ready: Callable[[], bool], limit_s: float = 20.0) -> None:
+    def wait(what: str, ready: Callable[[], bool], limit_s: float = 60.0) -> None:
         """Poll until a condition is true."""
         deadline = time.monotonic() + limit_s
         while True:

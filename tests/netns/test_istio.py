@@ -85,6 +85,9 @@ def test_a_proxy_of_one_workload(tmp_path: Path) -> None:
         captured = ["client", "server"]
         async with mesh_of(nodes, tmp_path, captured=captured, dedicated=True) as mesh:
             client, server, outside = (mesh.lab.pod(name) for name in ("client", "server", "outside"))
+            for name in captured:  # each is ready, and carries no connection yet
+                (own,) = mesh.node_of(name).dump()["certificates"]
+                assert (own["identity"], own["state"]) == (IDENTITY.format(name), "Available")
             async with app(server), app(outside):
                 await hello(client, server)
                 await hello(client, outside)

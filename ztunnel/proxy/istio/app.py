@@ -9,6 +9,7 @@ continue until the deadline.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ from ztunnel.proxy.identity.crl import RevocationFile
 from ztunnel.proxy.istio.accounting.flows import flow_node, peers_in, ring_of, shape
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
+from ztunnel.proxy.istio.accounting.outcome import EarlyDeny
 from ztunnel.proxy.istio.accounting.sweep import sweep
 from ztunnel.proxy.istio.admin.config_dump import build_info, logged_config
 from ztunnel.proxy.istio.admin.server import Servers
@@ -507,13 +509,12 @@ class IstioProxy:
 
         Otherwise a rollout would end a predecessor with valid certificates for a successor that cannot get any.
         """
-        config = self.config
-        if config.proxy_mode is ProxyMode.DEDICATED:
-            name = config.workload
-            assert name is not None
-            workload = self.mesh.local_workload(name.name, name.namespace, name.service_account)
-            if workload is not None:
-                self.certificates.prefetch({workload.identity})
+        if self.config.proxy_mode is ProxyMode.DEDICATED:
+            for pod in self._own:
+                if isinstance(pod, PodProxy):
+                    # The control plane can describe a new pod later than the mesh.
+                    with contextlib.suppress(EarlyDeny):
+                        self.certificates.prefetch({(await pod.context.local.get()).identity})
         lacking = await self.certificates.first_certificates(_REFUSED_S)
         if lacking:
             log.warning("ready without certificates of %s", ", ".join(sorted(map(str, lacking))))
