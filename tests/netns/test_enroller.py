@@ -443,6 +443,43 @@ def test_a_new_sandbox_of_a_pod_is_found(lab: Lab, tmp_path: Path, monkeypatch: 
     on_stage(lab, tmp_path, body)
 
 
+@pytest.mark.parametrize("ending", [True, False])
+def test_a_deleted_pod_whose_processes_have_ended_is_no_fault(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, ending: bool
+) -> None:
+    """Kubelet removes the sandbox first, and the pod from the API a second or two later."""
+    monkeypatch.setattr(node_module, "RETRY_S", 0.01)
+
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with scene.enroller() as enroller, scene.proxy() as manager:
+            await until(lambda: cluster.annotation("web") == "enabled", "enabled")
+            if ending:
+                cluster.run(scene.web, deletionTimestamp="2026-11-27T17:00:00Z")
+                await until(lambda: enroller.pods()[WEB][0].ending, "being deleted")
+            status = enroller.agent.pod(WEB)
+            assert status is not None
+            process = Path(str(status.description.netns)).parents[1]
+            process.rename(process.with_name("ended"))
+            scans = 0
+
+            async def find(uid: PodUid) -> None:
+                nonlocal scans
+                scans += 1
+
+            monkeypatch.setattr(enroller, "find", find)
+            await until(lambda: scans > 1, "looked for")
+            assert bool(cluster.events) is not ending
+            assert (enroller.steps["enrol", "failed"] > 0) is not ending
+            cluster.put("Pod", "shop", "web", None)
+            await until(lambda: not enroller.agent.pods() and not manager.active_proxies, "dropped")
+
+    on_stage(lab, tmp_path, body)
+    assert ("MeshEnrollFailed" in caplog.text) is not ending
+
+
 def test_the_runtime_announces_a_pod_before_it_has_an_address(lab: Lab, tmp_path: Path) -> None:
     async def body(scene: Scene) -> None:
         cluster = scene.cluster

@@ -390,12 +390,7 @@ class Enroller:
                 try:
                     await self._do(entry, what)
                 except (AgentError, KubeError, Misshapen, TproxyError, OSError) as error:
-                    self.steps[what.value, "failed"] += 1
-                    if what is Step.ENROL:
-                        entry.failures += 1
-                    entry.kept = isinstance(error, TwoAgents)
-                    kind = "MeshTwoAgents" if entry.kept else "MeshEnrollFailed"
-                    self._say(entry, kind, f"{what.value}: {plain_reason(error)}")
+                    self._failed(entry, what, error)
                     try:
                         await asyncio.wait_for(entry.wake.wait(), waits.next())
                     except TimeoutError:
@@ -408,6 +403,17 @@ class Enroller:
         finally:
             # This runs in the same loop iteration as the last check, so later changes start a new task.
             entry.running = False
+
+    def _failed(self, entry: _Entry, what: Step, error: Exception) -> None:
+        if isinstance(error, NotFound) and entry.pod is not None and entry.pod.ending:
+            log.debug("pod's sandbox is gone, waiting for its deletion uid=%s", entry.uid)
+            return
+        self.steps[what.value, "failed"] += 1
+        if what is Step.ENROL:
+            entry.failures += 1
+        entry.kept = isinstance(error, TwoAgents)
+        kind = "MeshTwoAgents" if entry.kept else "MeshEnrollFailed"
+        self._say(entry, kind, f"{what.value}: {plain_reason(error)}")
 
     def _settled(self, entry: _Entry) -> None:
         gone = entry.pod is None and self.agent.pod(entry.uid) is None and entry.uid not in self.agent.left_over

@@ -73,6 +73,7 @@ class Pod:
         ids: the uid, and for a static pod also the id in its cgroup.
         addresses: its IPs; none until the kubelet has reported them.
         ended: the pod has run to completion, and will not run again.
+        ending: it is being deleted. Its sandbox can be gone before the API server removes it.
         annotation: the value of ``REDIRECTION``, None without one.
     """
 
@@ -81,6 +82,7 @@ class Pod:
     ids: frozenset[str] = frozenset()
     addresses: frozenset[IpAddress] = frozenset()
     ended: bool = False
+    ending: bool = False
     host_network: bool = False
     labels: Mapping[str, Any] = field(default_factory=dict)
     annotations: Mapping[str, Any] = field(default_factory=dict)
@@ -128,6 +130,7 @@ def read_pod(value: Object) -> Pod:
         ids=frozenset({uid, static} if isinstance(static, str) and static else {uid}),
         addresses=frozenset(_addresses([status.get("podIP"), *ips])),
         ended=status.get("phase") in ("Succeeded", "Failed"),
+        ending=bool(metadata.get("deletionTimestamp")),
         host_network=spec.get("hostNetwork") is True,
         labels=_mapping(metadata, "labels"),
         annotations=annotations,
@@ -140,7 +143,9 @@ def kept(value: Object) -> Object:
     return {
         "kind": value.get("kind"),
         "metadata": {
-            key: metadata[key] for key in ("name", "namespace", "uid", "labels", "annotations") if key in metadata
+            key: metadata[key]
+            for key in ("name", "namespace", "uid", "labels", "annotations", "deletionTimestamp")
+            if key in metadata
         },
         "spec": {key: spec[key] for key in ("serviceAccountName", "hostNetwork") if key in spec},
         "status": {key: status[key] for key in ("phase", "podIP", "podIPs") if key in status},
