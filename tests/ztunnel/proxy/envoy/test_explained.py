@@ -588,3 +588,28 @@ def test_a_certificate_that_refuses_a_tunnel_is_in_its_verdict(
             assert await ask(harness.port("l")) == (b"" if why else b"ping")
 
     run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("identity", "verdict"),
+    [
+        (CLIENT, "allowed"),
+        (
+            "spiffe://other/ns/a/sa/client",
+            "refused: closed: tls handshake error: the configuration does not accept the names in the client's "
+            "certificate",
+        ),
+        ("", "refused: closed: tls handshake error: the client has no certificate"),
+    ],
+    ids=["accepted", "other trust domain", "none"],
+)
+def test_a_clients_identity_is_compared_with_what_the_chains_tls_context_accepts(
+    tmp_path: Path, identity: str, verdict: str
+) -> None:
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            await published(harness, Identities(), f"127.0.0.1:{port}", cluster(port))
+            question = f"destination=127.0.0.1:{port}&identity={identity}&listener=inbound"
+            assert explanation(harness, question)["verdict"] == verdict
+
+    run(tmp_path, body)

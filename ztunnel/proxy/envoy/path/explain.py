@@ -34,6 +34,7 @@ from ztunnel.proxy.envoy.path.terminate import NO_IP_ADDRESS, RequestRefused, Tu
 from ztunnel.proxy.envoy.path.tunnel_request import tunnel_request
 from ztunnel.proxy.envoy.path.verdict import verdict_of
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, refusal
+from ztunnel.proxy.envoy.secrets.verify import san_matches
 from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
@@ -217,6 +218,9 @@ class _Explainer:
             answer["policies"] = policies
         if chain.tls is not None:
             answer["tls"] = _server_tls(chain, self._configuration)
+            unproven = _unproven(chain.tls, info.facts.peer)
+            if unproven:
+                return answer | {"verdict": f"closed: tls handshake error: {unproven}"}
         if denied:
             return answer | {"verdict": f"closed: {denied}"}
         if chain.manager is not None:
@@ -574,6 +578,20 @@ def _server_tls(chain: LiveChain, configuration: Configuration) -> Answer:
         return {"verdict": "closed: secrets are missing", "awaits": awaited}
     own = _presented(context, configuration.now_s)
     return {**own, **requires, "verifies": _verification(context.validation)}
+
+
+def _unproven(context: LiveContext, client: PeerCertificate | None) -> str:
+    """Return why a handshake would fail for the names of a client's certificate, or the empty string."""
+    validation = context.validation or context.model.validation  # a dump's contexts have not been built
+    if client is None:
+        wanted = context.model.require_peer_certificate or (validation is not None and validation.restricts)
+        return "the client has no certificate" if wanted else ""
+    matches = validation.san_matches if validation is not None else ()
+    if not matches or any(san_matches(match, "uri", name) for match in matches for name in client.uri_sans):
+        return ""
+    if any(match.san_type not in ("uri", "any") for match in matches):
+        return ""  # the question does not have the certificate's other names
+    return "the configuration does not accept the names in the client's certificate"
 
 
 def _presented(context: LiveContext, now_s: float) -> Answer:
