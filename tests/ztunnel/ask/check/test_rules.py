@@ -162,6 +162,7 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
     ("DEP1", instead("DaemonSet", daemon_set("ztunnel", numberReady=1)), "warning", "1 of 2 pods are ready"),
     ("DEP1", instead("DaemonSet"), "error", "no DaemonSet with the label app=ztunnel"),
     ("DEP1", added("Pod", pod("lonely", "shop", "n3")), "error", "1 pods of the mesh run here, and no proxy"),
+    ("DEP1", added("Pod", pod("windows", "shop", "n3", spec={"os": {"name": "windows"}})), "", ""),
     ("DEP1", lambda facts: replace(facts, silent={"n2": "no answer"}), "error", "does not answer: no answer"),
     (
         "DEP2",
@@ -578,6 +579,12 @@ CASES: list[tuple[str, Callable[[Facts], Facts], str, str]] = [
         added("Pod", pod("h", "shop", "n1", spec={"hostNetwork": True})),
         "warning",
         "h use the host's network",
+    ),
+    (
+        "OBJ2",
+        added("Pod", pod("w", "shop", "n9", spec={"nodeSelector": {"kubernetes.io/os": "windows"}})),
+        "warning",
+        "w do not run on Linux",
     ),
     ("OBJ2", added("Service", item("bare", "shop", spec={"clusterIP": "None"})), "warning", "headless"),
     (

@@ -11,6 +11,8 @@ from ztunnel.ask.check.rules.model import Facts, Object
 #: Labels and annotations of ambient mode on namespaces and pods.
 MODE: Final = "istio.io/dataplane-mode"
 REDIRECTION: Final = "ambient.istio.io/redirection"
+#: A node's label and a pod's node selector.
+SYSTEM: Final = "kubernetes.io/os"
 USE_WAYPOINT: Final = "istio.io/use-waypoint"
 USE_WAYPOINT_NAMESPACE: Final = "istio.io/use-waypoint-namespace"
 PROXY: Final = "ztunnel"
@@ -103,8 +105,15 @@ def captured(facts: Facts) -> Iterator[Object]:
     for pod in facts.listed("Pod"):
         mode = labels(pod).get(MODE)
         wanted = mode == "ambient" or (mode is None and key(pod)[0] in ambient)
-        if wanted and is_running(pod) and not spec(pod).get("hostNetwork") and not is_injected(pod):
+        outside = spec(pod).get("hostNetwork") or needs_other_system(pod) or is_injected(pod)
+        if wanted and is_running(pod) and not outside:
             yield pod
+
+
+def needs_other_system(pod: Object) -> bool:
+    """Return whether a pod requires another operating system than Linux, by its ``os`` or its node selector."""
+    named = (spec(pod).get("os") or {}).get("name") or (spec(pod).get("nodeSelector") or {}).get(SYSTEM)
+    return named not in (None, "", "linux")
 
 
 def is_injected(pod: Object) -> bool:

@@ -47,6 +47,8 @@ def outside(facts: Facts) -> Iterator[Finding]:
             continue
         if o.spec(pod).get("hostNetwork"):
             reason = "use the host's network"
+        elif o.needs_other_system(pod):
+            reason = "do not run on Linux"
         elif o.is_injected(pod):
             reason = "have a proxy of their own"
         elif o.labels(pod).get(o.MODE) == "none":
