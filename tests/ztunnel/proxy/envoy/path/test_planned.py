@@ -309,14 +309,15 @@ def test_time_limits_behind_an_internal_listener_end_a_planned_connection(
     async def body(harness: Harness) -> None:
         async with application() as port:
             await serve(harness, tmp_path, port, service=True, behind={limit: "0.2s"})
-            assert await ask(harness.port("l"), b"there") == b"there"
+            await ask(harness.port("l"), b"there")  # opens the tunnel connection, and makes the plan
             await idle(harness)
+            before = harness.count(f"tcp.p.{limit}")  # on a busy machine, it can reach the limit, too
             opened = await Open.to(harness.port("l"))
             assert await opened.ended()
             await opened.close()
             await idle(harness)
             assert steps.begun[0] == 1
-            assert harness.count(f"tcp.p.{limit}") == 1
+            assert harness.count(f"tcp.p.{limit}") == before + 1
 
     run(tmp_path, body)
 
