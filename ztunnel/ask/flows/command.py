@@ -21,6 +21,7 @@ from ztunnel.ask.inspect.fleet import Found, gather, gather_by_node
 from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed
 from ztunnel.runtime.console.arguments import whole_number
 from ztunnel.runtime.console.output import Answer, Format, emit, table
+from ztunnel.runtime.console.terminal import complain, print_text
 from ztunnel.runtime.settings import duration_s
 
 #: The default number of flows, as in ``hubble observe``.
@@ -289,7 +290,7 @@ def follow(args: argparse.Namespace, wanted: Wanted) -> int:
                 reason = "; ".join(f"node {each.node}: {each.reason}" for each in found.silent)
             first = False
             if reason and reason != failure:
-                print(f"ztunnel flows: {reason}; waiting", file=sys.stderr)
+                complain(f"ztunnel flows: {reason}; waiting")
             failure = reason
             printer.show(_merged(found), across=found.across)
             time.sleep(_AGAIN_S)
@@ -317,7 +318,7 @@ class _Printer:
             return
         if not self._form.for_people:
             for flow, _ in lines:
-                print(msgspec.json.encode(flow).decode(), flush=True)
+                print_text(msgspec.json.encode(flow).decode(), flush=True)
             return
         answer = Answer(kind=FLOW, items=[flow for flow, _ in lines], across=across)
         rows = table(answer, wide=self._form.form == "wide")
@@ -325,7 +326,5 @@ class _Printer:
         before = self._widths or [0] * len(rows[0])
         self._widths = [max(width, *(len(row[place]) for row in rows)) for place, width in enumerate(before)]
         for row in shown:
-            print(
-                "  ".join(cell.ljust(width) for cell, width in zip(row, self._widths, strict=True)).rstrip(),
-                flush=True,
-            )
+            cells = (cell.ljust(width) for cell, width in zip(row, self._widths, strict=True))
+            print_text("  ".join(cells).rstrip(), flush=True)

@@ -4,7 +4,6 @@ Exit status: 0; 1 if ``status`` reports an error; 2 if there is no answer, or a 
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,6 +31,7 @@ from ztunnel.ask.inspect.tables import TABLES, NotAMesh, denials, is_envoy_dump,
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.console.output import Answer, Kind, Silent, emit, emit_object
+from ztunnel.runtime.console.terminal import complain, print_text
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -198,7 +198,7 @@ def _saved_pages(args: argparse.Namespace, pages: Pages, dump: Mapping[str, Any]
     except ConfigError as error:
         raise AskFailed(f"{pages.name}: {error}") from None
     for each in lacks:
-        print(f"ztunnel {args.command}: not in the dump: {each}", file=sys.stderr)
+        complain(f"ztunnel {args.command}: not in the dump: {each}")
     return made
 
 
@@ -234,7 +234,7 @@ def _config(args: argparse.Namespace) -> int:
         return failed(args, f"{args.file or args.address}: {error}")
     # A single value is printed bare, for shells, unless a form is requested.
     if isinstance(found, str) and args.output.for_people:
-        print(found)
+        print_text(found)
     else:
         emit_object(found, args.output)
     return 0
@@ -267,7 +267,7 @@ def _log(args: argparse.Namespace) -> int:
     except AskFailed as error:
         return failed(args, str(error))
     if args.output.for_people and not found.across:
-        print(*found.by_node.values(), end="")
+        print_text("".join(found.by_node.values()), end="")
         return 0
     levels = {
         node: [kinds.LogLevel(target=target, level=level) for target, level in _levels(page).items()]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ztunnel.runtime.console.output import add_output
+from ztunnel.runtime.console.terminal import complain
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
@@ -208,7 +209,7 @@ def reaching(
 
 def failed(args: argparse.Namespace, reason: str) -> int:
     """Print why a command has no answer, and return its exit status."""
-    print(f"ztunnel {args.command}: {reason}", file=sys.stderr)
+    complain(f"ztunnel {args.command}: {reason}")
     return 2
 
 

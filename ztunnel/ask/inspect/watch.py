@@ -21,7 +21,7 @@ import msgspec
 from ztunnel.ask.inspect.source import AskFailed
 from ztunnel.runtime.console.arguments import some_seconds
 from ztunnel.runtime.console.output import Answer, Format, Item, Kind, table
-from ztunnel.runtime.console.terminal import printable
+from ztunnel.runtime.console.terminal import complain, printable
 from ztunnel.runtime.console.text_table import aligned
 
 _CLEAR: Final = "\x1b[H\x1b[2J\x1b[3J"
@@ -173,7 +173,7 @@ def watch(
                     lines.show(answer, list(changes(answer.kind, before, items)))
                 before = items
             if reason and reason != failure:  # report it once, not at each read
-                print(f"ztunnel {command}: {reason}; waiting", file=sys.stderr)
+                complain(f"ztunnel {command}: {reason}; waiting")
             failure = reason
             pause(interval_s)
     except (KeyboardInterrupt, BrokenPipeError):

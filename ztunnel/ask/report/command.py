@@ -10,7 +10,6 @@ import io
 import json
 import os
 import secrets
-import sys
 import tarfile
 import time
 from collections.abc import Mapping
@@ -28,6 +27,7 @@ from ztunnel.ask.inspect.source import ADDRESS, AskFailed, add_cluster, failed
 from ztunnel.ask.report.collect import Bounds, Collected, collect
 from ztunnel.ask.report.scrub import Redaction, names_in, names_of, reduced, scrub
 from ztunnel.runtime.console.output import document
+from ztunnel.runtime.console.terminal import complain
 from ztunnel.runtime.settings import duration_s, plain_reason
 
 _LIMIT: Final = "5m"
@@ -91,7 +91,7 @@ def run_command(args: argparse.Namespace) -> int:
     except OSError as error:
         return failed(args, plain_reason(error))
     for node, reason in silent.items():
-        print(f"no answer from node {node}: {reason}", file=sys.stderr)
+        complain(f"no answer from node {node}: {reason}")
     print(f"{path}: {writer.files} files of {len(writer.nodes)} nodes, {os.path.getsize(path)} bytes")
     return 2 if silent else 0
 

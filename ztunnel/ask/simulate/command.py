@@ -20,7 +20,7 @@ from ztunnel.ask.simulate.policies import applied, mesh_of, read_policies
 from ztunnel.ask.simulate.seen import Log, Seen, open_now, read_log
 from ztunnel.ask.simulate.suggest import suggest
 from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
-from ztunnel.runtime.console.terminal import progress
+from ztunnel.runtime.console.terminal import complain, progress
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
             raise _Failed("nothing to simulate: give --policy, --remove, --enforce or --suggest")
         log = _logged(args.from_log) if args.from_log else _watched(args, before)
     except (AskFailed, NotAMesh, ConfigError, _Failed) as error:
-        print(f"ztunnel simulate: {error}", file=sys.stderr)
+        complain(f"ztunnel simulate: {error}")
         return 2
     if args.suggest:
         if not log.seen:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -33,6 +32,7 @@ from ztunnel.ask.stat.traffic import (
     stats,
 )
 from ztunnel.runtime.console.output import Answer, Silent, emit
+from ztunnel.runtime.console.terminal import complain, print_text
 from ztunnel.runtime.settings import duration_s
 
 #: The default seconds between two readings, also those in an archive.
@@ -101,9 +101,9 @@ def run(args: argparse.Namespace) -> int:
         answer = _answer(args, window_s)
         if args.output.form != DOT:
             return emit(answer, args.output)
-        print("\n".join(dot(answer.items)))
+        print_text("\n".join(dot(answer.items)))
         for silent in answer.silent:
-            print(f"no answer from node {silent.node}: {silent.reason}", file=sys.stderr)
+            complain(f"no answer from node {silent.node}: {silent.reason}")
         return answer.status
     except AskFailed as error:
         return failed(args, str(error))

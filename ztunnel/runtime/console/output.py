@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, TextIO, TypeVar
 import msgspec
 
 from ztunnel.runtime.console import jsonpath
-from ztunnel.runtime.console.terminal import print_table
+from ztunnel.runtime.console.terminal import complain, print_table, print_text
 
 API_VERSION: Final = "ztunnel/v1"
 FINE: Final = 0
@@ -318,10 +318,10 @@ def emit(answer: Answer[T], form: Format, out: TextIO | None = None) -> int:
     if form.sort is not None:
         answer = replace(answer, items=ordered(answer.items, form.sort))
     for line in _lines(answer, form, out):
-        print(line, file=out)
+        print_text(line, out=out)
     if form.form != "json":
         for silent in answer.silent:
-            print(f"no answer from node {silent.node}: {silent.reason}", file=sys.stderr)
+            complain(f"no answer from node {silent.node}: {silent.reason}")
     return answer.status
 
 
@@ -370,4 +370,4 @@ def rendered(value: Any, form: Format) -> Iterator[str]:
 def emit_object(value: Any, form: Format, out: TextIO | None = None) -> None:
     """Print a value that is no list of a kind, such as a part of a dump: as JSON, YAML or by a JSONPath."""
     for line in rendered(value, form if form.form in ("yaml", "jsonpath") else JSON):
-        print(line, file=out if out is not None else sys.stdout)
+        print_text(line, out=out)

@@ -179,6 +179,26 @@ def _text(text: str, style: str) -> Text:
     return Text(printable(text), style=style)
 
 
+def print_text(text: str, *, end: str = "\n", out: TextIO | None = None, flush: bool = False) -> None:
+    """Print text as it is into a pipe or file. On a terminal, escape control characters other than line breaks.
+
+    Args:
+        text: one or several lines.
+        end: see :func:`print`.
+        out: the output stream, by default standard output.
+        flush: see :func:`print`.
+    """
+    out = out if out is not None else sys.stdout
+    if out.isatty():
+        text = "\n".join(map(printable, text.split("\n")))
+    print(text, end=end, file=out, flush=flush)
+
+
+def complain(text: str) -> None:
+    """Print a line about an error to standard error, like :func:`print_text`: reasons can come from any server."""
+    print_text(text, out=sys.stderr)
+
+
 def printable(text: str) -> str:
     """Return a text with escaped control characters, so that a terminal does not interpret them."""
     if text.isprintable():

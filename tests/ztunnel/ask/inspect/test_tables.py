@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,9 @@ from tests.ztunnel.proxy.istio.path.test_explain import policy
 from tests.ztunnel.proxy.istio.path.test_route import BACK, CLIENT, cart
 from xds.model.authorization import Action
 from xds.model.policy import PeerServiceAccount
+from ztunnel.ask.inspect.source import AskFailed
 from ztunnel.cli import main
+from ztunnel.runtime.console.terminal import print_text
 
 TRANSCRIPTS = {
     "workloads": [
@@ -338,3 +341,56 @@ def test_policies_has_a_row_for_connections_that_no_allow_policy_matched(
     assert main(["policies", "-f", str(file), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)["items"]
     assert (row["name"], row["denied"], row["ended"]) == ("(no ALLOW policy matched)", 180, 2)
+
+
+HOSTILE = "a\x1b[2J\x9b31mb"
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["config", "version"], 0),
+        (["config", "workloads", "-o", "json"], 0),
+        (["config", "workloads", "-o", "yaml"], 0),
+        (["workloads"], 0),
+        (["workloads", "-o", "name"], 0),
+        (["workloads", "-o", "jsonpath={.items[*].name}"], 0),
+        (["workloads", "--file", "no\x1b[2J"], 2),
+        (["log"], 0),
+        (["log", "debug"], 2),
+        (["flows", "-f", "--since", "2026-11-26T12:00:00Z"], 0),
+        (["flows", "-f", "--since", "2026-11-26T12:00:00Z", "-o", "json"], 0),
+        (["flows", "-o", "jsonpath={.items[*].reason}"], 0),
+    ],
+)
+def test_control_characters_reach_a_pipe_and_no_terminal(
+    words: list[str], status: int, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    flow = {"time": "2026-11-26T12:00:01.000000001Z", "extensions": {"value": {"reason": HOSTILE}}}
+    answers = {
+        "/config_dump": json.dumps({"workloads": [{"name": HOSTILE}], "certificates": [], "version": HOSTILE}),
+        "/flows": json.dumps({"flow": flow}),
+    }
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    def answer(server: str, path: str, parameters: Any = None, method: str = "GET", **limits: Any) -> str:
+        if (parameters or {}).get("level"):
+            raise AskFailed(f"{server}: {path}: 400 {HOSTILE}", 400)
+        return answers.get(path, HOSTILE)
+
+    monkeypatch.setattr("ztunnel.ask.flows.command.time.sleep", interrupt)
+    for place in ("source.ask", "command.ask"):
+        monkeypatch.setattr(f"ztunnel.ask.inspect.{place}", answer)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{name}.isatty", lambda: True)
+    assert main(words) == status
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert "[2J" in text
+    assert "\x1b[2J" not in text
+    assert "\x9b" not in text
+    monkeypatch.undo()
+    print_text(HOSTILE)
+    assert HOSTILE in capsys.readouterr().out
