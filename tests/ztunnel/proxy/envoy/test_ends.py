@@ -183,6 +183,29 @@ def test_longest_duration_counts_from_the_start_of_the_connection(
     run(tmp_path, body)
 
 
+def test_longest_duration_ends_a_connection_without_a_handshake(tmp_path: Path) -> None:
+    """As in Envoy 1.40; the limit of a handshake is 10 s."""
+    identities = Identities()
+    log = access_log(tmp_path)
+    limited = chain(
+        tcp(max_downstream_connection_duration="0.2s", access_log=log),
+        transport_socket=tls(SERVER, server=True),
+    )
+
+    async def body(harness: Harness) -> None:
+        published = [listener(limited), cluster(1), identities.secret(SERVER), identities.root()]
+        assert await harness.published(*published) is None
+        await harness.until(lambda: harness.proxy.listeners.active)
+        reader, writer = await asyncio.open_connection("127.0.0.1", harness.port("l"))
+        assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+        writer.close()
+        (line,) = await harness.log()
+        assert (line["flags"], line["details"]) == ("DT", "max_downstream_connection_duration")
+        assert harness.count("tcp.p.max_downstream_connection_duration") == 1
+
+    run(tmp_path, body)
+
+
 @contextlib.asynccontextmanager
 async def silent() -> AsyncIterator[int]:
     """A server that reads and says nothing."""

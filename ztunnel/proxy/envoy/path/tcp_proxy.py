@@ -25,7 +25,7 @@ from ztunnel.proxy.envoy.path.connect import Connector
 from ztunnel.proxy.envoy.path.dial import ClusterUpstream
 from ztunnel.proxy.envoy.path.downstream_tls import accept_tls
 from ztunnel.proxy.envoy.path.opening import Opening
-from ztunnel.proxy.envoy.stream.outcome import UpstreamFailed
+from ztunnel.proxy.envoy.stream.outcome import Refused, UpstreamFailed
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 
 if TYPE_CHECKING:
@@ -69,9 +69,33 @@ class TcpProxies:
         """
         downstream: End = end
         if chain.tls is not None:
-            downstream = await accept_tls(self._handshakes, connection, listener, chain, end, self._poller)
+            downstream = await self._secured(connection, listener, chain, end)
         connection.admit()
         await self.open_and_relay(connection, chain, downstream, None)
+
+    async def _secured(
+        self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
+    ) -> End:
+        """Make the client's TLS handshake, which uses part of the filter's longest duration, as in Envoy.
+
+        Raises:
+            Refused: see :func:`~ztunnel.proxy.envoy.path.downstream_tls.accept_tls`, or the time is over.
+        """
+        handshake = accept_tls(self._handshakes, connection, listener, chain, end, self._poller)
+        proxy = chain.proxy
+        assert proxy is not None
+        if not proxy.model.max_duration_s:
+            return await handshake
+        deadline = Deadline(self._poller, proxy.model.max_duration_s, self._poller.loop.time() - connection.age_s)
+        try:
+            with deadline:
+                return await handshake
+        except TimeoutError:
+            if not deadline.passed:
+                raise
+            proxy.max_duration.value += 1
+            connection.info.flags.add(Flag.DURATION_TIMEOUT)
+            raise Refused("max_downstream_connection_duration", Reason.TIMEOUT) from None
 
     async def open_and_relay(
         self, connection: LiveConnection, chain: LiveChain, downstream: End, begun: Opening | None
