@@ -25,6 +25,8 @@ SCRIPTS: Final[Mapping[str, str]] = {
     last=${words[-1]}
     mapfile -t COMPREPLY < <(ztunnel completion --words "${words[@]:1}" 2>/dev/null)
     COMPREPLY=("${COMPREPLY[@]#"${last%"${last##*:}"}"}")
+    # bash inserts words as they are, and names such as "outbound|80||x" have characters that it obeys.
+    (( ${#COMPREPLY[@]} )) && mapfile -t COMPREPLY < <(printf '%q\n' "${COMPREPLY[@]}")
 }
 complete -o default -F _ztunnel ztunnel
 """,

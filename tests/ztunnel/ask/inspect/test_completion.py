@@ -118,6 +118,26 @@ def test_a_shell_completes(shell: str, tmp_path: Path) -> None:
     assert complete("ztunnel completion ") == ["bash", "fish", "zsh"]
 
 
+def test_bash_gets_names_quoted(tmp_path: Path) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("NOT TESTED: no bash")
+    program = tmp_path / "ztunnel"
+    program.write_text("#!/bin/sh\nprintf '%s\\n' 'outbound|80||x' 'a$(exit)b' 'spiffe://td/ns/a/sa/b' --flag\n")
+    program.chmod(0o755)
+
+    def complete(line: str) -> list[str]:
+        asked = SCRIPTS["bash"] + ASKING["bash"].format(line=line, length=len(line))
+        environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+        done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, env=environment, check=False)
+        assert done.stderr == ""
+        return done.stdout.splitlines()
+
+    words = ["outbound\\|80\\|\\|x", "a\\$\\(exit\\)b", "spiffe://td/ns/a/sa/b", "--flag"]
+    assert complete("ztunnel config clusters ") == words
+    program.write_text("#!/bin/sh\n")
+    assert complete("ztunnel workloads ") == [""]  # of printf, which has no word
+
+
 def test_each_shell_has_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     for shell, script in SCRIPTS.items():
         assert main(["completion", shell]) == 0
