@@ -1,8 +1,9 @@
 """Generates the resources of Istio's node proxies from a mesh: workloads, services, policies. Pure.
 
-Every node gets the same resources. Waypoints of the mesh file are translated to today's terms: a waypoint is a
-service without addresses, and its workloads name it. As with Envoy, a waypoint enforces its workloads' policies.
-At a workload, allowing policies admit only the waypoint, and denying policies do not apply to the waypoint.
+Every node gets the same resources. A waypoint of the mesh file becomes what current istiod sends: a service
+without addresses, which each workload behind the waypoint names. As with Envoy as waypoint, the waypoint enforces
+the policies of these workloads. At the workload itself, ALLOW policies allow only the waypoint, and DENY policies
+do not apply to connections from the waypoint.
 """
 
 import ipaddress

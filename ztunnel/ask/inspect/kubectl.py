@@ -279,7 +279,9 @@ def _phase(pod: Mapping[str, Any]) -> str:
 
 
 def _use(pod: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return the sort key by which the last pod of a node is asked: a running one, and the newest."""
+    """Return the sort key of a node's proxy pods. The last one is queried: running pods sort after others, and
+    newer ones after older ones.
+    """
     return _phase(pod) == "Running", str(pod["metadata"].get("creationTimestamp"))
 
 

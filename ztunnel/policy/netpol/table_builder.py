@@ -419,7 +419,9 @@ class TableBuilder:
 def _policy_parts(
     policy_id: c.PolicyId, direction: c.Direction, parts: list[list[Rule] | Rule]
 ) -> Iterator[Chain | Rule]:
-    """Yield the parts of a policy: chains of the deciding rules, by position, and the passing rules."""
+    """Yield the parts of a policy in its order: a chain for each run of rules that allow or deny, and each rule
+    that passes to the next tier.
+    """
     for index, part in enumerate(parts):
         if isinstance(part, Rule):
             yield part

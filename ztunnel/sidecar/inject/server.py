@@ -29,8 +29,9 @@ from ztunnel.sidecar.inject.review import MAX_BODY, answer
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 1.0
-#: The API server keeps connections open, with the certificate of their handshake. After a certificate change
-#: connections are closed for this long, so that an old certificate is out of use before its CA is removed.
+#: The API server reuses connections, and a reused connection has the certificate of its handshake. So for this
+#: long after a certificate change, each connection is closed after its response. No connection then uses the old
+#: certificate when its CA is removed.
 _CLOSE_AFTER_ROTATION_S: Final = 60.0
 _SHUTDOWN_S: Final = 5
 #: An API server has a few connections. Beyond this number the oldest that is not in a request is closed.

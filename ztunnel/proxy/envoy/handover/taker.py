@@ -191,11 +191,14 @@ def _cluster(parts: Parts, name: str) -> LiveCluster:
 
 
 def _hop(parts: Parts, value: HopValue, accepted: Hop | None) -> Hop:
-    """Look up the configuration of a received hop. ``accepted`` is the connection of a request.
+    """Look up the listener, chain and cluster of a hop received from another process.
+
+    Args:
+        accepted: the accepted connection on which the hop, a request, has arrived. ``None`` for other hops.
 
     Raises:
         Declining: this process lacks the hop's listener, chain or cluster.
-        ValueError: the value cannot be read.
+        ValueError: the received description is malformed.
     """
     connection_id = accepted.info.connection_id if accepted is not None else next(parts.connections.ids)
     info = info_of(value.info, connection_id, parts.clock.monotonic())

@@ -1,8 +1,8 @@
 """The open connections of this proxy: accepted connections, their requests and further hops.
 
 Each connection, request or hop is an entry of the process's connection table
-(:mod:`ztunnel.proxy.dataplane.live_table`). Reviews of the table apply drains and changes of policies or
-revocation lists.
+(:mod:`ztunnel.proxy.dataplane.live_table`). When a listener drains, or a policy or revocation list changes, all
+entries are checked, and connections that are no longer allowed end.
 """
 
 from __future__ import annotations
@@ -482,17 +482,18 @@ class PodQuota:
 
 
 class Connections(Lives[LiveConnection]):
-    """The accepted connections, oldest first, and the counter of ids.
+    """The accepted connections, oldest first, and the ids of new ones.
 
     Args:
         quota: counts connections by pod.
 
     Attributes:
-        ids: the ids of the next connections, unique in this process.
+        ids: yields the ids of new connections, unique in this process.
         table: all live connections of this process.
-        hops: the other hops: requests, hops behind internal listeners, inbound halves of node-local tunnels.
+        hops: open hops that are not accepted connections: requests, hops behind internal listeners, inbound
+            halves of node-local tunnels.
         addons: this process's addons, if any.
-        account: counts the ends of connections.
+        account: counts connections when they end.
     """
 
     __slots__ = ("account", "addons", "hops", "ids", "quota", "table")

@@ -53,7 +53,7 @@ class Direction(StrEnum):
 
 
 class Reporter(Protocol):
-    """Counts and logs records: :class:`ztunnel.proxy.istio.path.node.Node`."""
+    """An object that counts and logs access records. :class:`ztunnel.proxy.istio.path.node.Node` is one."""
 
     @property
     def clock(self) -> Clock:
