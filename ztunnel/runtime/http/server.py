@@ -264,8 +264,9 @@ class _Connection:
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
         self._unsent: list[bytes] = []
         self._finishing = server.request_s is not None
-        self._stuck = False  # the reader of a streamed body does not read, so a close would wait for it
         self.stage = Stage.IDLE
+        # drain() waits until the kernel has taken everything, so that its time limit covers an answer's end, too.
+        writer.transport.set_write_buffer_limits(high=0)
         peer = writer.get_extra_info("peername")
         self.source = str(peer[0]) if peer else ""
         self.task: asyncio.Task[Any] | None = None
@@ -302,12 +303,12 @@ class _Connection:
         except h11.RemoteProtocolError as error:
             await self._refuse(error)
         except TimeoutError:
-            self._writer.transport.abort()  # the client does not read, and close() would wait for it
+            self._writer.transport.abort()
         except OSError as error:
             log.debug("%s: %s", self._server.name, error)
         finally:
-            if self._stuck:
-                self._writer.transport.abort()
+            if self._writer.transport.get_write_buffer_size():
+                self._writer.transport.abort()  # the client does not read, and close() would wait for it
             self._writer.close()
 
     async def _page(self, pages: Pages, request: PageRequest) -> Page:
@@ -402,10 +403,8 @@ class _Connection:
 
     async def data(self, data: bytes) -> None:
         """Send a piece of a streamed body."""
-        self._stuck = True
         self._writer.write(self._http.send(h11.Data(data=data)) or b"")
         await self._writer.drain()
-        self._stuck = False
 
     async def left(self) -> None:
         """Return when the client has closed its side of the connection."""

@@ -195,6 +195,33 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch: pytest.MonkeyP
     assert with_server(use, pages)
 
 
+def test_a_client_that_does_not_read_the_end_of_its_last_answer_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admin_http, "_WRITE_TIMEOUT_S", 0.05)
+    transports = []
+
+    class Server(PageServer):
+        def accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            transports.append(writer.transport)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+            super().accepted(reader, writer)
+
+    async def main() -> int:
+        # The answer is longer than the kernel's buffers, but short enough for asyncio's buffer.
+        async with Server("test", LOCAL, lambda _: text("x" * 60_000), SystemClock()) as server:
+            with socket.socket() as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                client.connect(("127.0.0.1", server.address.port))
+                client.sendall(REQUEST.replace(b"host: h", b"host: h\r\nconnection: close"))
+                while not transports or server.connections:
+                    await asyncio.sleep(0.001)
+                # Otherwise the socket would stay open, and no longer count as a connection.
+                return int(transports[0].get_write_buffer_size())
+
+    assert asyncio.run(main()) == 0
+
+
 def test_idle_connections_make_room_and_busy_ones_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def use(port: int) -> tuple[bytes, bytes, bytes]:
         first = socket.create_connection(("127.0.0.1", port), timeout=10)
