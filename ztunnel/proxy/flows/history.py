@@ -80,6 +80,11 @@ class History:
                 self._add(begin + place, row)
         self._before = totals
 
+    def absorb(self, totals: Totals) -> None:
+        """Leave out the counts that the next totals have from another process, whose steps are added instead."""
+        if self._before is not None:
+            self._before = Totals(*map(sum, zip(self._before, totals, strict=True)))
+
     def _advance(self, to: int) -> None:
         for step in range(max(self._next, to - STEPS), to):
             place = step % STEPS * _WIDTH

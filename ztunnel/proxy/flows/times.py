@@ -117,8 +117,7 @@ class ConnectionTimes:
 
     def failures(self) -> tuple[int, int]:
         """Return the numbers of failed and of refused connections. Refusals are included in the failures."""
-        refused = sum(count for (_, _, reason), count in self.errors.items() if reason in REFUSALS)
-        return sum(self.errors.values()), refused
+        return failures_in(self.errors)
 
     def histograms(self, family: Family) -> Mapping[tuple[str, ...], Durations]:
         """Return the histograms of a family by the values of its labels."""
@@ -138,3 +137,13 @@ class ConnectionTimes:
             own = self.histograms(family)
             for key, found in counts.get(family.attribute, {}).items():
                 own[key].add(found)
+
+
+def failures_in(errors: Mapping[tuple[str, str, str], int]) -> tuple[int, int]:
+    """Return the numbers of failed and of refused connections, as :meth:`ConnectionTimes.failures` does.
+
+    Args:
+        errors: failed connections by reporter, stage and reason.
+    """
+    refused = sum(count for (_, _, reason), count in errors.items() if reason in REFUSALS)
+    return sum(errors.values()), refused

@@ -26,9 +26,9 @@ from ztunnel.proxy.addons.budget import HookCounts
 from ztunnel.proxy.addons.report import AddonFamily, AddonReport, AddonState
 from ztunnel.proxy.dataplane.gauges import Gauge
 from ztunnel.proxy.dataplane.handover.counts import HandoverCounts
-from ztunnel.proxy.flows.history import Steps
+from ztunnel.proxy.flows.history import Steps, Totals
 from ztunnel.proxy.flows.ring import FlowRing
-from ztunnel.proxy.flows.times import PATHS, ConnectionTimes, PathTimes, TimeCounts
+from ztunnel.proxy.flows.times import PATHS, ConnectionTimes, PathTimes, TimeCounts, failures_in
 from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.proxy.istio.certificates.manager import Moments
@@ -167,7 +167,7 @@ def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]
 
 
 class TrafficCounts(NamedTuple):
-    """A snapshot of the counts in a :class:`TrafficSeries`."""
+    """A snapshot of the counts in a :class:`TrafficSeries`. ``expires``: it is dropped once it is unused."""
 
     labels: tuple[str, ...]
     opened: int
@@ -177,6 +177,7 @@ class TrafficCounts(NamedTuple):
     workloads: tuple[str, ...]
     moved: int = 0
     refused: int = 0
+    expires: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -470,6 +471,7 @@ class Metrics(ConnectionTimes):
                         tuple(series.workloads),
                         series.moved,
                         series.refused,
+                        series in self._gone,
                     )
                     for series in every[start : start + _SERIES_PER_PART]
                 )
@@ -484,7 +486,9 @@ class Metrics(ConnectionTimes):
                 their end cannot be reported.
             now_s: monotonic seconds.
         """
-        for labels, opened, closed, received, sent, workloads, moved, refused in part.traffic:
+        if lost:
+            self.history.absorb(_totals(part))
+        for labels, opened, closed, received, sent, workloads, moved, refused, expires in part.traffic:
             series = self._traffic.get(labels)
             if series is None:
                 series = self._traffic[labels] = TrafficSeries(labels, self._times(labels))
@@ -504,6 +508,8 @@ class Metrics(ConnectionTimes):
                 for uid in workloads:
                     series.workloads.add(uid)
                     self._by_workload[uid].add(series)
+                if expires:
+                    self._gone.add(series)
         _add(self.crl_rejections, part.crl_rejections)
         _add(self.crl_untracked, part.crl_untracked)
         _add(self.on_demand_dns, part.on_demand_dns)
@@ -538,6 +544,14 @@ class Metrics(ConnectionTimes):
         for part in self.counts():
             page.add(part)
         return page
+
+
+def _totals(part: Counts) -> Totals:
+    return Totals(
+        sum(counts.opened for counts in part.traffic),
+        *failures_in(part.errors),
+        sum(counts.received + counts.sent for counts in part.traffic),
+    )
 
 
 def _add(own: dict[LabelsT, int], others: Mapping[LabelsT, int]) -> None:

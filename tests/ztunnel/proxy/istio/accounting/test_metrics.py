@@ -482,6 +482,41 @@ def test_counts_of_a_lost_process_stay_and_its_connections_count_as_closed() -> 
     assert main.expire(100.0 + EXPIRY_S + 1) == 1
 
 
+def test_series_of_a_lost_process_expire_if_they_did_so_there() -> None:
+    main, lost = Metrics("v", 100), Metrics("v", 100)
+    foreign = traffic_labels("destination", PeerLabels(workload="f", known=True), PeerLabels(), None, secured=True)
+    lost.opened(foreign, ["local"], ByteCounts(), 1.0, foreign=True)
+    opened(lost, full(), "a")
+    lost.changed(gone("a"), [])
+    for part in lost.counts():
+        main.add(part, lost=True, now_s=100.0)
+    assert main.expire(100.0 + EXPIRY_S - 1) == 0
+    assert main.expire(100.0 + EXPIRY_S + 1) == 2
+
+
+def test_the_history_counts_a_lost_process_once() -> None:
+    async def main() -> None:
+        main, lost = Metrics("v", 100), Metrics("v", 100)
+        clock = StoppedClock()
+        for metrics in (main, lost):
+            await sample(metrics, clock)
+        for _ in range(3):
+            lost.failed("source", Stage.CONNECT, Reason.POLICY)
+            series = opened(lost, full(), "a")
+        series.received = 70
+        clock.passed_s += STEP_S
+        for metrics in (main, lost):
+            await sample(metrics, clock)
+        for part in lost.counts():
+            main.add(part, lost=True, now_s=clock.monotonic())
+        opened(main, full(), "a")
+        clock.passed_s += STEP_S
+        await sample(main, clock)
+        assert main.history.steps().rows == ((3, 3, 3, 70), (1, 0, 0, 0))
+
+    asyncio.run(main())
+
+
 def test_the_stalls_of_every_process_are_added() -> None:
     main, worker = Metrics("1.0", 10), Metrics("1.0", 10)
     main.loop.stalls.value, main.loop.late_s = 1, 0.5
