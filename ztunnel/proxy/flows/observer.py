@@ -42,7 +42,7 @@ from xds.proto.hubble.relay.relay_pb2 import NODE_CONNECTED
 from xds.proto.pool import POOL
 from ztunnel import __version__
 from ztunnel.proxy.flows.filters import BadFilter, compiled
-from ztunnel.proxy.flows.page import More, Shape
+from ztunnel.proxy.flows.page import More, Shape, before
 from ztunnel.proxy.flows.ring import FlowRing
 from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 
@@ -186,27 +186,26 @@ class Observer:
         """
         last = max(_FIRST_LOOK, number)
         while True:
-            newest_ns, seen = 0, 0
+            newest_ns, seen = time.time_ns(), 0
             found: list[Response] = []
             async for time_ns, each in self._read(0, min(last, _MOST)):
                 newest_ns, seen = time_ns, seen + 1
                 if time_ns <= until_ns and test(each["flow"]):
                     found.append(each)
             if len(found) >= number or seen < last:
-                return found[-number:], newest_ns or time.time_ns()
+                return found[-number:], newest_ns
             last *= 8
 
     async def _read(self, after_ns: int, last: int = _MOST) -> AsyncIterator[tuple[int, Response]]:
         """Yield at most ``last`` connections that ended after a time, oldest first. Lets the event loop run in
         between.
         """
-        entries = self._ring.entries(after_ns, last)
+        began_ns, entries = time.time_ns(), self._ring.entries(after_ns, last)
         if self._more is not None:
             lines = await self._more(after_ns, last)
             own = [(entry.ended_ns, self._shape(entry)) for entry in entries]
-            both = sorted([*own, *((at, json.loads(line)) for at, line in lines)], key=_time)
-            for time_ns, each in both[-last:]:
-                yield time_ns, each
+            for both in before([*own, *((at, json.loads(line)) for at, line in lines)], began_ns)[-last:]:
+                yield both
             return
         for count, entry in enumerate(entries):
             if count % _SLICE == _SLICE - 1:
@@ -294,10 +293,6 @@ def _nanoseconds(request: GetFlowsRequest, name: Literal["since", "until"]) -> i
         return int(getattr(request, name).ToNanoseconds())
     except ValueError as error:
         raise BadFilter(f"{name}: {error}") from None
-
-
-def _time(found: tuple[int, Response]) -> int:
-    return found[0]
 
 
 def _answers(make: Callable[[], Awaitable[Message]]) -> Callable[[bytes, Context], Awaitable[None]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Final
+from operator import itemgetter
+from typing import Any, Final, TypeVar
 
 from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.runtime.http.page import PLAIN, Page, Query, text
@@ -16,7 +17,7 @@ JSON_LINES: Final = "application/jsonlines"
 #: The number of lines made per loop iteration. One line takes 0.1 ms.
 _SLICE: Final = 8
 _MOST: Final = 1 << 62
-
+LineT = TypeVar("LineT")
 
 #: Returns an entry as a GetFlowsResponse in JSON's types.
 Shape = Callable[[Entry], dict[str, Any]]
@@ -31,12 +32,7 @@ def lines(ring: FlowRing, shape: Shape, after_ns: int = 0, last: int | None = No
 
 
 async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | None = None) -> Page:
-    """Return the requested entries: the ``last`` N, or those ``after`` a time in nanoseconds.
-
-    Processes answer at slightly different times. Entries that ended during the request are left to the next one.
-    Otherwise a follower, which requests what ended after its newest entry, would miss slightly older entries that
-    another process wrote after its answer.
-    """
+    """Return the requested entries: the ``last`` N, or those ``after`` a time in nanoseconds."""
     began_ns = time.time_ns()
     numbers = []
     for name, default in (("after", 0), ("last", _MOST)):
@@ -48,11 +44,25 @@ async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | No
     found = [each async for each in _slices(lines(ring, shape, after_ns, last))]
     lost = ring.lost(after_ns)
     if more is not None:
-        found = [each for each in sorted([*found, *await more(after_ns, last)]) if each[0] <= began_ns][-last:]
+        found = before([*found, *await more(after_ns, last)], began_ns)[-last:]
     body = "".join(f"{line}\n" for _, line in found)
     if lost:
         body = f'{{"lost_events":{{"source":"HUBBLE_RING_BUFFER","num_events_lost":"{lost}"}}}}\n{body}'
     return Page(content_type=JSON_LINES, body=(body,))
+
+
+def before(found: Iterable[tuple[int, LineT]], began_ns: int) -> list[tuple[int, LineT]]:
+    """Return the entries of several processes in order, without those that ended during the request.
+
+    Processes answer at slightly different times. Entries that ended meanwhile are left to the next request.
+    Otherwise a follower, which requests what ended after its newest entry, would miss slightly older entries that
+    another process wrote after its answer.
+
+    Args:
+        found: times in nanoseconds and entries.
+        began_ns: when the request began.
+    """
+    return sorted((each for each in found if each[0] <= began_ns), key=itemgetter(0))
 
 
 async def _slices(lines: Iterator[tuple[int, str]]) -> AsyncIterator[tuple[int, str]]:

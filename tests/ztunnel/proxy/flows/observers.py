@@ -19,6 +19,7 @@ from tests.ztunnel.proxy.istio.admin.test_server import Harness
 from xds.model.address import SocketAddress
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.flows.observer import Observer, serve
+from ztunnel.proxy.flows.page import More
 from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.flows import shape
@@ -45,11 +46,15 @@ def fill(harness: Harness) -> None:
 
 @asynccontextmanager
 async def serving(
-    harness: Harness, settings: HubbleSettings, node: str = "c1/n1", found: Callable[[], Iterable[Peer]] = tuple
+    harness: Harness,
+    settings: HubbleSettings,
+    node: str = "c1/n1",
+    found: Callable[[], Iterable[Peer]] = tuple,
+    more: More | None = None,
 ) -> AsyncIterator[Observer]:
     """Serve the recorder of a proxy; the address is that of the observer."""
     make = shape(harness.proxy.config)
-    observer = Observer(harness.proxy.metrics.flows, make, None, node=node, settings=settings, found=found)
+    observer = Observer(harness.proxy.metrics.flows, make, more, node=node, settings=settings, found=found)
     before = observer.address = ""
     async with asyncio.TaskGroup() as group:
         task = group.create_task(serve(observer, settings))

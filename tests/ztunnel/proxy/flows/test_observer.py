@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -32,9 +33,11 @@ from xds.proto.hubble.observer.observer_pb2 import (
 )
 from xds.proto.hubble.peer.peer_pb2 import PEER_ADDED, PEER_DELETED, PEER_UPDATED, ChangeNotification
 from ztunnel.proxy.flows import observer as module
+from ztunnel.proxy.flows.hubble import BY_ITSELF
 from ztunnel.proxy.flows.observer import MOST_CALLS, Observer
+from ztunnel.proxy.flows.page import lines
 from ztunnel.proxy.flows.settings import HubbleSettings, Peer, hubble_settings
-from ztunnel.proxy.istio.accounting.flows import peers_in
+from ztunnel.proxy.istio.accounting.flows import peers_in, ring_of, shape
 
 FLOWS = "/observer.Observer/GetFlows"
 MessageT = TypeVar("MessageT", bound=Message)
@@ -190,6 +193,29 @@ def test_following_call_gets_new_flows_and_lost_events(tmp_path: Path) -> None:
             each.cancel()
 
     asked(tmp_path, body, {"ZTUNNEL_FLOWS": "4"})
+
+
+def test_following_call_misses_no_flow_that_a_worker_writes_after_its_answer(tmp_path: Path) -> None:
+    async def check(harness: Harness) -> None:
+        worker = ring_of(16)
+        make = shape(harness.proxy.config)
+
+        async def of_worker(after_ns: int, last: int) -> list[tuple[int, str]]:
+            found = list(lines(worker, make, after_ns, last))
+            if not worker.total:  # a connection of the worker ends after its answer, then one of this process
+                ends = (("10.0.0.1", 4000), ("10.0.0.2", 81))
+                worker.add(time.time(), 0.1, 0.1, (0, 0), ends, b"", 0, (*[None] * 7, "", BY_ITSELF, ""))
+                fill(harness)
+            return found
+
+        settings = HubbleSettings(address=f"unix:{tmp_path}/hubble.sock")
+        async with serving(harness, settings, more=of_worker) as observer, plain(observer) as client:
+            call = client.stream(GetFlowsRequest(follow=True))
+            got = [GetFlowsResponse.FromString(await call.read()) for _ in range(4)]
+            assert got[0].flow.l4.TCP.destination_port == 81
+            call.cancel()
+
+    served(check)
 
 
 def test_calls_for_flows_are_bounded(tmp_path: Path) -> None:
