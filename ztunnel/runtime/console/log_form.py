@@ -35,15 +35,22 @@ class LineFormatter(logging.Formatter):
         level = _LEVELS.get(record.levelname, record.levelname.lower())
         scope = record.name.replace(".", "::")
         message = record.getMessage()
-        if not self._as_json and not message.isprintable():
-            # Parts of messages come from peers. They must not forge a line or send codes to a terminal.
-            message = _UNSAFE.sub(_escaped, message)
+        if not self._as_json:
+            message = one_line(message)
         if record.exc_info:
             message = f"{message}\n{self.formatException(record.exc_info)}"
         if self._as_json:
             fields = {"level": level, "time": time, "scope": scope, "message": message}
             return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
         return f"{time}\t{level}\t{scope.removeprefix('ztunnel::')}\t{message}"
+
+
+def one_line(message: str) -> str:
+    """Return a message with escaped control characters.
+
+    Parts of messages come from peers. They must not forge a line or send codes to a terminal.
+    """
+    return message if message.isprintable() else _UNSAFE.sub(_escaped, message)
 
 
 def _escaped(char: re.Match[str]) -> str:

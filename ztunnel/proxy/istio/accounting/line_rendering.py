@@ -38,7 +38,14 @@ Fields = Iterable[Field | Recurring]
 
 
 # Shared, because json.dumps creates a new encoder on each call with non-default arguments.
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_as_it_is = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_as_ascii = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def encode(value: str | int) -> str:
+    """Return a value as JSON that has no control characters, of which JSON itself escapes only some."""
+    text = _as_it_is(value)
+    return text if text.isprintable() else _as_ascii(value)
 
 
 def plain_field(name: str, value: str | int) -> str:

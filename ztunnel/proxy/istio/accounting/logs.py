@@ -19,6 +19,7 @@ from ztunnel.proxy.istio.accounting.line_rendering import (
     plain_field,
     timestamp,
 )
+from ztunnel.runtime.console.log_form import one_line
 from ztunnel.runtime.line_queue import LineQueue
 from ztunnel.runtime.log_writer import LogFile, LogWriter
 
@@ -261,7 +262,8 @@ class LogStream(logging.Handler):
         except Exception:  # noqa: BLE001  a wrong log format must not fail the caller
             self.handleError(record)
             return
-        self.write(record.created, _level_name(record.levelno), target, message.replace("\n", "\\n"), fields)
+        message = one_line(message) if self.is_plain else message.replace("\n", "\\n")
+        self.write(record.created, _level_name(record.levelno), target, message, fields)
 
     def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
         """Format and pass on one line. The caller has checked the level."""

@@ -138,6 +138,18 @@ def test_lines_of_loggers_pass_the_filter(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("json_lines", [False, True])
+def test_text_of_a_peer_cannot_forge_a_line_or_send_codes_to_a_terminal(tmp_path: Path, json_lines: bool) -> None:
+    said = "x\n2026-11-26T12:00:00.250000Z\tinfo\troot\tforged\r\x1b[2J\u2028\x85\x9b2J"
+    lines = Lines(tmp_path, "info", json_lines=json_lines)
+    lines.stream.emit(logging.LogRecord("ztunnel.x", logging.WARNING, "f", 1, "refused: %s", (said,), None))
+    lines.stream.emit(logging.LogRecord("ztunnel.x", logging.WARNING, "f", 1, "refused error=%s", (said,), None))
+    lines.stream.write_access(1.0, "info", "m", [("src.workload", said), Recurring([("c", said)])], b"")
+    written = list(lines)
+    assert len(written) == 3
+    assert all(line.replace("\t", "").isprintable() for line in written)
+
+
 def test_reset_starts_from_the_first_filter(tmp_path: Path) -> None:
     lines = lines_of(tmp_path, text="error,access=debug")
     lines.stream.change("trace,dns=debug")
