@@ -15,7 +15,7 @@ from typing import Any, Final
 from ztunnel.ask.check.catalogue import UnknownCheck, chosen
 from ztunnel.ask.check.gather import ask_agents, gather_facts
 from ztunnel.ask.check.rules.model import CHECK_RESULT, Check, CheckResult, run
-from ztunnel.ask.inspect.source import ADDRESS, AskFailed, add_source, failed
+from ztunnel.ask.inspect.source import AskFailed, add_source, chose_one, failed
 from ztunnel.runtime.console.output import Answer, Silent, emit
 from ztunnel.runtime.settings import duration_s
 
@@ -68,8 +68,7 @@ def run_command(args: argparse.Namespace) -> int:
         ]
         return emit(Answer(kind=CHECK_RESULT, items=results), args.output)
     # By default all nodes are checked.
-    chose_one = args.pod is not None or args.node is not None or args.address != ADDRESS or args.no_cluster
-    args.all_nodes = args.all_nodes or not (chose_one or args.file is not None)
+    args.all_nodes = args.all_nodes or not (chose_one(args) or args.no_cluster)
     while True:
         try:
             answer = checked(args, checks)

@@ -16,7 +16,7 @@ from ztunnel.ask.inspect.ages import shown_age
 from ztunnel.ask.inspect.envoy_tables import PARAMETERS, certificates, connected_to_ads, connections
 from ztunnel.ask.inspect.fleet import Found, gather, items_of
 from ztunnel.ask.inspect.kinds import age_cell
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed, page_or_none
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, chose_one, failed, page_or_none
 from ztunnel.ask.inspect.tables import cell, is_envoy_dump, mesh_dump
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
@@ -96,10 +96,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ztunnel.ask.inspect.source import ADDRESS
-
-    one = args.pod is not None or args.node is not None or args.address != ADDRESS or args.file is not None
-    args.all_nodes = args.all_nodes or not one
+    args.all_nodes = args.all_nodes or not chose_one(args)
     try:
         if args.watch is not None:
             return watch(lambda: _answer(args), args.watch, args.output, command="nodes")

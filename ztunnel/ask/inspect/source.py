@@ -132,7 +132,7 @@ def add_source(
     what = (
         "the agent's --metrics server at this loopback address" if of_agent else "the admin server at this address"
     )
-    where.add_argument("--address", default=default, metavar="HOST:PORT", help=f"query {what} (default {default})")
+    add_address(where, default, f"query {what} (default {default})")
     beside = "agent of a pod's node" if of_agent else "proxy of a pod, on its node or beside it"
     if own_pod:
         parser.set_defaults(pod=None)
@@ -154,6 +154,30 @@ def add_source(
         )
     add_cluster(parser)
     add_output(parser, forms)
+
+
+def add_address(group: argparse._ActionsContainer, default: str, text: str) -> None:
+    """Add ``--address``, also when given as the default a choice of one proxy: :func:`chose_one`."""
+    group.add_argument("--address", default=default, action=_Address, metavar="HOST:PORT", help=text)
+
+
+class _Address(argparse.Action):
+    """Stores the address, and that there was one: its value can be equal to the default."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option: str | None = None,
+    ) -> None:
+        namespace.address, namespace.chose_address = values, True
+
+
+def chose_one(args: argparse.Namespace) -> bool:
+    """Return whether the flags choose one proxy or a file, for commands that otherwise query all nodes."""
+    chose_address = getattr(args, "chose_address", False)
+    return chose_address or args.pod is not None or args.node is not None or args.file is not None
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from ztunnel.ask.inspect import tables
 from ztunnel.ask.inspect.fleet import gather
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, chose_one, failed
 from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 
@@ -63,11 +63,8 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from ztunnel.ask.inspect.source import ADDRESS
-
-    one = args.pod is not None or args.node is not None or args.address != ADDRESS or args.file is not None
     earlier = argparse.Namespace(**{**vars(args), "file": args.archive, "pod": None, "all_nodes": False})
-    args.all_nodes = args.all_nodes or not one
+    args.all_nodes = args.all_nodes or not chose_one(args)
     try:
         before, after = gather(earlier, state_of), gather(args, state_of)
     except AskFailed as error:

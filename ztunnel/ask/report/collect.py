@@ -66,7 +66,7 @@ def collect(args: argparse.Namespace, bounds: Bounds, done: Callable[[str, Colle
         _pages(found, args.address, PAGES, "proxy", bounds)
         if not found.files:
             raise AskFailed("; ".join(found.missing[:1]) or "no page was answered")
-        if args.stats_address and not bounds.quick:
+        if args.stats_address:
             _metrics(found, lambda: contextlib.nullcontext(args.stats_address), bounds)
         done("", found)
         return {}

@@ -23,7 +23,7 @@ from ztunnel.ask.check.catalogue import CATALOGUE
 from ztunnel.ask.check.command import answer_of
 from ztunnel.ask.check.gather import ask_agents, gather_facts
 from ztunnel.ask.check.rules.model import Facts, run
-from ztunnel.ask.inspect.source import ADDRESS, AskFailed, add_cluster, failed
+from ztunnel.ask.inspect.source import ADDRESS, AskFailed, add_address, add_cluster, chose_one, failed
 from ztunnel.ask.report.collect import Bounds, Collected, collect
 from ztunnel.ask.report.scrub import Redaction, names_in, names_of, reduced, scrub
 from ztunnel.runtime.console.output import document
@@ -49,9 +49,7 @@ def add_arguments(subparsers: Any) -> None:
     where = command.add_argument_group("the proxies that are asked (default: all)").add_mutually_exclusive_group()
     where.add_argument("--node", metavar="NAME", help="collect from the proxy of this node only")
     where.add_argument("--pod", metavar="NAME.NAMESPACE", help="collect from this pod's proxy only")
-    where.add_argument(
-        "--address", default=ADDRESS, metavar="HOST:PORT", help="collect from this admin server only"
-    )
+    add_address(where, ADDRESS, "collect from this admin server only")
     command.add_argument(
         "--stats-address", default="", metavar="HOST:PORT", help="with --address: the server of the metrics page"
     )
@@ -75,7 +73,7 @@ def add_arguments(subparsers: Any) -> None:
 
 def run_command(args: argparse.Namespace) -> int:
     """Write the archive and return the exit status."""
-    args.all_nodes = args.node is None and args.pod is None and args.address == ADDRESS
+    args.all_nodes = not chose_one(args)
     args.agents = ask_agents(args) if args.all_nodes else {}
     try:
         bounds = Bounds(until_s=time.monotonic() + duration_s(args.limit), since=args.since, quick=args.quick)

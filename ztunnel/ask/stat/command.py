@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ztunnel.ask.inspect.fleet import Found, gather
-from ztunnel.ask.inspect.source import ADDRESS, AskFailed, Pages, add_source, failed
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, chose_one, failed
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.ask.stat.graph import dot
 from ztunnel.ask.stat.traffic import (
@@ -88,8 +88,7 @@ def add_arguments(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print, and return the exit status."""
-    one = args.pod is not None or args.node is not None or args.address != ADDRESS or args.file is not None
-    args.all_nodes = args.all_nodes or not one
+    args.all_nodes = args.all_nodes or not chose_one(args)
     try:
         window_s = duration_s(args.window)
     except ValueError as error:

@@ -15,6 +15,7 @@ from tests.ztunnel.ask.inspect.test_kubectl import pod
 from ztunnel.ask.inspect.fleet import MOST_AT_ONCE, ask_all
 from ztunnel.ask.inspect.kubectl import PROXY, Kubectl
 from ztunnel.ask.inspect.nodes import NODE_STATUS, of_mesh
+from ztunnel.ask.inspect.source import ADDRESS
 from ztunnel.cli import main
 from ztunnel.runtime.console.output import Answer, table
 
@@ -231,3 +232,22 @@ def test_a_node_of_the_other_dialect_is_named(cluster: Path, capsys: Output) -> 
     said = capsys.readouterr()
     assert {line.split()[0] for line in said.out.splitlines()[1:]} == {"n1"}
     assert said.err.startswith("no answer from node n2: its table is one of EnvoyConnection, not of Connection")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nodes"],
+        ["stat", "--total"],
+        ["edges", "--total"],
+        ["changes", "DUMP"],
+        ["bug-report", "ARCHIVE", "--no-cluster", "--quick"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_default_address_is_a_choice_as_well(words: list[str], cluster: Path) -> None:
+    """These commands query all nodes without it; a laptop has no nodes, and an archive of all is another one."""
+    files = {"DUMP": str(cluster / "dump"), "ARCHIVE": str(cluster / "archive")}
+    (cluster / "dump").write_text(json.dumps(RUST))
+    main([*(files.get(word, word) for word in words), "--address", ADDRESS])
+    assert not (cluster / "calls").exists()

@@ -121,10 +121,11 @@ def test_names_are_replaced_on_request(cluster: Path) -> None:
         assert b"10.96.0.7" not in data, name
 
 
-def test_one_proxy_without_a_cluster(tmp_path: Path, capsys: Output) -> None:
+@pytest.mark.parametrize("quick", [[], ["--quick"]])
+def test_one_proxy_without_a_cluster(quick: list[str], tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "one.tar.gz"
     with pages({"/config_dump": json.dumps(RUST).encode(), "/metrics": b"a 1\n"}) as address:
-        words = [str(path), "--no-cluster", "--address", address, "--stats-address", address]
+        words = [str(path), "--no-cluster", "--address", address, "--stats-address", address, *quick]
         assert main(["bug-report", *words, "--limit", "5s"]) == 0
     assert "nodes/node/proxy/metrics" in Archive.read(str(path)).files
 
