@@ -55,6 +55,20 @@ class WriteCounts:
     dropped: Count = field(default_factory=PlainCount)
 
 
+class WriteFailed(Exception):
+    """A file has not taken all bytes.
+
+    Attributes:
+        error: the reason.
+        lost: the bytes that were not written.
+    """
+
+    def __init__(self, error: OSError, lost: bytes) -> None:
+        super().__init__(error, lost)
+        self.error = error
+        self.lost = lost
+
+
 class LogFile:
     """A file or standard stream, which loggers may share.
 
@@ -69,6 +83,7 @@ class LogFile:
         self._size = 0
         self._complained_s: float | None = None
         self._lost = 0
+        self._torn = False  # whether the file ends in the middle of a line
 
     def append(self, line: bytes) -> bool:
         """Queue one or more complete lines. Return whether enough are queued for a write."""
@@ -86,18 +101,28 @@ class LogFile:
     def write(self, data: bytes) -> None:
         """Write all of ``data``, however long that takes; called by the writer's thread.
 
+        If only a part of the last line was written before, ``data`` begins on a new line.
+
         Raises:
-            OSError: the rest of ``data`` is lost.
+            WriteFailed: the rest of ``data`` is lost.
         """
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(self._fd, view) :]
-            except BlockingIOError:
-                # Standard output can be a pipe that the parent process made non-blocking.
-                waiting = select.poll()
-                waiting.register(self._fd, select.POLLOUT)
-                waiting.poll()
+        all_data = b"\n" + data if self._torn else data
+        view = memoryview(all_data)
+        try:
+            while view:
+                try:
+                    view = view[os.write(self._fd, view) :]
+                except BlockingIOError:
+                    # Standard output can be a pipe that the parent process made non-blocking.
+                    waiting = select.poll()
+                    waiting.register(self._fd, select.POLLOUT)
+                    waiting.poll()
+        except OSError as error:
+            written = all_data[: len(all_data) - len(view)]
+            if written:
+                self._torn = not written.endswith(b"\n")
+            raise WriteFailed(error, bytes(view[-len(data) :])) from None
+        self._torn = False
 
     def failed(self, error: OSError, lost: int, now_s: float) -> str | None:
         """Count ``lost`` bytes. Return a report to log, or None within ``COMPLAIN_EVERY_S`` of the last report."""
@@ -116,6 +141,7 @@ class LogFile:
         """
         if self.path not in _STANDARD:
             old, self._fd = self._fd, _open(self.path)
+            self._torn = False
             os.close(old)
 
     def close(self) -> None:
@@ -222,10 +248,10 @@ class LogWriter:
         try:
             file.write(data)
             self.counts.completed.value += 1
-        except OSError as error:
+        except WriteFailed as failed:
             self.counts.failed.value += 1
-            self.counts.dropped.value += data.count(b"\n")
-            report = file.failed(error, len(data), time.monotonic())
+            self.counts.dropped.value += failed.lost.count(b"\n")
+            report = file.failed(failed.error, len(failed.lost), time.monotonic())
             if report is not None:
                 log.warning("log file %s", report)
         finally:

@@ -1,5 +1,6 @@
 """Log files that cannot be written: lines are lost and counted, the process stays idle, the report stays rare."""
 
+import errno
 import logging
 import os
 import threading
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ztunnel.runtime.log_writer import COMPLAIN_EVERY_S, LogFile, LogWriter
+from ztunnel.runtime.log_writer import COMPLAIN_EVERY_S, LogFile, LogWriter, WriteFailed
 
 
 class LogsInto(logging.Handler):
@@ -51,6 +52,34 @@ def test_reports_of_one_file_are_rare_and_add_up() -> None:
     assert file.failed(error, 10, COMPLAIN_EVERY_S - 1) is None
     assert file.failed(error, 10, COMPLAIN_EVERY_S) == "/dev/full: No space left on device; 20 bytes lost"
     file.close()
+
+
+def test_a_line_cut_by_a_full_disk_ends_before_the_next_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, room = tmp_path / "log", 0
+    write = os.write
+
+    def limited(fd: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = write(fd, data[:room])
+        room -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", limited)
+    file = LogFile(str(path))
+    lost = []
+    for allowed, data in ((7, b"one\ntwo\nthree\n"), (0, b"four\n"), (4, b"five\n"), (9, b"six\n"), (9, b"7\n")):
+        room = allowed
+        try:
+            file.write(data)
+        except WriteFailed as failed:
+            lost.append(failed.lost)
+    file.close()
+    assert path.read_text() == "one\ntwo\nfiv\nsix\n7\n"
+    assert lost == [b"\nthree\n", b"four\n", b"e\n"]
 
 
 def test_a_pipe_without_a_reader_loses_lines_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
