@@ -43,7 +43,7 @@ from xds.proto.pool import POOL
 from ztunnel import __version__
 from ztunnel.proxy.flows.filters import BadFilter, compiled
 from ztunnel.proxy.flows.page import More, Shape, before
-from ztunnel.proxy.flows.ring import FlowRing
+from ztunnel.proxy.flows.ring import FlowRing, RingCounts
 from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 
 log = logging.getLogger(__name__)
@@ -164,15 +164,16 @@ class Observer:
             found, newest_ns = await self._newest(number, until_ns, test)
         for each in found:
             await _write(context, _message(each))
+
+        async def report(lost: int) -> None:
+            event = GetFlowsResponse(node_name=self._node)
+            event.lost_events.source, event.lost_events.num_events_lost = HUBBLE_RING_BUFFER, lost
+            event.time.FromNanoseconds(time.time_ns())
+            await _write(context, event)
+
         while request.follow:
             await asyncio.sleep(_AGAIN_S)
-            lost = self._ring.lost(newest_ns)
-            if lost:
-                event = GetFlowsResponse(node_name=self._node)
-                event.lost_events.source, event.lost_events.num_events_lost = HUBBLE_RING_BUFFER, lost
-                event.time.FromNanoseconds(time.time_ns())
-                await _write(context, event)
-            async for time_ns, each in self._read(newest_ns):
+            async for time_ns, each in self._read(newest_ns, report=report):
                 newest_ns = max(newest_ns, time_ns)
                 if test(each["flow"]):
                     await _write(context, _message(each))
@@ -196,13 +197,20 @@ class Observer:
                 return found[-number:], newest_ns
             last *= 8
 
-    async def _read(self, after_ns: int, last: int = _MOST) -> AsyncIterator[tuple[int, Response]]:
+    async def _read(
+        self, after_ns: int, last: int = _MOST, report: Callable[[int], Awaitable[None]] | None = None
+    ) -> AsyncIterator[tuple[int, Response]]:
         """Yield at most ``last`` connections that ended after a time, oldest first. Lets the event loop run in
-        between.
+        between. If there were others that are lost, first calls ``report`` with their least number.
         """
-        began_ns, entries = time.time_ns(), self._ring.entries(after_ns, last)
+        began_ns, entries, lost = time.time_ns(), self._ring.entries(after_ns, last), self._ring.lost(after_ns)
+        lines: list[tuple[int, str]] = []
         if self._more is not None:
-            lines = await self._more(after_ns, last)
+            lines, others = await self._more(after_ns, last)
+            lost += others.lost
+        if lost and report is not None:
+            await report(lost)
+        if self._more is not None:
             own = [(entry.ended_ns, self._shape(entry)) for entry in entries]
             for both in before([*own, *((at, json.loads(line)) for at, line in lines)], began_ns)[-last:]:
                 yield both
@@ -215,25 +223,23 @@ class Observer:
     # About the service
 
     async def _status(self) -> Message:
-        recent = sum(1 for _ in self._ring.entries(time.time_ns() - _MINUTE_NS))
+        recent = len([each async for each in self._read(time.time_ns() - _MINUTE_NS)])
         answer = ServerStatusResponse(version=__version__, flows_rate=recent / 60)
-        self._number(answer)
+        await self._number(answer)
         answer.num_connected_nodes.value = 1
         answer.num_unavailable_nodes.SetInParent()
         return answer
 
-    def _number(self, answer: ServerStatusResponse | Node) -> None:
-        ring = self._ring
-        answer.num_flows, answer.max_flows, answer.seen_flows = (
-            min(ring.total, ring.capacity),
-            ring.capacity,
-            ring.total,
-        )
+    async def _number(self, answer: ServerStatusResponse | Node) -> None:
+        counts = self._ring.counts()
+        if self._more is not None:
+            counts = RingCounts.added((counts, (await self._more(time.time_ns(), 1)).ring))
+        answer.num_flows, answer.max_flows, answer.seen_flows = counts.held, counts.capacity, counts.total
         answer.uptime_ns = int((time.monotonic() - self._began_s) * 1e9)
 
     async def _nodes(self) -> Message:
         node = Node(name=self._node, version=__version__, address=self.address)
-        self._number(node)
+        await self._number(node)
         node.state = NODE_CONNECTED
         node.tls.enabled = bool(self._settings.tls)
         if self._settings.tls:

@@ -8,9 +8,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from itertools import islice
 from operator import itemgetter
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
-from ztunnel.proxy.flows.ring import Entry, FlowRing
+from ztunnel.proxy.flows.ring import Entry, FlowRing, RingCounts
 from ztunnel.runtime.http.page import PLAIN, Page, Query, text
 
 JSON_LINES: Final = "application/jsonlines"
@@ -21,8 +21,22 @@ LineT = TypeVar("LineT")
 
 #: Returns an entry as a GetFlowsResponse in JSON's types.
 Shape = Callable[[Entry], dict[str, Any]]
-#: Returns the flow lines of other processes, selected by ``after`` and ``last``.
-More = Callable[[int, int], Awaitable[list[tuple[int, str]]]]
+
+
+class OtherFlows(NamedTuple):
+    """The flows of other processes.
+
+    Attributes:
+        lines: entries as (time in nanoseconds, JSON line).
+        ring: the sum of their rings' counts.
+    """
+
+    lines: list[tuple[int, str]]
+    ring: RingCounts = RingCounts()
+
+
+#: Returns the flows of other processes, selected by ``after`` and ``last``.
+More = Callable[[int, int], Awaitable[OtherFlows]]
 
 
 def lines(ring: FlowRing, shape: Shape, after_ns: int = 0, last: int | None = None) -> Iterator[tuple[int, str]]:
@@ -44,7 +58,9 @@ async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | No
     found = [each async for each in _slices(lines(ring, shape, after_ns, last))]
     lost = ring.lost(after_ns)
     if more is not None:
-        found = before([*found, *await more(after_ns, last)], began_ns)[-last:]
+        others = await more(after_ns, last)
+        found = before([*found, *others.lines], began_ns)[-last:]
+        lost += others.ring.lost
     body = "".join(f"{line}\n" for _, line in found)
     if lost:
         body = f'{{"lost_events":{{"source":"HUBBLE_RING_BUFFER","num_events_lost":"{lost}"}}}}\n{body}'

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 #: The default number of connections kept; about 200 octets each.
@@ -61,6 +61,26 @@ class Entry(NamedTuple):
     outbound: bool
     secured: bool
     refs: tuple[Any, ...]
+
+
+class RingCounts(NamedTuple):
+    """How full rings are.
+
+    Attributes:
+        held, capacity: the numbers of entries that are kept, and that can be kept.
+        total: the number of entries written since the start.
+        lost: how many entries after a time were overwritten, at least.
+    """
+
+    held: int = 0
+    capacity: int = 0
+    total: int = 0
+    lost: int = 0
+
+    @classmethod
+    def added(cls, counts: Iterable[RingCounts]) -> RingCounts:
+        """Return the sum of the counts of several rings."""
+        return cls(*map(sum, zip(cls(), *counts, strict=True)))
 
 
 class FlowRing:
@@ -182,6 +202,10 @@ class FlowRing:
         if not after_ns or self.total <= self.capacity or not self.capacity:
             return 0
         return 1 if self._ended(self.total % self.capacity) > after_ns else 0
+
+    def counts(self, after_ns: int = 0) -> RingCounts:
+        """Return how full the ring is, and how many entries newer than ``after_ns`` it has lost."""
+        return RingCounts(min(self.total, self.capacity), self.capacity, self.total, self.lost(after_ns))
 
     def _ended(self, slot: int) -> int:
         return int.from_bytes(self._slots[slot * _SLOT.size : slot * _SLOT.size + 8], "little")

@@ -35,7 +35,7 @@ from xds.proto.hubble.peer.peer_pb2 import PEER_ADDED, PEER_DELETED, PEER_UPDATE
 from ztunnel.proxy.flows import observer as module
 from ztunnel.proxy.flows.hubble import BY_ITSELF
 from ztunnel.proxy.flows.observer import MOST_CALLS, Observer
-from ztunnel.proxy.flows.page import lines
+from ztunnel.proxy.flows.page import OtherFlows, lines
 from ztunnel.proxy.flows.settings import HubbleSettings, Peer, hubble_settings
 from ztunnel.proxy.istio.accounting.flows import peers_in, ring_of, shape
 
@@ -200,8 +200,8 @@ def test_following_call_misses_no_flow_that_a_worker_writes_after_its_answer(tmp
         worker = ring_of(16)
         make = shape(harness.proxy.config)
 
-        async def of_worker(after_ns: int, last: int) -> list[tuple[int, str]]:
-            found = list(lines(worker, make, after_ns, last))
+        async def of_worker(after_ns: int, last: int) -> OtherFlows:
+            found = OtherFlows(list(lines(worker, make, after_ns, last)))
             if not worker.total:  # a connection of the worker ends after its answer, then one of this process
                 ends = (("10.0.0.1", 4000), ("10.0.0.2", 81))
                 worker.add(time.time(), 0.1, 0.1, (0, 0), ends, b"", 0, (*[None] * 7, "", BY_ITSELF, ""))
@@ -213,6 +213,36 @@ def test_following_call_misses_no_flow_that_a_worker_writes_after_its_answer(tmp
             call = client.stream(GetFlowsRequest(follow=True))
             got = [GetFlowsResponse.FromString(await call.read()) for _ in range(4)]
             assert got[0].flow.l4.TCP.destination_port == 81
+            call.cancel()
+
+    served(check)
+
+
+def test_flows_and_losses_of_workers_are_counted(tmp_path: Path) -> None:
+    async def check(harness: Harness) -> None:
+        worker = ring_of(2)
+        make = shape(harness.proxy.config)
+        ends = (("10.0.0.1", 4000), ("10.0.0.2", 81))
+
+        async def of_worker(after_ns: int, last: int) -> OtherFlows:
+            return OtherFlows(list(lines(worker, make, after_ns, last)), worker.counts(after_ns))
+
+        def end_connections() -> None:
+            for _ in range(3):
+                worker.add(time.time(), 0.1, 0.1, (0, 0), ends, b"", 0, (*[None] * 7, "", BY_ITSELF, ""))
+
+        settings = HubbleSettings(address=f"unix:{tmp_path}/hubble.sock")
+        async with serving(harness, settings, more=of_worker) as observer, plain(observer) as client:
+            end_connections()
+            status = await client.ask("/observer.Observer/ServerStatus", ServerStatusResponse)
+            assert (status.num_flows, status.seen_flows, status.max_flows) == (2, 3, 4098)
+            assert status.flows_rate == 2 / 60
+            (node,) = (await client.ask("/observer.Observer/GetNodes", GetNodesResponse)).nodes
+            assert (node.num_flows, node.seen_flows) == (2, 3)
+            call = client.stream(GetFlowsRequest(follow=True, number=1))
+            assert GetFlowsResponse.FromString(await call.read()).HasField("flow")
+            end_connections()
+            assert GetFlowsResponse.FromString(await call.read()).lost_events.num_events_lost == 1
             call.cancel()
 
     served(check)

@@ -5,7 +5,7 @@ import json
 import time
 from typing import Any
 
-from ztunnel.proxy.flows.page import flows_page, lines
+from ztunnel.proxy.flows.page import OtherFlows, flows_page, lines
 from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.runtime.http.page import Query
 
@@ -22,12 +22,12 @@ def shape(entry: Entry) -> dict[str, Any]:
 def test_follower_gets_entries_written_between_the_answers_of_two_processes() -> None:
     first, second = FlowRing(), FlowRing()
 
-    async def of_workers(after_ns: int, last: int) -> list[tuple[int, str]]:
+    async def of_workers(after_ns: int, last: int) -> OtherFlows:
         found = list(lines(first, shape, after_ns, last))
         if not first.total:
             end_connection(first)
             end_connection(second)
-        return [*found, *lines(second, shape, after_ns, last)]
+        return OtherFlows([*found, *lines(second, shape, after_ns, last)])
 
     async def follow() -> list[int]:
         got = [0]
@@ -38,3 +38,17 @@ def test_follower_gets_entries_written_between_the_answers_of_two_processes() ->
 
     got = asyncio.run(follow())
     assert got == sorted(each.ended_ns for ring in (first, second) for each in ring.entries())
+
+
+def test_lost_entries_of_a_worker_are_reported() -> None:
+    worker = FlowRing(2)
+    for _ in range(3):
+        end_connection(worker)
+
+    async def of_worker(after_ns: int, last: int) -> OtherFlows:
+        return OtherFlows(list(lines(worker, shape, after_ns, last)), worker.counts(after_ns))
+
+    page = asyncio.run(flows_page(Query((("after", "1"),)), FlowRing(), shape, of_worker))
+    first, *others = "".join(map(str, page.body)).splitlines()
+    assert json.loads(first)["lost_events"]["num_events_lost"] == "1"
+    assert len(others) == 2

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from hbone.aio.poller import Poller
 from xds.model.mesh import Mesh
 from ztunnel.proxy.dataplane.handover import page as handover_page
+from ztunnel.proxy.flows.page import OtherFlows
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.certificates.manager import CertificateManager
@@ -44,7 +45,7 @@ class InspectedWorkers(Protocol):
     async def connections(self) -> dict[RunningPod, Connections]:
         """Return the open connections by pod."""
 
-    async def flows(self, after_ns: int, last: int) -> list[tuple[int, str]]:
+    async def flows(self, after_ns: int, last: int) -> OtherFlows:
         """Return the last ended connections as (time in nanoseconds, JSON line), oldest first."""
 
     def carriers(self) -> list[Carry]:

@@ -30,6 +30,8 @@ from tproxy.errors import TproxyError
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Changes
 from ztunnel.proxy.dataplane.gauges import Gauge
+from ztunnel.proxy.flows.page import OtherFlows
+from ztunnel.proxy.flows.ring import RingCounts
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.admin.inspected import Connections
 from ztunnel.proxy.istio.certificates.manager import CertificateManager, WorkloadCertificate
@@ -542,12 +544,15 @@ class Workers:
         else:
             worker.counts = [part.counts for part in found if isinstance(part, CountsPart)]
 
-    async def flows(self, after_ns: int, last: int) -> list[tuple[int, str]]:
-        """Return the last connections that ended in workers as (time in nanoseconds, JSON line), oldest first."""
+    async def flows(self, after_ns: int, last: int) -> OtherFlows:
+        """Return the last connections that ended in workers, oldest first."""
         wanted = GetFlows(after_ns=after_ns, last=last)
         running = [worker for worker in self._running.values() if worker.synced]
         found = await asyncio.gather(*(_flows_of(worker, wanted) for worker in running))
-        return sorted(line for lines in found for line in lines)
+        return OtherFlows(
+            sorted(line for each in found for line in each.lines),
+            RingCounts.added(each.ring for each in found),
+        )
 
     async def connections(self) -> dict[RunningPod, Connections]:
         """Return the open connections by pod, except for workers that do not answer in time."""
@@ -571,15 +576,19 @@ class Workers:
         return {pods[number]: connections for number, connections in found.items()}
 
 
-async def _flows_of(worker: WorkerProcess, request: GetFlows) -> list[tuple[int, str]]:
-    """Return a worker's flow lines, or an empty list if the worker does not answer in time or has ended."""
+async def _flows_of(worker: WorkerProcess, request: GetFlows) -> OtherFlows:
+    """Return a worker's flows, or none if the worker does not answer in time or has ended."""
     try:
         async with asyncio.timeout(_PAGE_S):
             parts = await worker.channel.request(request)
     except (TimeoutError, ChannelClosed, Refused):
-        return []
-    # A worker can be compromised by a peer, so a line with a line break is rejected.
-    return [line for part in parts if isinstance(part, FlowsPart) for line in part.lines if "\n" not in line[1]]
+        return OtherFlows([])
+    found = [part for part in parts if isinstance(part, FlowsPart)]
+    return OtherFlows(
+        # A worker can be compromised by a peer, so a line with a line break is rejected.
+        [line for part in found for line in part.lines if "\n" not in line[1]],
+        RingCounts.added(part.ring for part in found),
+    )
 
 
 async def _refuse_notification(message: Notification, descriptors: Descriptors) -> None:

@@ -25,6 +25,7 @@ from xds.model.authorization import AuthorizationPolicy
 from xds.model.identity import SpiffeId
 from xds.model.service import Service
 from xds.model.workload import Workload
+from ztunnel.proxy.flows.ring import RingCounts
 from ztunnel.proxy.istio.accounting.metrics import Counts
 from ztunnel.proxy.istio.settings.config import IstioConfig, PodName
 from ztunnel.proxy.tap.request import TapRequest, Totals
@@ -290,9 +291,14 @@ class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FlowsPart(Struct, frozen=True, tag=True):
-    """Some ended connections, each as a time in nanoseconds and a line of JSON."""
+    """Some ended connections, each as a time in nanoseconds and a line of JSON.
 
-    lines: tuple[tuple[int, str], ...]
+    Attributes:
+        ring: the counts of the worker's flight recorder, in the first part, which has no lines.
+    """
+
+    lines: tuple[tuple[int, str], ...] = ()
+    ring: RingCounts = RingCounts()
 
 
 class TapTotals(Struct, frozen=True, tag=True):

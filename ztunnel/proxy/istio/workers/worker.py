@@ -409,7 +409,9 @@ class Worker:
                 for entries in _connections(dict(carrier.pods)):
                     yield entries
             case GetFlows(after_ns=after_ns, last=last):
-                found = flow_page.lines(carrier.metrics.flows, shape(carrier.config), after_ns, last)
+                ring = carrier.metrics.flows
+                yield FlowsPart(ring=ring.counts(after_ns))
+                found = flow_page.lines(ring, shape(carrier.config), after_ns, last)
                 while some := tuple(islice(found, _ENTRIES_PER_PART)):
                     yield FlowsPart(some)
             case TapPod(wanted):
