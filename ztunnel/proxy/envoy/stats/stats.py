@@ -255,7 +255,7 @@ class Stats:
 class Scope:
     """Metrics with a common prefix and labels. :meth:`close` removes exactly these metrics."""
 
-    __slots__ = ("_closed", "_family", "_labels", "_names", "_stats", "prefix")
+    __slots__ = ("_ended", "_family", "_labels", "_names", "_parent", "_stats", "prefix")
 
     def __init__(
         self,
@@ -263,14 +263,15 @@ class Scope:
         prefix: str,
         family: str,
         labels: Labels,
-        names: set[str | tuple[str, int]] | None = None,
+        parent: "Scope | None" = None,
     ) -> None:
         self._stats = stats
         self.prefix = prefix
         self._family = family
         self._labels = labels
-        self._names: set[str | tuple[str, int]] = set() if names is None else names
-        self._closed = False
+        self._parent = parent
+        self._names: set[str | tuple[str, int]] = set() if parent is None else parent._names
+        self._ended = False
 
     def counter(self, name: str) -> Counter:
         """Return the counter ``<prefix>.<name>``."""
@@ -294,17 +295,20 @@ class Scope:
 
     def text(self, name: str, read: Callable[[], str]) -> None:
         """Register the text readout ``<prefix>.<name>``."""
+        if self._closed:
+            return
         self._names.add(self.prefix + name)
         self._stats.add_text(TextReadout(self.prefix + name, read))
 
     def scope(self, name: str) -> "Scope":
         """Return a scope below this scope, with the same labels. Closing this scope also closes the new scope."""
         clean = sanitised(name)
-        return Scope(self._stats, f"{self.prefix}{clean}.", self._family_of(clean), self._labels, self._names)
+        return Scope(self._stats, f"{self.prefix}{clean}.", self._family_of(clean), self._labels, self)
 
     def declare(self, declared: tuple[Declared, ...], owner: object) -> None:
         """Declare metrics that are created on first use. A later owner of this scope replaces ``owner``."""
-        self._names.add(self._stats.declare(self, declared, owner))
+        if not self._closed:
+            self._names.add(self._stats.declare(self, declared, owner))
 
     def withdraw(self, declared: tuple[Declared, ...]) -> None:
         """Undo :meth:`declare` for this scope, no matter which owner called it. Idempotent."""
@@ -323,7 +327,11 @@ class Scope:
     def close(self) -> None:
         """Remove all metrics of the scope. Later counts appear on no page. Idempotent."""
         self._stats.remove(self._names)
-        self._closed = True
+        self._ended = True
+
+    @property
+    def _closed(self) -> bool:
+        return self._ended or (self._parent is not None and self._parent._closed)
 
     def _add(self, metric: Metric) -> Metric:
         if self._closed:

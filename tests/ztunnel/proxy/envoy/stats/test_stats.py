@@ -135,3 +135,18 @@ def test_handshake_parameters_are_counted_under_envoys_names() -> None:
         "curves.P-256": 1,
         "curves.X25519MLKEM768": 1,
     }
+
+
+def test_counts_below_a_closed_scope_appear_on_no_page() -> None:
+    stats = Stats()
+    scope = cluster_scope(stats, "removed")
+    before = scope.scope("ssl")
+    before.counter("handshake").value += 1
+    scope.close()
+    # A handshake can end after its cluster was removed.
+    for ssl in (before, scope.scope("ssl")):
+        count_parameters(ssl, "TLSv1.3", "TLS_AES_128_GCM_SHA256", "x25519")
+        ssl.text("text", str)
+        ssl.declare((Declared("declared", Counter),), None)
+    assert list(stats) == []
+    assert stats.texts == []
