@@ -27,7 +27,8 @@ class OriginalHosts:
         return len(self._found)
 
     def __iter__(self) -> Iterator[Host]:
-        return (host for host, _ in self._found.values())
+        """Iterate over a copy, because pages are made in steps, between which connections add and remove hosts."""
+        return iter([host for host, _ in self._found.values()])
 
     def choose(self, info: StreamInfo, now: float) -> Host | None:
         """Return the host for a connection, created if its address is new. None if there is no address."""
