@@ -72,13 +72,14 @@ def before(found: Iterable[tuple[int, LineT]], began_ns: int) -> list[tuple[int,
 
     Processes answer at slightly different times. Entries that ended meanwhile are left to the next request.
     Otherwise a follower, which requests what ended after its newest entry, would miss slightly older entries that
-    another process wrote after its answer.
+    another process wrote after its answer. An entry of a later time than now is from before the clock was set back.
 
     Args:
         found: times in nanoseconds and entries.
         began_ns: when the request began.
     """
-    return sorted((each for each in found if each[0] <= began_ns), key=itemgetter(0))
+    now_ns = time.time_ns()
+    return sorted((each for each in found if not began_ns < each[0] <= now_ns), key=itemgetter(0))
 
 
 async def _slices(lines: Iterator[tuple[int, str]]) -> AsyncIterator[tuple[int, str]]:

@@ -10,9 +10,9 @@ from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.runtime.http.page import Query
 
 
-def end_connection(ring: FlowRing) -> None:
+def end_connection(ring: FlowRing, in_s: float = 0.0) -> None:
     ends = (("10.0.0.1", 4000), ("10.0.0.2", 80))
-    ring.add(time.time(), 0.1, 0.1, (0, 0), ends, b"", 0, ("",) * 8)
+    ring.add(time.time() + in_s, 0.1, 0.1, (0, 0), ends, b"", 0, ("",) * 8)
 
 
 def shape(entry: Entry) -> dict[str, Any]:
@@ -52,3 +52,15 @@ def test_lost_entries_of_a_worker_are_reported() -> None:
     first, *others = "".join(map(str, page.body)).splitlines()
     assert json.loads(first)["lost_events"]["num_events_lost"] == "1"
     assert len(others) == 2
+
+
+def test_entries_of_the_time_before_the_clock_was_set_back_are_shown() -> None:
+    worker = FlowRing()
+    end_connection(worker, in_s=3600.0)
+    end_connection(worker)
+
+    async def of_worker(after_ns: int, last: int) -> OtherFlows:
+        return OtherFlows(list(lines(worker, shape, after_ns, last)))
+
+    page = asyncio.run(flows_page(Query(), FlowRing(), shape, of_worker))
+    assert len("".join(map(str, page.body)).splitlines()) == 2
