@@ -72,7 +72,7 @@ def before(found: Iterable[tuple[int, LineT]], began_ns: int) -> list[tuple[int,
 
     Processes answer at slightly different times. Entries that ended meanwhile are left to the next request.
     Otherwise a follower, which requests what ended after its newest entry, would miss slightly older entries that
-    another process wrote after its answer. An entry of a later time than now is from before the clock was set back.
+    another process wrote after its answer. An entry later than now is from before the clock was set back.
 
     Args:
         found: times in nanoseconds and entries.
