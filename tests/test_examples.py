@@ -1,5 +1,7 @@
 """Checks that the files of ``examples/``, and those printed in their documentation, load and run."""
 
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -24,6 +26,21 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 def ztunnel(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ztunnel", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def tries() -> list[str]:
+    """Return the commands of the page about the examples that end by themselves."""
+    found = re.findall(r"\| `([^`|]*\bztunnel [^`|]*)` \|$", (EXAMPLES / "README.md").read_text(), re.MULTILINE)
+    return [line for line in found if " agent " not in line and not line.endswith("ztunnel proxy")]
+
+
+@pytest.mark.parametrize("line", tries())
+def test_each_command_of_the_page_works(line: str) -> None:
+    path = f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+    done = subprocess.run(
+        ["sh", "-c", line], cwd=EXAMPLES.parent, env={**os.environ, "PATH": path}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr.decode()[:200] if done.returncode else "") == (0, "")
 
 
 def test_the_example_mesh_file_is_valid() -> None:

@@ -1,18 +1,24 @@
 """Variables, commands and files that README.md and docs/ mention exist in the code."""
 
 import re
+from argparse import ArgumentParser
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from ztunnel.cli import _parser
 from ztunnel.proxy.istio.environment import config_from
+from ztunnel.runtime.console.subcommands import subcommands
 from ztunnel.runtime.process import under_holder
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 RUNNING = (ROOT / "docs/running.md").read_text()
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("tests/*/*.md")]
+    path
+    for folder in (".", "docs", "bench", "deploy", "examples", "tests/*")
+    for path in ROOT.glob(f"{folder}/*.md")
 )
 #: Upstream's, too, though their names begin like ours.
 SHARED = {
@@ -59,3 +65,54 @@ def test_the_first_screen_has_a_picture_the_commands_and_both_modes() -> None:
     assert "make demo " in first
     assert "make test " in first
     assert "make demo MODE=inpod" in first
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_section_that_a_link_names_exists(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([\w./-]*)#([\w-]+)\)", document.read_text())
+    assert [
+        (page, anchor)
+        for page, anchor in links
+        if anchor not in anchors(document.parent / page if page else document)
+    ] == []
+
+
+def commands(parser: ArgumentParser, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], set[str]]]:
+    """Yield the words of each command, and the long flags of it and of its sub-commands."""
+    flags = {name for action in parser._actions for name in action.option_strings}
+    for name, command in subcommands(parser).items():
+        if isinstance(command, ArgumentParser):
+            below = [*commands(command, (*words, name))]
+            yield from below
+            flags |= below[-1][1]
+    yield words, flags
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_flag_of_a_command_in_the_documents_exists(document: Path) -> None:
+    known = dict(commands(_parser(["help"])))
+    wrong = []
+    for line in re.findall(r"\bztunnel ([a-z][^`\n|]*)", document.read_text()):
+        command: tuple[str, ...] = ()
+        for word in line.split():
+            if (*command, word) not in known:
+                break
+            command = (*command, word)
+        given = set(re.findall(r"(?<=[\s(])--[a-z][a-z-]*", line))
+        if command and given - known[command]:
+            wrong.append(line)
+    assert wrong == []
+
+
+def test_every_folder_with_manifests_is_on_the_page_about_deployments() -> None:
+    page = (ROOT / "deploy/README.md").read_text()
+    folders = [
+        path.parent.relative_to(ROOT / "deploy") for path in ROOT.glob("deploy/kustomize/*/kustomization.yaml")
+    ]
+    assert {str(folder) for folder in folders} - set(re.findall(r"kustomize/[\w-]+", page)) == set()
