@@ -28,7 +28,7 @@ from hbone.aio.spin import SpinSettings
 from tproxy.aio import held_sockets
 from tproxy.aio.netns import Netns
 from xds.model.mesh import Changes, Mesh
-from ztunnel.proxy.dataplane.gauges import Gauge, configuration_gauges, process_gauges
+from ztunnel.proxy.dataplane.gauges import Gauge, configuration_gauges
 from ztunnel.proxy.dataplane.life_table import Event
 from ztunnel.proxy.dataplane.resolver import Resolver
 from ztunnel.proxy.identity.crl import RevocationFile
@@ -49,6 +49,7 @@ from ztunnel.proxy.istio.path.node import (
     addons_of,
     check_addons,
     log_pressure,
+    node_gauges,
     policies_in_force,
     taps_permitted,
 )
@@ -252,8 +253,6 @@ class IstioProxy:
         if self.workers is None:
             rows.append(("ztunnel_workers", "gauge", "Processes that carry connections of pods", lambda: 1))
         rows += [
-            ("ztunnel_baggage_refused", "counter",
-             "Connections whose peer has described itself in too many ways", lambda: node.baggage_labels.refused),
             ("ztunnel_policies_without_effect", "gauge",
              "Policies that can deny nothing, such as a DENY of HTTP attributes", self._ineffective.__len__),
         ]  # fmt: skip
@@ -264,7 +263,7 @@ class IstioProxy:
         if self.workers is not None:
             gauges |= self.workers.gauges()
         gauges |= {name: Gauge(kind, f"{text} (unstable)", read) for name, kind, text, read in rows}
-        gauges |= process_gauges(node.half_open, node.descriptors, self.writer, self.handover)
+        gauges |= node_gauges(node, self.writer, self.handover)
         gauges |= configuration_gauges(self.clock, lambda: control.staleness_s, lambda: control.updated_ago_s)
 
     # Pods

@@ -13,7 +13,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final, NamedTuple, TypeVar
 
 from hbone.aio.relay import ByteCounts
@@ -186,6 +186,7 @@ class Counts:
 
     Attributes:
         sockets_open: sockets that are open now, by reporter.
+        gauges: the values of some gauges, by name.
     """
 
     traffic: tuple[TrafficCounts, ...] = ()
@@ -198,6 +199,7 @@ class Counts:
     history: Steps | None = None
     decisions: LedgerCopy[Pair] | None = None
     sockets_open: Mapping[str, int] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=dict)
     connect_retries: int = 0
     closed_for_abuse: int = 0
     over_budget: int = 0
@@ -222,12 +224,21 @@ _OF_MAIN = (
     "dns_failures",
     "dns_durations",
     "dns_dropped",
-    "gauges",
     "certificates",
     "objects",
     "refused",
     "processes",
 )
+#: The names in :attr:`Metrics.gauges` whose values are added up over all processes: those that connections change.
+_SUMMED: Final = (
+    "ztunnel_half_open_connections",
+    "ztunnel_half_open_turned_away",
+    "ztunnel_accepts_paused",
+    "ztunnel_log_lines_dropped",
+    "ztunnel_baggage_refused",
+)
+#: The only one of them that does not count what has happened.
+_HALF_OPEN: Final = _SUMMED[0]
 #: The label ``result`` of decisions, by use.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
 #: The policy name under which a denial is counted if ALLOW policies exist but none matched.
@@ -302,6 +313,7 @@ class Metrics(ConnectionTimes):
         self._addons_elsewhere = AddonReport()
         self.handovers = HandoverCounts()
         self.gauges: dict[str, Gauge] = {}
+        self._gauges_elsewhere: dict[str, float] = defaultdict(float)
         #: Returns when certificates expire; called at each scrape of the metrics page.
         self.certificates: Callable[[], Moments] = Moments
         #: Returns the number of objects received from the control plane, by kind; called at each scrape.
@@ -443,6 +455,11 @@ class Metrics(ConnectionTimes):
             history=self.history.steps(),
             decisions=self.ledger.copy(),
             sockets_open=dict(self.sockets_open),
+            gauges={
+                name: gauge.read() + self._gauges_elsewhere[name]
+                for name in _SUMMED
+                if (gauge := self.gauges.get(name)) is not None
+            },
             connect_retries=self.connect_retries,
             closed_for_abuse=self.closed_for_abuse,
             over_budget=self.over_budget,
@@ -524,6 +541,9 @@ class Metrics(ConnectionTimes):
         if not lost:
             for reporter, count in part.sockets_open.items():
                 self.sockets_open[reporter] += count
+        for name, value in part.gauges.items():
+            if name in _SUMMED and not (lost and name == _HALF_OPEN):
+                self._gauges_elsewhere[name] += value
         self.connect_retries += part.connect_retries
         self.closed_for_abuse += part.closed_for_abuse
         self.over_budget += part.over_budget
@@ -541,6 +561,11 @@ class Metrics(ConnectionTimes):
         page = Metrics(self.version, self._budget, expiry_s=self._expiry_s, removed=self.removed, ports=ports)
         for name in _OF_MAIN:
             setattr(page, name, getattr(self, name))
+        summed = page._gauges_elsewhere
+        page.gauges = {
+            name: gauge._replace(read=partial(summed.__getitem__, name)) if name in _SUMMED else gauge
+            for name, gauge in self.gauges.items()
+        }
         for part in self.counts():
             page.add(part)
         return page

@@ -17,6 +17,7 @@ from tproxy.aio import sockets
 from xds.model.mesh import Mesh
 from xds.model.workload import Workload, WorkloadUid
 from ztunnel.policy.calico.settings import live_policies
+from ztunnel.proxy.dataplane.gauges import Gauge, Generations, process_gauges
 from ztunnel.proxy.dataplane.handshake_limiter import HalfOpen, HalfOpenLimits
 from ztunnel.proxy.dataplane.live_table import LiveTable
 from ztunnel.proxy.identity.crl import RevocationLists
@@ -260,6 +261,17 @@ def check_addons(config: IstioConfig) -> None:
 
     for loaded in load_all(config.addons):
         end(loaded)
+
+
+def node_gauges(node: Node, writer: LogWriter, handover: Generations | None) -> dict[str, Gauge]:
+    """Return the gauges of a process that carries connections; see
+    :func:`ztunnel.proxy.dataplane.gauges.process_gauges`.
+    """
+    refused = "Connections whose peer has described itself in too many ways (unstable)"
+    return {
+        **process_gauges(node.half_open, node.descriptors, writer, handover),
+        "ztunnel_baggage_refused": Gauge("counter", refused, lambda: node.baggage_labels.refused),
+    }
 
 
 def log_pressure(config: IstioConfig, writer: LogWriter, clock: Clock) -> LogPressure | None:

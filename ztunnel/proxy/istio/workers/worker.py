@@ -34,7 +34,14 @@ from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.sweep import sweep
 from ztunnel.proxy.istio.path.names import Names
-from ztunnel.proxy.istio.path.node import Node, addons_of, log_pressure, policies_in_force, taps_permitted
+from ztunnel.proxy.istio.path.node import (
+    Node,
+    addons_of,
+    log_pressure,
+    node_gauges,
+    policies_in_force,
+    taps_permitted,
+)
 from ztunnel.proxy.istio.path.pod import PodProxy
 from ztunnel.proxy.istio.path.pod_sockets import Bound, PodSockets
 from ztunnel.proxy.istio.settings.config import ProxyMode
@@ -163,6 +170,7 @@ class _Carrier:
             tell_open=partial(connection_counts.set, begin.index),
             ask=self._ask_about if config.xds_on_demand else None,
         )
+        self.metrics.gauges = node_gauges(self.node, self._writer, None)
         self._addons = addons_of(self.node)
         self.pods: dict[int, _Pod] = {}
         self.replica = MeshReplica(self.mesh)

@@ -1,6 +1,7 @@
 """The metrics page against the Rust ztunnel's names and labels, and the bounds of what it holds."""
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -515,6 +516,22 @@ def test_the_history_counts_a_lost_process_once() -> None:
         assert main.history.steps().rows == ((3, 3, 3, 70), (1, 0, 0, 0))
 
     asyncio.run(main())
+
+
+def test_the_limits_that_workers_enforce_are_counted() -> None:
+    main, worker, lost = (Metrics("v", 10) for _ in range(3))
+    names = ("ztunnel_half_open_connections", "ztunnel_half_open_turned_away", "ztunnel_generations")
+    for metrics, values in ((main, (1.0, 2.0, 1.0)), (worker, (10.0, 20.0, 1.0)), (lost, (100.0, 200.0, 1.0))):
+        metrics.gauges = {
+            name: Gauge("gauge", "", partial(float, value)) for name, value in zip(names, values, strict=True)
+        }
+    for part in lost.counts():
+        main.add(part, lost=True)
+    page = main.page_with()
+    for part in worker.counts():
+        page.add(part)
+    assert [page.gauges[name].read() for name in names] == [11.0, 222.0, 1.0]
+    assert [main.gauges[name].read() for name in names] == [1.0, 2.0, 1.0]
 
 
 def test_the_stalls_of_every_process_are_added() -> None:
