@@ -194,8 +194,9 @@ ALLOWED = {
 }
 
 
-def modules(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+@cache
+def modules(*folders: str) -> tuple[Path, ...]:
+    return tuple(sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py")))
 
 
 @cache
@@ -215,6 +216,13 @@ def parsed(path: Path) -> ast.Module:
         return ast.parse(path.read_text())
     finally:
         gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees_are_freed() -> Iterator[None]:
+    """Free the trees of a thousand files, or each later collection of this process walks them."""
+    yield
+    parsed.cache_clear()
 
 
 def _imports(path: Path, typing_only: bool) -> Iterator[str]:
@@ -241,17 +249,21 @@ def _module_name(path: Path) -> str:
     return relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
+#: The fields of statements that hold statements, handlers or cases. Expressions, most of a tree, are skipped.
+_BODIES = {"body", "handlers", "orelse", "finalbody", "cases"}
+
+
 def _statements(tree: ast.AST, *, typing_only: bool) -> Iterator[ast.AST]:
     """Yield every statement, those below ``TYPE_CHECKING`` only with ``typing_only``. No expression imports."""
     left = [tree]
     while left:
-        for child in ast.iter_child_nodes(left.pop()):
-            if not isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
-                continue
-            if not typing_only and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                continue
-            yield child
-            left.append(child)
+        node = left.pop()
+        for name in (each for each in node._fields if each in _BODIES):
+            for child in getattr(node, name):
+                if not typing_only and isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+                    continue
+                yield child
+                left.append(child)
 
 
 def relative(path: Path) -> str:
