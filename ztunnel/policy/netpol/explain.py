@@ -1,11 +1,13 @@
 """Explains whether one pod may reach another, and which policy decides, as the kernel's table does. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Final
 
 from xds.model import calico as c
 from ztunnel.policy.calico.compile import Compiled, endpoint_id, with_own_addresses
-from ztunnel.policy.calico.evaluator import Evaluator
+from ztunnel.policy.calico.evaluator import Evaluator, profile_id
 from ztunnel.policy.calico.explain import (
     EPHEMERAL_PORT,
     BadQuestion,
@@ -16,8 +18,11 @@ from ztunnel.policy.calico.explain import (
     protocol_of,
 )
 from ztunnel.policy.calico.resources import Pod, Resources
-from ztunnel.policy.netpol.table_builder import TableBuilder
+from ztunnel.policy.netpol.table_builder import TableBuilder, Unseen
 from ztunnel.policy.policysync.explain import evaluator_of, party
+
+#: An unknown name matches no packet.
+_NO_PROTOCOL: Final = "none"
 
 
 def explained(
@@ -95,12 +100,41 @@ def _one(
     built = TableBuilder().build(compiled, compiled.nodes[end.endpoint])
     if end.endpoint not in built.policed[direction]:
         return True, [head + "allowed, no policy isolates it in this direction"]
+    unseen = [item for item in built.unseen if item.direction is direction]
+    left_out = _leave_out(made, unseen)
     verdict, lines = explain(made, flow, end.endpoint, direction)
-    unseen = [item for item in built.unseen if verdict.rule and item.policy == verdict.rule.policy]
-    for item in unseen:
-        lines.append(f"  note: {item}")
-    blind = any(item.index == verdict.rule.index for item in unseen) if verdict.rule else False
+    decided = [item for item in unseen if verdict.rule and item.policy == verdict.rule.policy]
+    for item in dict.fromkeys((*left_out, *decided)):
+        lines.append(f"  note: {item}{', so that it allows nothing' if item in left_out else ''}")
+    blind = any(item.index == verdict.rule.index for item in decided) if verdict.rule else False
     return verdict.allowed and not blind, lines
+
+
+def _leave_out(made: Evaluator, unseen: Sequence[Unseen]) -> list[Unseen]:
+    """Make allowing rules that the kernel's table leaves out match nothing, and return them.
+
+    They keep their places, so that the numbers of the policy's other rules stay as they are written.
+    """
+    left_out = []
+    for item in unseen:
+        of_profile = item.policy == profile_id(item.policy.name)
+        store = made.store
+        policy = store.profiles.get(item.policy.name) if of_profile else store.policies.get(item.policy)
+        if policy is None or item.index < 0:
+            continue
+        rules = policy.rules(item.direction)
+        if rules[item.index].action is not c.Action.ALLOW:
+            continue
+        left_out.append(item)
+        never = replace(rules[item.index], protocol=_NO_PROTOCOL)
+        rules = (*rules[: item.index], never, *rules[item.index + 1 :])
+        inbound = item.direction is c.Direction.INGRESS
+        changed = replace(policy, inbound=rules) if inbound else replace(policy, outbound=rules)
+        if of_profile:
+            made.apply(c.ProfileUpdate(item.policy.name, changed))
+        else:
+            made.apply(c.PolicyUpdate(item.policy, changed))
+    return left_out
 
 
 def _pod(resources: Resources, end: Party) -> Pod | None:

@@ -44,6 +44,30 @@ def test_a_source_port_is_assumed_and_named_where_a_rule_reads_it() -> None:
     assert "source port" not in asked("{action: Allow}", "80")[1]
 
 
+@pytest.mark.parametrize(("then", "allowed"), [("{action: Allow}", True), ("{action: Deny}", False)])
+def test_a_rule_that_the_kernel_leaves_out_does_not_decide(then: str, allowed: bool) -> None:
+    answer, text = asked(f"{{action: Allow, protocol: TCP, http: {{methods: [GET]}}}}, {then}", "80")
+    assert answer is allowed
+    assert "GlobalNetworkPolicy/one|rule 1" in text
+    assert "allowed by default|GlobalNetworkPolicy/one|rule 0" not in text
+    assert "note: GlobalNetworkPolicy/one ingress rule 0: the kernel sees no HTTP" in text
+
+
+def test_a_rule_of_a_profile_that_the_kernel_leaves_out_does_not_decide() -> None:
+    profile = """---
+apiVersion: projectcalico.org/v3
+kind: Profile
+metadata: {name: kns.shop}
+spec:
+  ingress: [{action: Allow, protocol: TCP, http: {methods: [GET]}}, {action: Allow}]
+  egress: [{action: Allow}]
+"""
+    found = read_resources({"a.yaml": PODS + profile})
+    allowed, lines = explained(found, compile_resources(found), "shop/front", "shop/back", "80", "tcp")
+    assert allowed
+    assert "  => allowed by __PROFILE__|Profile/kns.shop|rule 1" in lines
+
+
 @pytest.mark.parametrize(
     ("port", "protocol", "source_port"),
     [
