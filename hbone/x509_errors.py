@@ -1,4 +1,4 @@
-"""The errors by which ``cryptography`` refuses certificates, keys, signing requests and revocation lists."""
+"""The errors that ``cryptography`` raises for unreadable certificates, keys, requests and revocation lists."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ def output_interface_like(pattern: str) -> Phrase:
 
 
 def _name_or_prefix(pattern: str) -> bytes:
-    # A comparison with fewer bytes than the register has ignores the others.
+    # A comparison with fewer bytes than the register has compares only these bytes.
     prefix = pattern.removesuffix("+")
     return prefix.encode() if prefix and prefix != pattern else interface_bytes(pattern)
 

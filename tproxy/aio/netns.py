@@ -23,7 +23,7 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 RUN = Path("/run/netns")
 _OWN = "/proc/thread-self/ns/net"
-#: Errors of open(2) that say nothing about the namespace.
+#: Errors of open(2) if this process or the node runs out of descriptors or memory. The namespace can exist.
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 1 << 20, 2
 

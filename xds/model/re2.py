@@ -11,7 +11,7 @@ from functools import lru_cache
 
 
 class Re2Error(ValueError):
-    """RE2 refuses the expression. The text is RE2's, as Envoy prints it."""
+    """RE2 refuses the expression. The text is RE2's own, like Envoy's."""
 
 
 class Pattern:

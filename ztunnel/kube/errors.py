@@ -7,7 +7,7 @@
     ├── ApiUnreachable    no answer: no connection, no trust in the server's certificate, silence
     ├── BadAnswer         the answer does not follow the Kubernetes API
     └── ApiRefused        the API server answered with an error status
-        └── WatchFailed   the same as an event of a watch, which ends with it
+        └── WatchFailed   an event of a watch has this error; the watch has ended
 
 Each text is one line that names the server or file and what to look at.
 """

@@ -9,8 +9,8 @@ from tproxy.aio import sockets
 class PredecessorPorts:
     """The listening sockets of a process that still lacks certificates, policies or revocation lists.
 
-    Both processes listen during an upgrade, and the kernel would give each of them half of the new connections.
-    The predecessor gets them all until :meth:`take`, and this process afterwards. Without a predecessor, this
+    Both processes listen during an upgrade, and the kernel would distribute new connections over both. Until
+    :meth:`take` all of them go to the predecessor, and afterwards to this process. Without a predecessor, this
     process gets all connections from the start.
     """
 

@@ -25,7 +25,7 @@ def read_again(path: Path, *, holds: bool) -> str:
     """Return the text of a file that was read before, and is followed.
 
     A program that writes the file in place empties it first, and can take long for the rest, as in ``helm template
-    > policies.yaml``. Meanwhile the file does not mean that everything in it is gone.
+    > policies.yaml``. Until then, an empty file does not mean that its former content was removed.
 
     Args:
         path: the file.

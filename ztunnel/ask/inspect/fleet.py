@@ -43,7 +43,7 @@ class Found(Generic[T]):
 def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool = False) -> Found[T]:
     """Return the results of ``look`` for the pages of every proxy or agent that the flags select.
 
-    See :func:`gather_by_node`.
+    Like :func:`gather_by_node`, if ``look`` does not need the node's name.
     """
     return gather_by_node(args, lambda node, pages: look(pages), agent=agent)
 

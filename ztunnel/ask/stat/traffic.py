@@ -85,7 +85,7 @@ def _name(labels: Mapping[str, str], side: str) -> Name:
     return labels.get(f"{side}_workload_namespace", UNKNOWN), labels.get(f"{side}_workload", UNKNOWN)
 
 
-#: What a flow adds to its pair: its reporter, the pair, and its numbers.
+#: The reporter and the pair of a flow, and the numbers to add to this pair.
 CountedFlow = tuple[str, PairKey, Counted]
 
 

@@ -574,7 +574,7 @@ class Enroller:
         except TimeoutError:
             status = self.agent.pod(entry.uid)
             why = status.error if status is not None and status.error else entry.fault or "not enrolled in time"
-            # The runtime deletes this sandbox. It can have made another one already.
+            # The runtime deletes this sandbox, and has possibly created the next one.
             if entry.hint == event.netns:
                 entry.hint = ""
                 entry.described = None

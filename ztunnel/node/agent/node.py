@@ -543,9 +543,7 @@ class NodeAgent:
             await self._let_probe()
 
     async def _clean(self, uid: PodUid, netns: Netns | None = None) -> None:
-        """Remove our rules of a released pod, and its record after them, so that a successor knows of rules that
-        are left.
-        """
+        """Remove our rules of a released pod, then its record. If rules remain, the record tells a successor."""
         try:
             if netns is not None:
                 await self._in_thread(remove_rules, netns)
@@ -563,7 +561,7 @@ class NodeAgent:
     def _has_namespace(self, inode: int) -> bool:
         """Return whether a pod with our rules has the namespace with this number.
 
-        Open namespaces keep their numbers. The kernel reuses the number of one that is gone.
+        Open namespaces keep their numbers. The kernel reuses the numbers of removed namespaces.
         """
         return any(pod.netns.inode == inode for pod in self._pods.values())
 
@@ -671,8 +669,8 @@ class NodeAgent:
         await self._maintain(uid, repair=True)
 
     async def _keep(self) -> None:
-        """Periodically announce pending pods, release pods whose namespace is gone, repair the rules of pods, and
-        remove those of released pods that could not be removed before.
+        """Periodically announce pending pods, release pods whose namespace is gone, and repair rules. Also retry
+        to remove the rules of released pods, if the kernel refused this before.
         """
         loop = asyncio.get_running_loop()
         recheck_at = loop.time() + RECHECK_S

@@ -111,7 +111,7 @@ def _one(
 
 
 def _leave_out(made: Evaluator, unseen: Sequence[Unseen]) -> list[Unseen]:
-    """Make allowing rules that the kernel's table leaves out match nothing, and return them.
+    """Change the allowing rules that the kernel's table does not have, so that they match nothing. Return them.
 
     They keep their places, so that the numbers of the policy's other rules stay as they are written.
     """

@@ -419,8 +419,8 @@ class TableBuilder:
 def _policy_parts(
     policy_id: c.PolicyId, direction: c.Direction, parts: list[list[Rule] | Rule]
 ) -> Iterator[Chain | Rule]:
-    """Yield the parts of a policy in its order: a chain for each run of rules that allow or deny, and each rule
-    that passes to the next tier.
+    """Yield the parts of a policy in order. Successive rules that allow or deny form a chain. A rule that passes
+    to the next tier is a part by itself.
     """
     for index, part in enumerate(parts):
         if isinstance(part, Rule):

@@ -152,7 +152,7 @@ def _addon_code(place: str, effect: str) -> Iterator[None]:
 
     Args:
         place: the addon, for messages.
-        effect: what an exception of the addon's code prevents.
+        effect: the consequence of an exception, for messages.
 
     Raises:
         AddonError: the code raised, also SystemExit or KeyboardInterrupt, or it changed a signal handler.

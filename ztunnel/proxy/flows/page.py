@@ -68,7 +68,7 @@ async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | No
 
 
 def before(found: Iterable[tuple[int, LineT]], began_ns: int) -> list[tuple[int, LineT]]:
-    """Return the entries of several processes in order, without those that ended during the request.
+    """Return the entries of several processes in order, except entries that ended during the request.
 
     Processes answer at slightly different times. Entries that ended meanwhile are left to the next request.
     Otherwise a follower, which requests what ended after its newest entry, would miss slightly older entries that

@@ -67,9 +67,9 @@ class RingCounts(NamedTuple):
     """How full rings are.
 
     Attributes:
-        held, capacity: the numbers of entries that are kept, and that can be kept.
+        held, capacity: the current and the largest number of kept entries.
         total: the number of entries written since the start.
-        lost: how many entries after a time were overwritten, at least.
+        lost: the least number of entries after a given time that were overwritten.
     """
 
     held: int = 0
@@ -79,7 +79,7 @@ class RingCounts(NamedTuple):
 
     @classmethod
     def added(cls, counts: Iterable[RingCounts]) -> RingCounts:
-        """Return the sum of the counts of several rings."""
+        """Return the counts of several rings, added up."""
         return cls(*map(sum, zip(cls(), *counts, strict=True)))
 
 

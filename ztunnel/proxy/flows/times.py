@@ -140,7 +140,7 @@ class ConnectionTimes:
 
 
 def failures_in(errors: Mapping[tuple[str, str, str], int]) -> tuple[int, int]:
-    """Return the numbers of failed and of refused connections, as :meth:`ConnectionTimes.failures` does.
+    """Return the numbers of failed and refused connections, like :meth:`ConnectionTimes.failures`.
 
     Args:
         errors: failed connections by reporter, stage and reason.

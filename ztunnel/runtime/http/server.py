@@ -265,7 +265,7 @@ class _Connection:
         self._unsent: list[bytes] = []
         self._finishing = server.request_s is not None
         self.stage = Stage.IDLE
-        # drain() waits until the kernel has taken everything, so that its time limit covers an answer's end, too.
+        # drain() then waits until the kernel has taken all bytes, so its limit covers the end of an answer, too.
         writer.transport.set_write_buffer_limits(high=0)
         peer = writer.get_extra_info("peername")
         self.source = str(peer[0]) if peer else ""

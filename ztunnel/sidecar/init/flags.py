@@ -149,7 +149,7 @@ def wanted(
         f"--{name.replace('_', '-')} has no effect here" for name in _WITHOUT_EFFECT if reader.flag(name)
     )
     if remove and not show and not reader.faults:
-        # What the rules captured does not concern their removal.
+        # Removal does not depend on the flags that choose what to capture.
         return Wanted(
             sidecar=Sidecar(versions=versions),
             apply=False,

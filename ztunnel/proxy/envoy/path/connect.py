@@ -73,7 +73,7 @@ AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
 
 
 class _Replaced(Exception):
-    """The cluster of an attempt was replaced or removed before the attempt had sent anything."""
+    """The cluster of an attempt was replaced or removed before the attempt sent its request."""
 
 
 class Connector:
@@ -201,7 +201,7 @@ class Connector:
         return self._note_cluster(hop, proxy, name, cluster)
 
     def _current(self, hop: LiveHop, proxy: LiveTcpProxy, cluster: LiveCluster) -> LiveCluster:
-        """Return the active version of a hop's cluster. As in Envoy, each attempt uses the version of its time.
+        """Return the active version of a hop's cluster. Each attempt uses the newest version, like in Envoy.
 
         Raises:
             NoCluster: the cluster was removed meanwhile.

@@ -76,7 +76,7 @@ class TcpProxies:
     async def _secured(
         self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> End:
-        """Make the client's TLS handshake, which uses part of the filter's longest duration, as in Envoy.
+        """Make the client's TLS handshake. Like in Envoy, the filter's longest duration includes it.
 
         Raises:
             Refused: see :func:`~ztunnel.proxy.envoy.path.downstream_tls.accept_tls`, or the time is over.
@@ -128,7 +128,7 @@ class TcpProxies:
                 by_duration = longest - age_s <= idle
                 if began_s is None and by_duration:
                     limit = longest
-                    # A younger connection shares a timer, which is late by as much.
+                    # Younger connections share a timer, which is inexact by this much.
                     began_s = self._poller.loop.time() - age_s if age_s > longest / 64 else None
             deadline = Deadline(self._poller, limit, began_s)
             try:
@@ -209,8 +209,8 @@ class TcpProxies:
     ) -> asyncio.TimerHandle | None:
         """Abort a relay when a hop reaches the ``max_downstream_connection_duration`` of its filter.
 
-        As in Envoy, the time runs from the start of the hop, so handshakes and the opening of the upstream use
-        part of it.
+        The time runs from the start of the hop, like in Envoy, and includes handshakes and the opening of the
+        upstream.
 
         Returns:
             The timer, for the caller to cancel. ``None`` without a limit.
@@ -278,7 +278,7 @@ def idle_timeout_s(proxy: LiveTcpProxy, hops: Iterable[_WithChain]) -> float | N
 
     Args:
         proxy: the first TCP proxy.
-        hops: the hops behind it. Those behind internal listeners have TCP proxies, too.
+        hops: the further hops. Hops behind internal listeners have TCP proxies, too.
     """
     shortest = proxy.model.idle_timeout_s or math.inf
     for hop in hops:
@@ -288,7 +288,7 @@ def idle_timeout_s(proxy: LiveTcpProxy, hops: Iterable[_WithChain]) -> float | N
 
 
 def _filters(hops: Sequence[LiveHop], proxy: LiveTcpProxy) -> Iterator[tuple[LiveHop, LiveTcpProxy]]:
-    """Yield the hops that have a TCP proxy, with it. ``proxy`` belongs to the first hop."""
+    """Yield each hop that has a TCP proxy, and its TCP proxy. ``proxy`` belongs to the first hop."""
     yield hops[0], proxy
     for hop in hops[1:]:
         if hop.chain is not None and hop.chain.proxy is not None:

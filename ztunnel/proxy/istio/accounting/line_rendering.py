@@ -43,7 +43,7 @@ _as_ascii = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode(value: str | int) -> str:
-    """Return a value as JSON that has no control characters, of which JSON itself escapes only some."""
+    """Return a value as JSON without control characters. JSON itself escapes only a part of these."""
     text = _as_it_is(value)
     return text if text.isprintable() else _as_ascii(value)
 

@@ -229,7 +229,7 @@ _OF_MAIN = (
     "refused",
     "processes",
 )
-#: The names in :attr:`Metrics.gauges` whose values are added up over all processes: those that connections change.
+#: The names in :attr:`Metrics.gauges` that connections change. Their values are added up over all processes.
 _SUMMED: Final = (
     "ztunnel_half_open_connections",
     "ztunnel_half_open_turned_away",
@@ -237,7 +237,7 @@ _SUMMED: Final = (
     "ztunnel_log_lines_dropped",
     "ztunnel_baggage_refused",
 )
-#: The only one of them that does not count what has happened.
+#: The only gauge among them; the others are counters.
 _HALF_OPEN: Final = _SUMMED[0]
 #: The label ``result`` of decisions, by use.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
