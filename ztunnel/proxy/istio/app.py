@@ -61,6 +61,7 @@ from ztunnel.proxy.istio.xds.control import ControlPlane
 from ztunnel.proxy.istio.xds.mesh_dump import Ineffective
 from ztunnel.proxy.istio.zds.manager import PodManager, check_privileges
 from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
+from ztunnel.proxy.istio.zds.reconcile import SETTLE_S
 from ztunnel.runtime import heap
 from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.descriptors import limit_of_process
@@ -84,8 +85,6 @@ log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 WORKERS, CERTIFICATES, POLICIES, REVOCATIONS = "workers", "certificates", "policies", "revocation lists"
-#: How long readiness waits for a certificate that the authority refuses to issue, in seconds.
-_REFUSED_S = 30.0
 #: How often to check whether this process carries all its pods, in seconds.
 _READY_S = 0.02
 
@@ -514,7 +513,7 @@ class IstioProxy:
                     # The control plane can describe a new pod later than the mesh.
                     with contextlib.suppress(EarlyDeny):
                         self.certificates.prefetch({(await pod.context.local.get()).identity})
-        lacking = await self.certificates.first_certificates(_REFUSED_S)
+        lacking = await self.certificates.first_certificates(SETTLE_S)
         if lacking:
             log.warning("ready without certificates of %s", ", ".join(sorted(map(str, lacking))))
         self._complete(CERTIFICATES)

@@ -36,7 +36,8 @@ RETRY_S = 5.0
 #: The time limit for answering the agent, in seconds. The agent waits 5 s. The difference leaves time for the
 #: transport and a busy event loop.
 ANSWER_S = 4.0
-#: How long after the snapshot failing pods delay readiness, in seconds. This permits six attempts. A guess.
+#: How long the fault of one pod delays readiness, in seconds: a start that fails, after the snapshot, or a
+#: certificate that the authority refuses. This permits six attempts of a start. A guess.
 SETTLE_S = 30.0
 
 #: Identifies one proxy of one pod. Never reused.
