@@ -458,6 +458,55 @@ def test_a_removed_listener_stops_at_once_and_drains(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def test_metrics_of_a_listener_stay_until_its_last_version_has_drained(tmp_path: Path) -> None:
+    kind = "envoy.extensions.filters.network.connection_limit.v3.ConnectionLimit"
+    limit = {
+        "name": "limit",
+        "typed_config": {"@type": T + kind, "stat_prefix": "most", "max_connections": 9},
+    }
+    kind = "envoy.extensions.transport_sockets.tls.v3.DownstreamTlsContext"
+    nothing = {"inline_string": "no PEM"}
+    certificates = [{"certificate_chain": nothing, "private_key": nothing}]
+    bad_tls = {"@type": T + kind, "common_tls_context": {"tls_certificates": certificates}}
+    own = ("tcp.p.", "tcp.rbac.", "listener.127.0.0.1_", "connection_limit.most.")
+
+    def shown(harness: Harness) -> set[str]:
+        return {metric.name for metric in harness.proxy.stats if metric.name.startswith(own)}
+
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            address = {"socket_address": {"address": "127.0.0.1", "port_value": free_port()}}
+            every = listener(chain(rbac(CLIENT, "DENY"), limit, tcp()), address=address)
+            await harness.published(every, cluster(port))
+            assert await ask(harness.port("l")) == b"ping"
+            everything = shown(harness)
+            assert {name.split(".")[0] for name in everything} == {"tcp", "listener", "connection_limit"}
+            # In place, then as a new listener without a policy, then refused. All share the metrics.
+            rest = {name for name in everything if not name.startswith("tcp.rbac.")}
+            bad = {"name": "tls", "typed_config": bad_tls}
+            for version, left in (
+                (
+                    listener(chain(rbac(CLIENT, "DENY"), limit, tcp(idle_timeout="9s")), address=address),
+                    everything,
+                ),
+                (listener(chain(limit, tcp()), address=address, listener_filters_timeout="3s"), rest),
+                (listener(chain(limit, tcp(), transport_socket=bad), address=address), rest),
+            ):
+                await harness.published(version, cluster(port))
+                assert await ask(harness.port("l")) == b"ping"
+                await harness.until(lambda left=left: shown(harness) == left)  # type: ignore[misc]
+            assert harness.count("tcp.p.downstream_cx_total") == 4
+            first = await Open.to(harness.port("l"))
+            assert await first.say(b"a") == b"a"
+            await harness.published(cluster(port))
+            assert harness.count("tcp.p.downstream_cx_total") == 5
+            assert await first.ended()
+            await first.close()
+            await harness.until(lambda: shown(harness) == set())
+
+    run(tmp_path, body)
+
+
 @pytest.mark.parametrize("delta", [False, True])
 def test_listener_takes_the_address_of_one_that_the_same_update_removes(tmp_path: Path, delta: bool) -> None:
     async def body(harness: Harness) -> None:

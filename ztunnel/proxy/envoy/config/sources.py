@@ -73,8 +73,3 @@ class Sources:
     def count(scope: Scope, subscription: Subscription) -> None:
         """Show a subscription's statistics under ``scope`` (``update_attempt`` ... ``version_text``)."""
         scope.declare(_COUNTED, subscription)
-
-    @staticmethod
-    def forget(scope: Scope) -> None:
-        """Remove the statistics shown by :meth:`count`; idempotent."""
-        scope.withdraw(_COUNTED)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from hbone.settings import Role
 from hbone.tls import PeerFacts
+from xds.errors import ConfigError
 from xds.model.address import SocketAddress
 from xds.model.facts import ConnectionFacts
 from xds.model.http import HttpConnectionManager, RouteTable, RouteTableRef
@@ -34,6 +35,7 @@ from ztunnel.proxy.envoy.stats.stats import (
     Gauge,
     OnTouch,
     Scope,
+    Scopes,
     Stats,
     count_parameters,
     declared_in,
@@ -65,7 +67,7 @@ class RbacDecision(NamedTuple):
 class LiveRbac:
     """An RBAC filter with its counters."""
 
-    def __init__(self, model: Rbac, stats: Stats, decisions: Decisions) -> None:
+    def __init__(self, model: Rbac, stats: Stats | Scopes, decisions: Decisions) -> None:
         self.model = model
         self._decisions = decisions
         name = f"{model.stat_prefix.removesuffix('.')}.rbac"
@@ -233,7 +235,7 @@ class LiveConnectionManager:
         self.model = model
         self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
         self.routes: RouteTable | None = model.routes if isinstance(model.routes, RouteTable) else None
-        scope = http_scope(stats, model.stat_prefix)
+        scope = self.scope = http_scope(stats, model.stat_prefix)
         self.server_header = b"server", model.server_name.encode()
         self.cx_total = scope.counter("downstream_cx_total")
         self.cx_active = scope.gauge("downstream_cx_active")
@@ -333,6 +335,7 @@ class _Filters:
     rbac: tuple[LiveRbac, ...]
     limits: tuple[LiveConnectionLimit | LiveRateLimit, ...]
     state: tuple[LiveState, ...]
+    scopes: Scopes | None = None
 
     @classmethod
     def of(
@@ -342,10 +345,11 @@ class _Filters:
         listed = list(models)
         if not listed:
             return _NO_FILTERS  # most chains of a mesh
+        scopes = Scopes(stats)
         return cls(
-            tuple(LiveRbac(each, stats, decisions) for each in listed if isinstance(each, Rbac)),
+            tuple(LiveRbac(each, scopes, decisions) for each in listed if isinstance(each, Rbac)),
             tuple(
-                live_limit(each, stats, now)
+                live_limit(each, scopes, now)
                 for each in listed
                 if isinstance(each, ConnectionLimit | LocalRateLimit)
             ),
@@ -360,7 +364,13 @@ class _Filters:
                 if isinstance(each, SetFilterState)
                 for value in each.values
             ),
+            scopes,
         )
+
+    def close(self) -> None:
+        """Close the scopes of the filters' metrics. Idempotent."""
+        if self.scopes is not None:
+            self.scopes.close()
 
 
 _NO_FILTERS = _Filters((), (), ())
@@ -424,7 +434,11 @@ class LiveChain:
                 if on_secret is not None:
                     on_secret(self)
 
-            self.tls = LiveContext(Role.SERVER, model.tls, secrets, updated, owner=owner)
+            try:
+                self.tls = LiveContext(Role.SERVER, model.tls, secrets, updated, owner=owner)
+            except ConfigError:
+                self.close()
+                raise
         self.takes_internal = self.proxy is not None and self.tls is None
 
     def discover(self, place: int, found: ChainFilter | None) -> None:
@@ -433,7 +447,10 @@ class LiveChain:
         # Another subscription can deliver an equal configuration, which must not reset the counts of a limit.
         if found != self._found[place]:
             self._found[place] = found
+            before = self._discovered[place]
             self._discovered[place] = self._make((found,)) if found is not None else None
+            if before is not None:
+                before.close()  # after the new filter is made, so that shared counters stay
             self._put_together()
 
     def lacks(self, place: int) -> bool:
@@ -541,9 +558,15 @@ class LiveChain:
             await self.tls.settled()
 
     def close(self) -> None:
-        """Release the secrets. Idempotent."""
+        """Release the secrets, and close the scopes of the chain's metrics. Idempotent."""
         if self.tls is not None:
             self.tls.close()
+        for terminal in (self.proxy, self.manager):
+            if terminal is not None:
+                terminal.scope.close()
+        for filters in (self._inline, *self._discovered):
+            if filters is not None:
+                filters.close()
 
 
 def _shared(before: tuple[tuple[str, bool], ...], state: LiveState) -> tuple[tuple[str, bool], ...]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from xds.model.listener import ConnectionLimit, LocalRateLimit
-from ztunnel.proxy.envoy.stats.stats import Stats
+from ztunnel.proxy.envoy.stats.stats import Scopes, Stats
 from ztunnel.proxy.envoy.stream.outcome import TooMany
 from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 
@@ -15,7 +15,7 @@ class LiveConnectionLimit:
     limit.
     """
 
-    def __init__(self, model: ConnectionLimit, stats: Stats) -> None:
+    def __init__(self, model: ConnectionLimit, stats: Stats | Scopes) -> None:
         self.model = model
         scope = stats.scope(f"connection_limit.{model.stat_prefix}")
         self._limited = scope.counter("limited_connections")
@@ -56,7 +56,7 @@ class LiveConnectionLimit:
 class LiveRateLimit:
     """A local rate limit with its counter (``local_rate_limit.<stat prefix>.``)."""
 
-    def __init__(self, model: LocalRateLimit, stats: Stats, now: Callable[[], float]) -> None:
+    def __init__(self, model: LocalRateLimit, stats: Stats | Scopes, now: Callable[[], float]) -> None:
         self.model = model
         self._limited = stats.scope(f"local_rate_limit.{model.stat_prefix}").counter("rate_limited")
         self._now = now
@@ -87,7 +87,7 @@ class LiveRateLimit:
 
 
 def live_limit(
-    model: ConnectionLimit | LocalRateLimit, stats: Stats, now: Callable[[], float]
+    model: ConnectionLimit | LocalRateLimit, stats: Stats | Scopes, now: Callable[[], float]
 ) -> LiveConnectionLimit | LiveRateLimit:
     """Instantiate a configured limit."""
     if isinstance(model, ConnectionLimit):

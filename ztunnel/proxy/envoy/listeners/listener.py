@@ -161,6 +161,7 @@ class LiveListener:
             for made in self.live_chains:
                 if id(made) not in shared:
                     made.close()
+            self.scope.close()
             raise
 
     @property

@@ -522,6 +522,7 @@ class ListenerManager:
             changed = [chain for chain in old.live_chains if id(chain) not in kept]
             self._drain_chains(new, changed)
             self._unsubscribe(old)
+            old.scope.close()
             log.info("listener %s updated in place, %d chains drain", new.name, len(changed))
         else:
             self._modified.value += 1
@@ -581,6 +582,7 @@ class ListenerManager:
             if id(chain) not in chains:
                 chain.close()
         self._unsubscribe(listener)
+        listener.scope.close()
 
     def _unsubscribe(self, listener: LiveListener) -> None:
         for subscription in self._subscriptions.pop(listener, ()):
@@ -625,6 +627,7 @@ class ListenerManager:
         else:
             self._draining.remove(listener)
             self._unsubscribe(listener)
+            listener.scope.close()
 
     async def hand_over(self) -> None:
         """Prepare for :meth:`stop`, see :func:`ztunnel.runtime.accepting.hand_over`."""

@@ -173,7 +173,9 @@ class Stats:
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
         self._texts: dict[str, TextReadout] = {}
-        self._declared: dict[tuple[str, int], tuple[Scope, tuple[Declared, ...], object]] = {}
+        #: By the scope at the top that declared them; without an owner by the prefix.
+        self._declared: dict[Scope | _Prefix, tuple[_Declaration, ...]] = {}
+        self._prefixes: dict[str, _Prefix] = {}
         self._tables: list[tuple[Callable[[], Iterable[Counter]], Callable[[], None]]] = []
 
     def scope(self, prefix: str, *, family: str = "", labels: Labels = ()) -> "Scope":
@@ -189,10 +191,16 @@ class Stats:
 
     def __iter__(self) -> Iterator[Metric]:
         yield from list(self._metrics.values())
-        for scope, declared, owner in list(self._declared.values()):
+        shown: set[str] = set()
+        for scope, declared, owner in self._declarations():
+            is_shared = scope.is_shared
             for each in declared:
-                if each.kind is not TextReadout and scope.prefix + each.name not in self._metrics:
-                    yield scope.untouched(each, owner)
+                name = scope.prefix + each.name
+                if each.kind is TextReadout or name in self._metrics or name in shown:
+                    continue
+                if is_shared:
+                    shown.add(name)
+                yield scope.untouched(each, owner)
         for read, _ in self._tables:
             yield from read()
 
@@ -209,7 +217,7 @@ class Stats:
     def texts(self) -> list[TextReadout]:
         """The text readouts, by name."""
         texts = dict(self._texts)
-        for scope, declared, owner in self._declared.values():
+        for scope, declared, owner in reversed(self._declarations()):
             for each in declared:
                 if each.kind is TextReadout and each.read is not None:
                     name = scope.prefix + each.name
@@ -228,20 +236,38 @@ class Stats:
         """Register a text readout."""
         self._texts[text.name] = text
 
-    def declare(self, scope: "Scope", declared: tuple[Declared, ...], owner: object) -> tuple[str, int]:
-        """Show a scope's declared metrics; return the key for :meth:`remove`."""
-        key = (scope.prefix, id(declared))
-        self._declared[key] = (scope, declared, owner)
-        return key
+    def _declarations(self) -> list["_Declaration"]:
+        """Return all declarations, the latest first."""
+        return [each for declared in reversed(self._declared.values()) for each in reversed(declared)]
 
-    def remove(self, names: Iterable[str | tuple[str, int]]) -> None:
-        """Remove the metrics, texts and declarations of a removed cluster or listener. Idempotent."""
-        for name in names:
-            if isinstance(name, tuple):
-                self._declared.pop(name, None)
-            else:
-                self._metrics.pop(name, None)
-                self._texts.pop(name, None)
+    def declare(self, by: "Scope | _Prefix", new: "_Declaration") -> None:
+        """Show a scope's declared metrics until :meth:`withdraw`, in place of those of an earlier owner."""
+        others = [each for each in self._declared.get(by, ()) if _place(each) != _place(new)]
+        self._declared[by] = (*others, new)
+
+    def withdraw(self, by: "Scope | _Prefix") -> None:
+        """Hide the metrics declared by a scope, or without an owner. Idempotent."""
+        self._declared.pop(by, None)
+
+    def hold(self, prefix: str) -> "_Prefix":
+        """Return the registered names of a prefix, with one more holder."""
+        held = self._prefixes.get(prefix)
+        if held is None:
+            held = self._prefixes[prefix] = _Prefix()
+        held.holders += 1
+        return held
+
+    def release(self, prefix: str, held: "_Prefix") -> None:
+        """Undo :meth:`hold`. The last holder's release removes the metrics and texts of the prefix."""
+        held.holders -= 1
+        if held.holders:
+            return
+        del self._prefixes[prefix]
+        self.withdraw(held)
+        for name in held.names or ():
+            self._metrics.pop(name, None)
+            self._texts.pop(name, None)
+        held.names = None
 
     def reset_counters(self) -> None:
         """Set all counters to 0, for ``POST /reset_counters``."""
@@ -252,10 +278,32 @@ class Stats:
             reset()
 
 
-class Scope:
-    """Metrics with a common prefix and labels. :meth:`close` removes exactly these metrics."""
+class _Prefix:
+    """The names of metrics and texts that the open scopes with one prefix share, with those of scopes below."""
 
-    __slots__ = ("_ended", "_family", "_labels", "_names", "_parent", "_stats", "prefix")
+    __slots__ = ("holders", "names")
+
+    def __init__(self) -> None:
+        self.holders = 0
+        self.names: set[str] | None = None
+
+    def add(self, name: str) -> None:
+        """Register a metric or text."""
+        if self.names is None:
+            self.names = {name}
+        else:
+            self.names.add(name)
+
+
+class Scope:
+    """Metrics with a common prefix and labels.
+
+    Scopes with the same prefix share their metrics, like in Envoy. Examples are two versions of a cluster during
+    its update, and clusters with the same ``alt_stat_name``. The metrics are removed once all these scopes are
+    closed. A scope that never created or declared a metric need not be closed.
+    """
+
+    __slots__ = ("_ended", "_family", "_held", "_labels", "_parent", "_stats", "prefix")
 
     def __init__(
         self,
@@ -269,8 +317,8 @@ class Scope:
         self.prefix = prefix
         self._family = family
         self._labels = labels
-        self._parent = parent
-        self._names: set[str | tuple[str, int]] = set() if parent is None else parent._names
+        self._parent = parent._top if parent is not None else None  # not itself: it would be freed late
+        self._held: _Prefix | None = None
         self._ended = False
 
     def counter(self, name: str) -> Counter:
@@ -295,9 +343,10 @@ class Scope:
 
     def text(self, name: str, read: Callable[[], str]) -> None:
         """Register the text readout ``<prefix>.<name>``."""
-        if self._closed:
+        held = self._prefix()
+        if held is None:
             return
-        self._names.add(self.prefix + name)
+        held.add(self.prefix + name)
         self._stats.add_text(TextReadout(self.prefix + name, read))
 
     def scope(self, name: str) -> "Scope":
@@ -306,15 +355,22 @@ class Scope:
         return Scope(self._stats, f"{self.prefix}{clean}.", self._family_of(clean), self._labels, self)
 
     def declare(self, declared: tuple[Declared, ...], owner: object) -> None:
-        """Declare metrics that are created on first use. A later owner of this scope replaces ``owner``."""
-        if not self._closed:
-            self._names.add(self._stats.declare(self, declared, owner))
+        """Declare metrics that are created on first use. If several scopes of this prefix declare the same names,
+        pages show the values of the latest declaration.
+        """
+        top, held = self._top, self._prefix()
+        if held is not None and not top._ended:
+            self._stats.declare(top if owner is not None else held, (self, declared, owner))
 
-    def withdraw(self, declared: tuple[Declared, ...]) -> None:
-        """Undo :meth:`declare` for this scope, no matter which owner called it. Idempotent."""
-        key = (self.prefix, id(declared))
-        self._names.discard(key)
-        self._stats.remove((key,))
+    @property
+    def _top(self) -> "Scope":
+        return self._parent or self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another open scope has the same prefix."""
+        held = self._top._held
+        return held is not None and held.holders > 1
 
     def untouched(self, declared: Declared, owner: object) -> Metric:
         """Return a declared metric for a page, without storing it."""
@@ -325,22 +381,68 @@ class Scope:
         return Gauge(name, family, self._labels, read=read)
 
     def close(self) -> None:
-        """Remove all metrics of the scope. Later counts appear on no page. Idempotent."""
-        self._stats.remove(self._names)
-        self._ended = True
+        """Withdraw this scope's declarations. Its metrics are removed with the last scope of the prefix.
 
-    @property
-    def _closed(self) -> bool:
-        return self._ended or (self._parent is not None and self._parent._closed)
+        Connections can outlive their cluster or listener. Their later counts appear on pages only if another scope
+        of the prefix is open. Idempotent.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        self._stats.withdraw(self)
+        if self._held is not None:
+            self._stats.release(self.prefix, self._held)
+
+    def _prefix(self) -> _Prefix | None:
+        """Return the prefix's registered names, and hold them from now on. None if all scopes are closed."""
+        top = self._top
+        held = top._held
+        if held is not None:
+            return held if held.holders else None
+        if top._ended:
+            return None
+        held = top._held = self._stats.hold(top.prefix)
+        return held
 
     def _add(self, metric: Metric) -> Metric:
-        if self._closed:
+        held = self._prefix()
+        if held is None:
             return metric
-        self._names.add(metric.name)
+        held.add(metric.name)
         return self._stats.add(metric)
 
     def _family_of(self, name: str) -> str:
         return prometheus_name(f"{self._family}_{name}" if self._family else name)
+
+
+#: The scope, its declared metrics, and the owner whose values they show.
+_Declaration = tuple[Scope, tuple[Declared, ...], object]
+
+
+def _place(declaration: _Declaration) -> tuple[str, tuple[Declared, ...]]:
+    scope, declared, _ = declaration
+    return scope.prefix, declared
+
+
+class Scopes:
+    """Creates scopes, and closes them together."""
+
+    __slots__ = ("_made", "_stats")
+
+    def __init__(self, stats: Stats) -> None:
+        self._stats = stats
+        self._made: list[Scope] = []
+
+    def scope(self, prefix: str, *, family: str = "", labels: Labels = ()) -> Scope:
+        """Return a new scope; see :meth:`Stats.scope`."""
+        made = self._stats.scope(prefix, family=family, labels=labels)
+        self._made.append(made)
+        return made
+
+    def close(self) -> None:
+        """Close all scopes. Idempotent."""
+        for made in self._made:
+            made.close()
 
 
 def labelled(prefix: str, name: str, value: int, family: str, labels: Labels) -> Counter:

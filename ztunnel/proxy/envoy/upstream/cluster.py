@@ -229,11 +229,7 @@ class LiveCluster:
     def start(self) -> None:
         """Start discovering endpoints and waiting for secrets. :attr:`warm` is set when both have finished."""
         model = self.model
-        # An earlier version of the cluster can have another type of discovery.
-        if model.discovery is Discovery.EDS:
-            self.stats.scope.withdraw(UPDATES)
-        else:
-            self._surround.sources.forget(self.stats.scope)
+        if model.discovery is not Discovery.EDS:
             self.stats.scope.declare(UPDATES, self)
         match model.discovery:
             case Discovery.STATIC:

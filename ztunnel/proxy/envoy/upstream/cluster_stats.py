@@ -81,8 +81,8 @@ class ClusterStats:
             self.ssl_errors.value += 1
 
     def declare(self) -> None:
-        """Show the counters on pages, in place of the counters of an earlier version of the cluster."""
-        self.scope.declare(_COUNTED, self)
+        """Show the counters on pages before they are created."""
+        self.scope.declare(_COUNTED, None)
 
 
 _COUNTED = declared_in(ClusterStats)

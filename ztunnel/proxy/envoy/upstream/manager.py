@@ -185,7 +185,11 @@ class ClusterManager:
         self._check_sources(model)
         try:
             cluster = LiveCluster(model, body, self._surround, version=version)
-            cluster.start()
+            try:
+                cluster.start()
+            except ValueError:
+                cluster.stats.scope.close()
+                raise
         except ValueError as error:
             raise ConfigError(str(error)) from None
         superseded = self._warming.pop(model.name, None)
@@ -204,21 +208,24 @@ class ClusterManager:
         old = self._active.get(name)
         self._active[name] = cluster
         if old is not None:
-            self._retired(old)
+            self._retire(old)
 
     def _discard(self, cluster: LiveCluster) -> None:
         """Retire a version that never became active, and set its latch, because it no longer warms."""
         cluster.warm.set()
+        self._retire(cluster)
+
+    def _retire(self, cluster: LiveCluster) -> None:
+        cluster.stats.scope.close()
         self._retired(cluster)
 
     def _remove(self, name: str) -> None:
         active, warming = self._active.pop(name, None), self._warming.pop(name, None)
         for cluster in (active, warming):
             if cluster is not None:
-                cluster.stats.scope.close()
                 self._removed.value += 1
         if active is not None:
-            self._retired(active)
+            self._retire(active)
         if warming is not None:
             self._discard(warming)
         self.failures.pop(name, None)

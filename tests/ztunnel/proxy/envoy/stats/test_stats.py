@@ -90,16 +90,6 @@ def test_a_histogram_appears_with_its_first_value() -> None:
     assert page(stats).count("cluster.c.cx_length_ms: P0(nan,3)") == 1
 
 
-def test_withdrawn_metrics_are_not_shown() -> None:
-    stats = Stats()
-    owner = Owner(stats, "c")
-    for _ in range(2):
-        owner.scope.withdraw(READ)
-        assert page(stats) == "cluster.c.cx_active: 0\ncluster.c.cx_total: 0\n"
-    owner.scope.close()
-    assert page(stats) == ""
-
-
 def test_owners_of_one_scope_share_counters() -> None:
     stats = Stats()
     first, second = Owner(stats, "c"), Owner(stats, "c")
@@ -109,6 +99,45 @@ def test_owners_of_one_scope_share_counters() -> None:
     assert page(stats, kind=Kind.COUNTERS) == "cluster.c.cx_total: 2\n"
     assert "cluster.c.size: 5\n" in page(stats)
     assert page(stats).count("size:") == 1
+
+
+def test_metrics_of_a_prefix_are_shown_until_its_last_scope_is_closed() -> None:
+    stats = Stats()
+    first, second = Owner(stats, "c"), Owner(stats, "c")
+    second.size = 5
+    first.total.value += 1
+    second.scope.close()
+    second.scope.close()
+    assert page(stats, kind=Kind.COUNTERS) == "cluster.c.cx_total: 1\n"
+    assert "cluster.c.size: 3\n" in page(stats)
+    # A connection can outlive its version of a cluster.
+    second.total.value += 1
+    second.length.record(3.0)
+    assert "cluster.c.cx_total: 2\n" in page(stats)
+    assert "cluster.c.cx_length_ms" in page(stats)
+    first.scope.close()
+    assert page(stats) == ""
+    assert stats.texts == []
+    third = Owner(stats, "c")
+    second.active.value = 1
+    assert page(stats, used_only=True, kind=Kind.COUNTERS) == ""
+    third.scope.close()
+    assert page(stats) == ""
+
+
+def test_versions_that_declare_one_name_differently_show_the_latest() -> None:
+    stats = Stats()
+    first, second = Owner(stats, "c"), cluster_scope(stats, "c")
+    other = (Declared("size", Gauge, lambda _: 7),)
+    second.declare(other, None)
+    assert page(stats).count("cluster.c.size:") == 1
+    assert "cluster.c.size: 7\n" in page(stats)
+    second.close()
+    assert "cluster.c.size: 3\n" in page(stats)
+    second.declare(other, None)
+    assert "cluster.c.size: 3\n" in page(stats)
+    first.scope.close()
+    assert page(stats) == ""
 
 
 def test_closed_scope_shows_no_metrics() -> None:

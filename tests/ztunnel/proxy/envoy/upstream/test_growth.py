@@ -5,6 +5,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,9 +63,10 @@ class Source:
         return subscribed
 
 
-def cluster(name: str, connect_timeout: str = "1s") -> Resource:
+def cluster(name: str, connect_timeout: str = "1s", alt_stat_name: str = "") -> Resource:
     document = {
         "name": name,
+        "alt_stat_name": alt_stat_name,
         "type": "EDS",
         "connect_timeout": connect_timeout,
         "eds_cluster_config": {"eds_config": {"ads": {}}},
@@ -209,6 +211,46 @@ def test_a_removed_cluster_is_freed_without_the_collector() -> None:
             assert gone() is None
         finally:
             gc.enable()
+
+    asyncio.run(main())
+
+
+def test_a_cluster_leaves_no_metrics_of_any_version_behind() -> None:
+    async def main() -> None:
+        mesh = Mesh()
+        for timeout in ("1s", "2s", "3s"):
+            await mesh.receive(cluster("c", timeout), complete=True)
+            found = mesh.manager.get("c")
+            assert found is not None
+            if timeout != "3s":
+                found.stats.cx_overflow.value += 1
+        assert {metric.name: metric for metric in mesh.stats}["cluster.c.upstream_cx_overflow"].used
+        await mesh.receive(complete=True)
+        assert [metric.name for metric in mesh.stats if metric.name.startswith("cluster.")] == []
+        await mesh.close()
+
+    asyncio.run(main())
+
+
+def test_clusters_with_the_same_alt_stat_name_share_metrics_until_both_are_removed() -> None:
+    async def main() -> None:
+        mesh = Mesh()
+        first, second = (cluster(name, alt_stat_name="shared") for name in ("a", "b"))
+        await mesh.receive(first, second, complete=True)
+        for name in ("a", "b"):
+            found = mesh.manager.get(name)
+            assert found is not None
+            found.stats.cx_total.value += 1
+        mesh.source.by_name.clear()
+        # The cluster whose values were shown last is removed.
+        update = Update(type_url=CDS, version="v", resources=(), removed=("b",))
+        await mesh.manager.receive(update)
+        shown = {metric.name: metric for metric in mesh.stats}
+        assert shown["cluster.shared.upstream_cx_total"].value == 2  # type: ignore[union-attr]  # a counter
+        assert shown["cluster.shared.membership_total"].value == 2  # type: ignore[union-attr]  # a gauge
+        await mesh.manager.receive(replace(update, removed=("a",)))
+        assert [metric.name for metric in mesh.stats if metric.name.startswith("cluster.")] == []
+        await mesh.close()
 
     asyncio.run(main())
 
