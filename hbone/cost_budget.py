@@ -1,4 +1,5 @@
-"""Budgets for the work that a peer's bytes cause: one for each connection, and one for all the peer's connections.
+"""Limits the work that a peer's bytes cause, by a budget for each connection and one for all connections of the
+peer.
 
 Work is counted in units (:mod:`hbone.frame_costs`), which take about a microsecond of a fast core. A budget is a
 share of a core, so a unit has a price (:class:`UnitPrice`): on a core that needs twice the time for equal work,
@@ -20,7 +21,7 @@ UNIT_S: Final = 0.7e-6
 rest of a microsecond: 0.2 to 0.45 of the engine's time (``python -m tests.hostile``, DATA of 1 byte).
 """
 HIGHEST_PRICE: Final = 8.0
-"""The largest price, in case a measurement took too long. A guess: no core in use is this slow."""
+"""The largest price, which limits the effect of a disturbed measurement. A guess: no core in use is this slow."""
 _FIRST_UNITS: Final = 10_000  # charged before the first measurement: 46 requests
 _UNITS_BETWEEN: Final = 100_000  # a measurement takes a two hundredth of their time
 _WEIGHT: Final = 0.5  # weight of a new measurement: the load of the core's caches changes within seconds
@@ -29,9 +30,9 @@ _WEIGHT: Final = 0.5  # weight of a new measurement: the load of the core's cach
 class UnitPrice:
     """The price of a unit of work on this core, shared by all connections of a process.
 
-    A measurement runs a fixed piece of the engine's work and measures its processor time. So the price depends
-    neither on the frames of a peer, nor on the time in which other processes run. The measurement is repeated
-    after each 100,000 units of charged work. A process whose peers cause little work never measures.
+    A measurement runs a fixed piece of the engine's work and takes its processor time. So neither a peer's frames
+    nor other processes influence the price. The measurement is repeated after each 100,000 units of charged work.
+    A process whose peers cause little work never measures.
 
     Args:
         measure: returns the processor time in seconds that the engine needs for a unit now. None: the price is
@@ -40,7 +41,7 @@ class UnitPrice:
     Attributes:
         value: the charge for one unit of work, from 1 to :data:`HIGHEST_PRICE`. A core faster than the reference,
             or a compiled build, does not get larger budgets.
-        due: the units of work before the next measurement.
+        due: the number of units of work that remain until the next measurement.
     """
 
     __slots__ = ("_measure", "_measured", "due", "value")
@@ -52,7 +53,7 @@ class UnitPrice:
         self.value = 1.0
 
     def renew(self) -> None:
-        """Measure; called when :attr:`due` is negative."""
+        """Measure the speed of this core and update :attr:`value`. Called when :attr:`due` is negative."""
         self.due = _UNITS_BETWEEN
         if self._measure is None:
             return
@@ -87,9 +88,8 @@ class CostBudget:
     def charge(self, units: int, now_s: float) -> float:
         """Charge ``units`` of work at the current price. Return for how many seconds to stop reading.
 
-        Backpressure is tried first: an honest peer with many small frames sends fewer and larger frames when it
-        must wait, and a busy peer does not notice. Only a peer that must be slowed down for many seconds is
-        disconnected.
+        The first response is to pause reading (backpressure): an honest peer with many small frames sends fewer
+        and larger frames when it must wait. Only a peer whose pauses add up to many seconds is disconnected.
 
         A higher price makes pauses longer, but the limit on pauses counts them as if the price were 1. So a slow
         core slows down honest peers, but does not end their connections sooner.
@@ -104,8 +104,8 @@ class CostBudget:
         cost = units * price.value
         work = self._work
         pause_s = 0.0 if work.spend(now_s, cost) else work.overdrawn_s
-        # A pause caused by the peer's other connections does not count towards ending this connection, because a
-        # hundred workloads can share one name.
+        # Only pauses caused by this connection itself count towards ending it. A hundred workloads can share one
+        # name, and thus the peer's shared budget.
         if pause_s and not self._stalls.spend(now_s, pause_s / price.value):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for what it carries")
         shared = self.shared
@@ -114,7 +114,7 @@ class CostBudget:
         return pause_s
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return for how many seconds to stop reading from now. A :meth:`refund` can have shortened the pause."""
+        """Return for how many more seconds to stop reading. A :meth:`refund` can have shortened the pause."""
         self._work.spend(now_s, 0.0)
         pause_s = self._work.overdrawn_s
         if self.shared is not None:
@@ -123,13 +123,13 @@ class CostBudget:
         return pause_s
 
     def refund(self, units: int) -> None:
-        """Refund ``units``, because the work was useful."""
+        """Refund ``units`` of work, because the work turned out to be useful, such as an accepted tunnel."""
         cost = units * self.price.value
         self._work.refund(cost)
         if self.shared is not None:
             self.shared.refund(cost)
 
     def leave_debt(self, units: int, now_s: float) -> None:
-        """Charge work to the peer's shared budget, because this connection has ended."""
+        """Charge work to the peer's shared budget only, because this connection has ended."""
         if self.shared is not None:
             self.shared.spend(now_s, units * self.price.value)

@@ -1,8 +1,8 @@
-"""The half-close matrix of a relay's ends: the next state and the actions for each event.
+"""Defines how the ends of a relay close: the next state and the actions for each state and event, in one table.
 
 An end is a source (its network sends to us) and a sink (we send to its network). The two halves close separately,
-in order or cut short, and the network can refuse our bytes at any time. For each pair of states and each event,
-:data:`TRANSITIONS` has the next pair and the actions, in order. Plain sockets, TLS sockets and tunnels
+in order or by a reset, and the network can stop accepting our bytes at any time. For each pair of states and each
+event, :data:`TRANSITIONS` has the next pair and the actions, in order. Plain sockets, TLS sockets and tunnels
 (:mod:`hbone.aio.end`) share this table, and differ only in the effect of the actions on their networks.
 ``docs/relay.md`` prints the table.
 
@@ -24,9 +24,11 @@ class SourceState(Key):
 
     OPEN = "open"
     ENDED = "ended"
-    """The network has ended in order: FIN, close_notify, END_STREAM, or a reset with NO_ERROR or CANCEL."""
+    """The network has ended its direction in order, by FIN, close_notify, END_STREAM, or a reset with NO_ERROR or
+    CANCEL.
+    """
     CUT = "cut"
-    """The network was cut short: RST, a failed TLS session, a stream reset with an error."""
+    """The network's direction was cut short by a RST, a failed TLS session, or a stream reset with an error."""
 
 
 class SinkState(Key):
@@ -61,7 +63,7 @@ class EndEvent(Key):
 
 
 class EndAction(Enum):
-    """The actions of an end after an event."""
+    """The actions that an end can run after an event."""
 
     REPORT_READ = "report read"
     """Report to the relay that the source has no more bytes."""
@@ -78,19 +80,21 @@ class EndAction(Enum):
     REPORT_WRITTEN = "report written"
     """Report that all output for this network, including its EOF, was sent or discarded."""
     BOTH_OVER = "both over"
-    """The source is over and the sink broken: no more bytes can be sent to or received from this network."""
+    """Report that no more bytes can be sent to or received from this network: the source is over and the sink is
+    broken.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The states after an event, and the actions, in order."""
+    """An end's states after an event, and the actions to run, in order."""
 
     source: SourceState
     sink: SinkState
     actions: tuple[EndAction, ...] = ()
 
 
-#: Aliases for comparisons by identity where bytes flow: a global, not a look-up in the class.
+#: Aliases for use on the data path, where a global variable is faster than a look-up in the enumeration.
 SOURCE_OPEN: Final = SourceState.OPEN
 SINK_OPEN: Final = SinkState.OPEN
 SINK_BROKEN: Final = SinkState.BROKEN
@@ -122,8 +126,8 @@ def _read_eof(source: SourceState, sink: SinkState) -> Transition:
 
 
 def _read_reset(source: SourceState, sink: SinkState) -> Transition:
-    # Both directions are closed. If the source has already ended in order, the peer has all bytes of the source. A
-    # reset would make the complete stream look truncated, so only the sink breaks.
+    # The reset ends both directions. But if the source had already ended in order, the peer has all of its bytes,
+    # and a reset would make the complete stream look truncated. Then only the sink breaks.
     if source is not SourceState.OPEN:
         return _break(source, sink)
     broken = _break(SourceState.CUT, sink)

@@ -1,4 +1,4 @@
-"""One HTTP/2 connection as a state machine, both roles, limited to CONNECT tunnels and calls (RFC 9113).
+"""The state machine of an HTTP/2 connection, for both roles, limited to CONNECT tunnels and gRPC calls (RFC 9113).
 
 The caller passes received bytes to :meth:`Engine.receive_data`, which returns events. Every other method changes
 the state and can queue frames. Frames wait in :attr:`Engine.output` and are sent together, once per iteration of
@@ -74,12 +74,12 @@ _OVERSIZED: Final = Malformed("header list over the limit")
 
 
 def _block_units(fields: int, octets: int) -> int:
-    """Return the cost of a header block of this decoded length."""
+    """Return the cost of decoding a header block with this many fields and octets, in units of work."""
     return HEADERS_UNITS + fields * FIELD_UNITS + octets // OCTETS_PER_UNIT
 
 
 class _LongBlock:
-    """A header block that is being decoded in pieces."""
+    """A long header block that is being decoded in pieces."""
 
     __slots__ = ("cost", "ended", "stream_id")
 
@@ -94,7 +94,9 @@ def _failure(error: HeaderBlockError) -> Failure:
 
 
 class Engine(Sender):
-    """One connection. ``buffers`` lends output buffers. Without ``buffers``, the engine allocates its own."""
+    """The state of one HTTP/2 connection. ``buffers`` lends output buffers. Without it, the engine allocates its
+    own.
+    """
 
     def __init__(self, role: Role, settings: Http2Settings, buffers: Buffers | None = None) -> None:
         super().__init__(role, settings, buffers)
@@ -126,14 +128,14 @@ class Engine(Sender):
     def receive_data(
         self, data: bytes | bytearray | memoryview, now_s: float = 0.0, slice_units: int = _NO_LIMIT
     ) -> list[Event]:
-        """Advance by ``data``, however the network split it.
+        """Process received bytes, however the network has split them, and return the events.
 
         Args:
             data: received bytes. Events hold views of this buffer, valid until the caller changes it.
             now_s: monotonic seconds, for the budgets.
-            slice_units: the limit of work. The call stops after the frame, or the piece of a long header block,
-                that exceeds the limit. The rest of ``data`` is kept (:attr:`unparsed`). Further calls, which can
-                have no data, process this rest first.
+            slice_units: the limit of work for this call. It stops after the frame, or the piece of a long header
+                block, that exceeds the limit, and keeps the rest of ``data`` (:attr:`unparsed`). Further calls,
+                even without data, process this rest first.
 
         Returns:
             The events, in order. The last can be :class:`ConnectionFailed`, after which further data is ignored.
@@ -156,7 +158,7 @@ class Engine(Sender):
                 self._continue_block()
             used = reader.feed(view, self, slice_units) if self._long_block is None else 0
             if used < len(view):
-                # Copy the rest once, because the caller can reuse ``data`` when this returns.
+                # The rest of ``data`` is copied once, because the caller can reuse the buffer when this returns.
                 self._unparsed = view[used:] if unparsed is not None else memoryview(bytes(view[used:]))
                 self._fit_slice()  # not needed elsewhere, because the price matters only for more than a slice
             if reader.work:
@@ -178,11 +180,13 @@ class Engine(Sender):
 
     @property
     def unparsed(self) -> bool:
-        """Whether :meth:`receive_data` has kept bytes beyond its last slice."""
+        """Whether :meth:`receive_data` has kept bytes that the last slice did not process."""
         return self._unparsed is not None or self._long_block is not None
 
     def follow_price(self, price: UnitPrice) -> None:
-        """Charge work at ``price``, which all connections of the process share, instead of 1."""
+        """Charge work at ``price``, which all connections of the process share. Without this call,
+        a unit costs 1.
+        """
         self._costs.price = price
         self._fit_slice()
 
@@ -199,8 +203,8 @@ class Engine(Sender):
         self._window.join(share, pod)
 
     def leave_share(self) -> None:
-        """Return this connection's windows to its share. Idempotent, and without effect if the connection has no
-        share.
+        """Return this connection's window growth to the peer's quota. Idempotent, and without effect if the
+        connection has no quota.
 
         Tunnels that carried no bytes are charged here, too: opening tunnels and then dropping the connection
         causes as much work as resetting the tunnels.
@@ -213,14 +217,14 @@ class Engine(Sender):
         account.shared = None
 
     def charge_records(self, overhead: int) -> None:
-        """Charge for ``overhead`` octets of TLS without payload in the next :meth:`receive_data`."""
+        """In the next :meth:`receive_data`, also charge for ``overhead`` octets of TLS records without payload."""
         self._reader.work += overhead // RECORD_BYTES
 
     def overdrawn_s(self, now_s: float) -> float:
-        """Return for how many seconds to stop reading from now. A 200 sent since can have shortened the pause."""
+        """Return for how many more seconds to stop reading. A 200 that was sent can have shortened the pause."""
         return self._costs.overdrawn_s(now_s)
 
-    # Frames in, called by FrameReader
+    # Handling of received frames, called by FrameReader
 
     def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if kind == frames.WINDOW_UPDATE:
@@ -312,7 +316,8 @@ class Engine(Sender):
             self._remote_ended(self._data_stream_id, stream)
 
     def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
-        # Every block is decoded, even if unused, because our table must stay equal to the peer's (RFC 7541, 2.2).
+        # Every header block is decoded, even if unused, because our dynamic table must stay equal to the peer's
+        # (RFC 7541, 2.2).
         if len(block) > LONG_BLOCK_BYTES:
             (self._requests if self._server else self._responses).begin(block)
             self._long_block = _LongBlock(stream_id, ended)
@@ -357,7 +362,7 @@ class Engine(Sender):
                 return
 
     def _admit(self, stream_id: int, frame: StreamFrame) -> StreamState | None:
-        """Check a frame of the peer against the stream state table.
+        """Look up a received frame in the table of stream states.
 
         Returns:
             The state after the frame. None if it has no effect on the stream, or was answered by RST_STREAM.
@@ -374,7 +379,8 @@ class Engine(Sender):
                 raise Failure(verdict.code, f"{frame.value} on a stream that is {state.value}")
             self._stream_error(stream_id, verdict.code)
         elif frame is StreamFrame.HEADERS or frame is StreamFrame.HEADERS_END or frame is StreamFrame.RST_STREAM:
-            # The windows bound the DATA that can be in flight, and WINDOW_UPDATE is charged in any state.
+            # Only these frames are charged here: the windows limit DATA in flight, and WINDOW_UPDATE is charged in
+            # any state.
             self._charge()
         return None
 
@@ -438,9 +444,9 @@ class Engine(Sender):
     # Other frames
 
     def _window_update(self, stream_id: int, increment: int) -> None:
-        # Peers return credit at different rates (nginx per frame, others per half window), so a fixed limit would
-        # be too low for a fast transfer or too high for an idle one. So each KiB that we send gives the peer one
-        # free update.
+        # Each KiB that we send gives the peer one free WINDOW_UPDATE. A fixed limit would be too low for a fast
+        # transfer or too high for an idle one, because peers return credit at different rates (nginx per frame,
+        # others per half window).
         if self._earned >= 1 << _EARNED_SHIFT:
             self._earned -= 1 << _EARNED_SHIFT
         else:
@@ -473,8 +479,8 @@ class Engine(Sender):
         if self._admit(stream_id, StreamFrame.RST_STREAM) is None or stream is None:
             return
         self._forget(stream_id, stream)
-        # Rapid reset, CVE-2023-44487: opening and abandoning streams costs the client almost no work, but costs us
-        # a handler, a dial and a log line for each. MAX_CONCURRENT_STREAMS does not limit this.
+        # Rapid reset, CVE-2023-44487: to open and abandon a stream costs the client almost nothing, but costs us a
+        # handler, a dial and a log line. MAX_CONCURRENT_STREAMS does not limit this.
         if self._server and not stream.answered:
             self._charge_reset()
         unprocessed = code == ErrorCode.REFUSED_STREAM and not stream.answered
@@ -498,7 +504,8 @@ class Engine(Sender):
                 window = value
             else:
                 self._apply_setting(key, value)
-        # Apply only the last of several values, because each application updates every open stream.
+        # If SETTINGS_INITIAL_WINDOW_SIZE occurs several times, only the last value is applied, because this
+        # updates every open stream.
         if window != self._peer_initial_window:
             self._move_windows(window)
         self.output.append(frames.frame(frames.SETTINGS, frames.ACK, 0))
@@ -569,17 +576,19 @@ class Engine(Sender):
     # Shared
 
     def stream_state(self, stream_id: int) -> StreamState:
-        """Return the state of any stream. A stream that was reset is RESET only while the reset is remembered."""
+        """Return the state of a stream, open or not. A stream that we have reset is RESET only while the reset is
+        remembered.
+        """
         stream = self._streams.get(stream_id)
         if stream is not None:
             return stream.state
-        # Neither side uses even identifiers: they are the server's, and push is not implemented.
+        # Streams with even identifiers do not exist: these are for server push, which is not implemented.
         last = self._last_peer_id if self._server else self._next_id - 1
         if not stream_id & 1:
             return StreamState.IDLE
         if self._goaway_limit is not None and stream_id > self._goaway_limit:
-            # Frames on streams after our final GOAWAY are ignored, as if we had reset these streams (RFC 9113,
-            # 6.8). A client has only its own streams. Streams that it has not opened are idle.
+            # A server ignores frames on streams above its final GOAWAY, as if it had reset these streams (RFC
+            # 9113, 6.8). A client has only the streams that it has opened, and all others are idle.
             return StreamState.RESET if self._server or stream_id <= last else StreamState.IDLE
         if stream_id > last:
             return StreamState.IDLE
@@ -594,9 +603,9 @@ class Engine(Sender):
         self._events.append(StreamEnded(stream_id, trailers))
 
     def _stream_error(self, stream_id: int, code: ErrorCode) -> None:
-        """Reset a stream because of an error of the peer."""
-        # MadeYouReset, CVE-2025-8671: the rapid reset with the roles changed, for a peer can provoke our
-        # RST_STREAM as cheaply as it sends its own.
+        """Reset a stream on which the peer has made an error."""
+        # MadeYouReset, CVE-2025-8671: a rapid reset with exchanged roles. A peer can provoke our RST_STREAM as
+        # cheaply as it can send its own.
         self._charge_reset()
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
@@ -605,7 +614,7 @@ class Engine(Sender):
         self._send_reset(stream_id, code)
 
     def _charge(self, tokens: float = 1.0) -> None:
-        # There are limits for two floods: frames that arrive too fast, and answers (ACKs, resets) that are queued
+        # This limits two floods: control frames that arrive too fast, and answers (ACKs, resets) that are queued
         # here because the peer sends but does not read.
         if not self._control.spend(self._now, tokens):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")

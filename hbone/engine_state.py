@@ -1,8 +1,8 @@
-"""The state of an HTTP/2 connection as one value, and an engine that resumes this state.
+"""Reads the state of an HTTP/2 connection as one value, and creates an engine that resumes from it.
 
 :func:`engine_state` reads an :class:`hbone.engine.Engine` between two calls of its methods, and :func:`engine_of`
 makes a new engine from the state, in this process or in another. The peer cannot distinguish the two engines.
-Settings belong to the state, because the peer has received them. Times are stored as ages, because clocks of
+Our settings are part of the state, because the peer has received them. Times are stored as ages, because clocks of
 processes can differ. Caches are omitted, because they only save work.
 
 A new field must have a default, so that different versions can read each other's states. If the meaning of a field
@@ -31,7 +31,7 @@ _PIECE_BYTES: Final = 65_536
 
 
 class Unfrozen(Exception):
-    """The engine's state cannot be read now: the engine failed, or is decoding a long header block."""
+    """The engine's state cannot be read now, because the engine has failed or is decoding a long header block."""
 
 
 class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class BudgetState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StreamValue(msgspec.Struct, frozen=True, kw_only=True):
-    """One open stream, its windows included."""
+    """The state of one open stream, including its windows."""
 
     stream_id: int
     state: str
@@ -63,7 +63,9 @@ class StreamValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowValue(msgspec.Struct, frozen=True, kw_only=True):
-    """The receive window of the connection, and what is left of the pools for its streams."""
+    """The receive window of the connection, and the bytes left in the pools from which its streams'
+    windows grow.
+    """
 
     most_bytes: int
     most_stream_bytes: int
@@ -78,7 +80,7 @@ class WindowValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReaderState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the frame reader: how far the peer's bytes were parsed."""
+    """The state of the frame reader, which can be in the middle of a frame."""
 
     work: int
     preface: bytes

@@ -1,4 +1,4 @@
-"""The errors of the tunnel library: refusals, and the ends of tunnels.
+"""Defines the errors of the tunnel library: refusals, and the ends of tunnels.
 
 ::
 
@@ -68,11 +68,11 @@ class HboneError(Exception):
 
 
 class LocalProtocolError(HboneError):
-    """A call which the protocol does not allow in this state: a bug of the caller."""
+    """A call that the protocol does not allow in this state, which is a bug of the caller."""
 
 
 class RemoteProtocolError(HboneError):
-    """The peer broke RFC 9113, or exceeded a limit against floods."""
+    """The peer violated RFC 9113, or exceeded a limit against floods."""
 
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(code, detail)
@@ -84,7 +84,7 @@ class RemoteProtocolError(HboneError):
 
 
 class InvalidHeader(HboneError):
-    """A header value outside its grammar."""
+    """A header value that violates its grammar."""
 
     def __init__(self, name: str, value: bytes) -> None:
         super().__init__(name, value)
@@ -127,7 +127,7 @@ class ConnectRefused(HboneError):
 
 
 class TunnelClosed(HboneError):
-    """The tunnel was closed by this side: abort after a policy change, drain, shutdown."""
+    """The tunnel was closed by this side, for example after a policy change, by a drain or at shutdown."""
 
 
 class PoolClosed(TunnelClosed):
@@ -141,8 +141,8 @@ class TunnelBroken(HboneError):
         code: the HTTP/2 error code that the peer sent, if any.
         unprocessed: whether the peer certainly did not process the request, so that it can be repeated elsewhere
             (REFUSED_STREAM, or a GOAWAY below its stream id; RFC 9113, 8.7).
-        perhaps_delivered: whether bytes were sent along with the request that the application can have received. A
-            repetition would deliver these bytes twice.
+        perhaps_delivered: whether the application may have received bytes that were sent along with the request.
+            Repeating the request would deliver these bytes twice.
     """
 
     def __init__(
@@ -155,7 +155,9 @@ class TunnelBroken(HboneError):
         self.perhaps_delivered = perhaps_delivered
 
     def after_early_data(self) -> TunnelBroken:
-        """Return this error with ``perhaps_delivered`` set, unless the request was certainly not processed."""
+        """Return this error with ``perhaps_delivered`` set, unless it is ``unprocessed``. For requests with early
+        data.
+        """
         if self.unprocessed:
             return self
         return type(self)(self.detail, code=self.code, perhaps_delivered=True)
@@ -165,11 +167,11 @@ class TunnelBroken(HboneError):
 
 
 class ConnectionBroken(TunnelBroken):
-    """The connection that carried the tunnel ended."""
+    """The tunnel has ended, because the connection that carried it has ended."""
 
 
 class PeerSilent(ConnectionBroken):
-    """A PING, or a handshake, was not answered in time."""
+    """The peer did not answer a PING, or did not finish a handshake, in time."""
 
 
 def bare(error: ErrorT) -> ErrorT:

@@ -13,7 +13,7 @@ Headers: TypeAlias = tuple[Header, ...]
 
 @dataclass(slots=True, kw_only=True)
 class RequestHead:
-    """A valid request header section (RFC 9113, 8.3), with its pseudo-header fields as attributes.
+    """The valid header section of a request (RFC 9113, 8.3), with its pseudo-header fields as attributes.
 
     ``path`` and ``scheme`` are None for CONNECT; ``protocol`` is set for extended CONNECT only (RFC 8441).
     """
@@ -27,13 +27,17 @@ class RequestHead:
 
     @property
     def is_tunnel(self) -> bool:
-        """Whether this is a CONNECT as in RFC 9113, 8.5: with method and authority only."""
+        """Whether this is a plain CONNECT (RFC 9113, 8.5), with no pseudo-header fields but method
+        and authority.
+        """
         return self.method == b"CONNECT" and self.protocol is None
 
 
 @dataclass(slots=True)
 class RequestReceived:
-    """Server: a stream was opened. If ``ended``, the peer will send no DATA, and StreamEnded follows."""
+    """The client has opened a stream (event of a server). If ``ended``, it will send no DATA, and StreamEnded
+    follows.
+    """
 
     stream_id: int
     head: RequestHead
@@ -42,7 +46,9 @@ class RequestReceived:
 
 @dataclass(slots=True)
 class ResponseReceived:
-    """Client: the final answer. If ``ended``, the peer will send no DATA, and StreamEnded follows."""
+    """The final response has arrived (event of a client). If ``ended``, the server will send no DATA, and
+    StreamEnded follows.
+    """
 
     stream_id: int
     status: int
@@ -52,7 +58,7 @@ class ResponseReceived:
 
 @dataclass(slots=True)
 class DataReceived:
-    """Payload of one stream, gathered from consecutive DATA frames.
+    """Payload of one stream was received, in one or several consecutive DATA frames.
 
     ``chunks`` are views of the bytes given to ``receive_data``. The caller must use or copy them before it reuses
     this buffer. ``size`` bytes (without padding) count against both windows until ``acknowledge``.
@@ -73,8 +79,8 @@ class StreamEnded:
 
 @dataclass(slots=True)
 class StreamReset:
-    """The stream has ended, by the peer's RST_STREAM, by ours after a stream error (not ``by_peer``), or by
-    GOAWAY.
+    """The stream was ended: by the peer's RST_STREAM, by our own after a stream error (``by_peer`` is false), or
+    by GOAWAY.
 
     If ``unprocessed``, the peer certainly did not act on the request (RFC 9113, 8.7).
     """
@@ -87,14 +93,14 @@ class StreamReset:
 
 @dataclass(slots=True)
 class WindowOpened:
-    """``reserve`` can succeed again on this stream. Stream 0 means any stream of the connection."""
+    """A stream has room again, so its ``reserve`` can succeed. Stream 0 means all streams of the connection."""
 
     stream_id: int
 
 
 @dataclass(slots=True)
 class SettingsReceived:
-    """The peer's SETTINGS were applied; the engine's attributes hold their values."""
+    """The peer's SETTINGS were applied. Their values are in the engine's attributes."""
 
 
 @dataclass(slots=True)
@@ -115,7 +121,8 @@ class GoawayReceived:
 
 @dataclass(slots=True)
 class ConnectionFailed:
-    """The peer broke the protocol or a limit. Send the output (a GOAWAY), then close.
+    """The peer violated the protocol or a limit. The caller must send the output, which has a GOAWAY, and then
+    close.
 
     This is an event and not an exception, so that earlier events of the same read are not lost, and the result
     does not depend on how the network split the bytes.

@@ -1,4 +1,4 @@
-"""Budgets against floods: how much work a peer can cause per second and at once. Time is an argument.
+"""Budgets against floods, which limit how much work a peer can cause at once and per second. Time is an argument.
 
 A limit on the rate alone would refuse honest bursts (a hundred tunnels that close together), and a limit on the
 total would eventually refuse a long-lived connection. Therefore each budget is a token bucket, which allows a
@@ -20,7 +20,7 @@ connections are queued.
 
 
 class Budget:
-    """A token bucket: ``burst`` at once, then ``rate`` per second."""
+    """A token bucket, which allows ``burst`` tokens at once, and ``rate`` per second after that."""
 
     __slots__ = ("_burst", "_left", "_rate", "_seen_s")
 
@@ -31,13 +31,15 @@ class Budget:
         self._seen_s: float | None = None
 
     def spend(self, now_s: float, tokens: float = 1.0) -> bool:
-        """Use ``tokens`` at ``now_s`` (monotonic seconds). Return False if the budget is overdrawn."""
+        """Take ``tokens`` at ``now_s`` (monotonic seconds), even if too few are left. Return False if the budget
+        is then overdrawn.
+        """
         self._refill(now_s)
         self._left -= tokens
         return self._left >= 0
 
     def affords(self, now_s: float, tokens: float = 1.0) -> bool:
-        """Take ``tokens`` and return True. If there are fewer, take none and return False."""
+        """Take ``tokens`` and return True. If too few are left, take none and return False."""
         self._refill(now_s)
         if self._left < tokens:
             return False
@@ -52,17 +54,19 @@ class Budget:
             self._seen_s = now_s
 
     def refund(self, tokens: float) -> None:
-        """Add ``tokens`` back, up to the burst size."""
+        """Put ``tokens`` back, up to the burst size."""
         self._left = min(self._burst, self._left + tokens)
 
     @property
     def overdrawn_s(self) -> float:
-        """Seconds until the budget is no longer overdrawn; 0.0 if it is not."""
+        """The number of seconds until the budget is no longer overdrawn; 0.0 if it is not overdrawn."""
         return -self._left / self._rate if self._left < 0 and self._rate > 0 else 0.0
 
 
 class WindowPool:
-    """A budget in bytes for larger receive windows, shared by the connections of one pod or of one process."""
+    """A budget in bytes from which receive windows grow, shared by the connections of one pod or of
+    one process.
+    """
 
     __slots__ = ("limit", "used")
 
@@ -78,7 +82,7 @@ class WindowPool:
         return True
 
     def release(self, size: int) -> None:
-        """Return bytes that were taken."""
+        """Put ``size`` bytes back."""
         self.used -= size
 
 
@@ -114,7 +118,9 @@ class PeerQuota:
         self._turn_bytes = 0
 
     def note_read(self, turn_s: float, size: int) -> None:
-        """Record a read of ``size`` bytes by one of the connections, in the iteration started at ``turn_s``."""
+        """Record that a connection of the peer has read ``size`` bytes, in the loop iteration that started at
+        ``turn_s``.
+        """
         if self._turn_s != turn_s:
             self._turn_s, self._turn_bytes = turn_s, 0
         self._turn_bytes += size
@@ -133,13 +139,15 @@ class PeerQuota:
         return True
 
     def add_moved(self, size: int) -> None:
-        """Count windows that a connection has brought from another process, even above the limit."""
+        """Count the windows of a connection taken over from another process, even above the limit."""
         self.window_bytes += size
         if self._windows is not None:
             self._windows.used += size
 
     def return_window(self, size: int) -> None:
-        """Record that a connection's window has shrunk by ``size``, or was closed with this size."""
+        """Record that a connection's window has shrunk by ``size``, or that a connection with a window of this
+        size has closed.
+        """
         self.window_bytes -= size
         if self._windows is not None:
             self._windows.release(size)
@@ -148,8 +156,8 @@ class PeerQuota:
 class PeerQuotas:
     """The quotas of all peers of a process, by the name in the peer's verified certificate.
 
-    A quota outlives its connections, so that a peer cannot clear its deficit by reconnecting. Above
-    ``_MOST_PEERS`` quotas, the oldest quota without a connection is dropped.
+    A quota outlives its connections, so that a peer cannot clear its deficit by reconnecting. If there are more
+    than ``_MOST_PEERS`` quotas, the oldest one without a connection is dropped.
 
     Attributes:
         windows: the windows of all peers together. The owner sets their limit.

@@ -1,4 +1,4 @@
-"""The costs of frames and of a peer's other actions, in units of work.
+"""Defines the costs of frames and of a peer's other actions, in units of work.
 
 A unit is about a microsecond of a fast core in pure Python. The costs were measured. Work is not timed, because a
 clock would also charge a peer for other processes on the machine. The price of a unit depends on the speed of this
@@ -24,7 +24,7 @@ HEADERS_UNITS: Final = 15
 FIELD_UNITS: Final = 4
 """The cost of each field of an uncached header block: an insert into the dynamic table takes that long."""
 OCTETS_PER_UNIT: Final = 4
-"""Octets of an uncached header block per unit of cost: Huffman codes take that long."""
+"""How many octets of an uncached header block cost one unit, because decoding Huffman codes takes that long."""
 REQUEST_UNITS: Final = 200
 """The cost of a request: a handler, a response and a log line. A 200 refunds this and the cost of its header
 block.
@@ -34,6 +34,6 @@ IDLE_STREAM_UNITS: Final = 200
 REFUND_UNITS: Final = 500
 """The most that a 200 refunds."""
 RECORD_BYTES: Final = 24
-"""TLS octets without payload per unit: the overhead of records. Bulk data, with a thousandth of
+"""How many TLS octets without payload (the overhead of records) cost one unit. Bulk data, with a thousandth of
 overhead, is free.
 """

@@ -1,4 +1,4 @@
-"""Constants and writers of HTTP/2 frames (RFC 9113, 4 and 6); :mod:`hbone.reader` reads frames."""
+"""Constants of HTTP/2, and functions that write frames (RFC 9113, 4 and 6). :mod:`hbone.reader` reads frames."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_HEADERS: Final = 0x4
 PADDED: Final = 0x8
 PRIORITY_FLAG: Final = 0x20
 
-# 24 bits of length as 16 + 8, type, flags, stream id.
+# A frame header: length (24 bits, packed as 16 + 8), type, flags, stream id.
 HEADER: Final = Struct(">HBBBL")
 SETTING: Final = Struct(">HL")
 U32: Final = Struct(">L")
@@ -36,7 +36,7 @@ TWO_U32: Final = Struct(">LL")
 
 
 class Setting(IntEnum):
-    """SETTINGS identifiers (RFC 9113, 6.5.2; RFC 8441), and one of ours."""
+    """The identifiers of SETTINGS (RFC 9113, 6.5.2; RFC 8441), and an experimental one of this project."""
 
     HEADER_TABLE_SIZE = 1
     ENABLE_PUSH = 2
@@ -45,8 +45,8 @@ class Setting(IntEnum):
     MAX_FRAME_SIZE = 5
     MAX_HEADER_LIST_SIZE = 6
     ENABLE_CONNECT_PROTOCOL = 8
-    #: Server: the number of bytes of a stream that are buffered if they arrive before the answer to its CONNECT.
-    #: The identifier is from the range for experiments. Other implementations ignore it (RFC 9113, 6.5.2).
+    #: Sent by a server: how many bytes of a stream it buffers if they arrive before its answer to the CONNECT. The
+    #: identifier is from the range for experiments. Other implementations ignore it (RFC 9113, 6.5.2).
     EARLY_BYTES = 0xF0EB
 
 

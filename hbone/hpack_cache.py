@@ -1,10 +1,10 @@
 """Encodes and decodes header blocks by the ``hpack`` library (RFC 7541), with caches of recurring blocks.
 
 Our blocks do not use the dynamic table: every field is a static index or a never-indexed literal. This costs about
-two hundred bytes per tunnel and makes a field's encoding independent of other fields, so that it is encoded once.
-A value that never recurs (``traceparent``) is appended to its name's encoding. A peer's block can be cached only
-while its dynamic table does not change. This is the case for peers with recurring requests (Envoy has indexed all
-its fields after the first request).
+two hundred bytes per tunnel, but makes a field's encoding independent of other fields, so that each field is
+encoded only once. A value that never recurs (``traceparent``) is appended to its name's encoding. A peer's block
+can be cached only while its dynamic table does not change. This is the case for peers with recurring requests
+(Envoy has indexed all its fields after the first request).
 
 :func:`plain_fields` decodes blocks that, like ours, neither read nor change the dynamic table, in a fifth of the
 library's time. The library decodes all other blocks, including Huffman codes.
@@ -26,11 +26,12 @@ _MAX_CACHED_BYTES = 512
 TOLERATED_LIST_BYTES = 131_072
 """An oversized header list up to this size ends only its stream. A larger list ends the connection."""
 LONG_BLOCK_BYTES = 1024
-"""Longer blocks are decoded in pieces (:mod:`hbone.hpack_pieces`)."""
-#: Fields whose values never recur (a trace's identifier, a client's port) or are secrets. Blocks with such a field
-#: are not cached.
+"""Header blocks longer than this are decoded in pieces (:mod:`hbone.hpack_pieces`)."""
+#: Fields with values that never recur (a trace's identifier, a client's port) or are secrets. Blocks with these
+#: fields are not cached.
 _ONE_OFF = (b"traceparent", b"forwarded", b"authorization")
-#: Fields whose values recur only within a second. Of the blocks with such a field, the cache keeps only the last.
+#: Fields whose values recur only within a second. The cache keeps only the latest block that has one of these
+#: fields.
 _OF_THE_MOMENT = b"date"
 
 T = TypeVar("T")
@@ -107,7 +108,9 @@ def list_bytes(fields: Headers) -> int:
 
 
 class HeaderBlockError(Exception):
-    """The block cannot be decoded: COMPRESSION_ERROR, or the decoded list is over the limit."""
+    """A header block cannot be decoded: it is malformed (COMPRESSION_ERROR), or the decoded list exceeds the
+    limit.
+    """
 
     def __init__(self, detail: str, *, oversized: bool) -> None:
         super().__init__(detail)
@@ -115,7 +118,7 @@ class HeaderBlockError(Exception):
 
 
 class _WatchedTable(HeaderTable):
-    """A dynamic table that counts its changes."""
+    """A decoder's dynamic table that counts its changes."""
 
     changes = 0
 
@@ -135,7 +138,7 @@ class BlockDecoder(Generic[T]):
 
     Args:
         max_list_bytes: the largest list passed to ``parse``, counted as in RFC 9113, 6.5.2.
-        parse: see above.
+        parse: converts the decoded fields to the result.
         oversized: the result for a larger list. Lists up to :data:`TOLERATED_LIST_BYTES` are decoded without using
             the result, which keeps the dynamic tables of both sides equal. So an oversized request ends only its
             stream.
@@ -172,7 +175,7 @@ class BlockDecoder(Generic[T]):
         self._parse = parse
         self._blocks: dict[bytes, T] = {}
         self._last: tuple[bytes, T] | None = None
-        # The decoded part of a long block.
+        # The part of a long header block that was decoded so far.
         self._long = b""
         self._position = 0
         self._long_fields: list[Header] = []
@@ -185,7 +188,8 @@ class BlockDecoder(Generic[T]):
         """The number of fields in the block that the last call decoded."""
 
     def decode(self, block: bytes) -> T:
-        """Return the parsed block. Must be called for every block of the peer, even if unused (RFC 7541, 2.2).
+        """Decode and parse a header block. This must be called for every block of the peer, even if unused (RFC
+        7541, 2.2).
 
         Decoding more than :data:`LONG_BLOCK_BYTES` can take long; :meth:`begin` and :meth:`advance` decode in
         pieces.
@@ -227,7 +231,9 @@ class BlockDecoder(Generic[T]):
         return parsed
 
     def begin(self, block: bytes) -> None:
-        """Start a block that :meth:`advance` decodes. No other block can be decoded before :meth:`finish`."""
+        """Begin to decode a long block in pieces, by :meth:`advance`. No other block can be decoded before
+        :meth:`finish`.
+        """
         self._long = block
         self._position = 0
         self._string = None
@@ -261,8 +267,8 @@ class BlockDecoder(Generic[T]):
                 return False
         except Unreadable:
             raise HeaderBlockError("header block not readable", oversized=False) from None
-        # Pass the same field to the library without Huffman codes. The library decides whether it enters the
-        # table.
+        # Replace the Huffman-coded field by an uncoded copy for the library, which decides whether the field
+        # enters the table.
         value = bytes(self._string.decoded)
         self._string = None
         self._take(self._before_string + plain_length(len(value)) + value)
@@ -289,12 +295,12 @@ class BlockDecoder(Generic[T]):
         except OversizedHeaderListError as error:
             raise HeaderBlockError(str(error), oversized=True) from error
         except HPACKError as error:
-            # The text is only the error's type, because some messages of the library contain a memory address,
-            # which differs each time.
+            # The error text contains only the type, because some of the library's messages contain a memory
+            # address.
             raise HeaderBlockError(type(error).__name__, oversized=False) from error
 
     def _forget(self) -> None:
-        """Drop the cache, because a change of the dynamic table changes the meaning of blocks."""
+        """Drop the cache after a change of the dynamic table, because blocks then have another meaning."""
         self._changes = self._table.changes
         self._blocks.clear()
         self._last = None
@@ -315,7 +321,9 @@ class BlockDecoder(Generic[T]):
 
 
 class BlockEncoder:
-    """Encodes our header blocks. It has no state that a peer could enlarge, and can serve many connections."""
+    """Encodes our header blocks. One encoder can serve many connections, and has no state that a peer could
+    enlarge.
+    """
 
     __slots__ = ("_blocks", "_encoder", "_fields", "_last", "_names")
 
@@ -364,8 +372,9 @@ class BlockEncoder:
         name, value = header
         beginning = self._names.get(name)
         if beginning is None:
-            # With sensitive=True, the library's literal leaves the peer's table unchanged. No field of the static
-            # table has the value "x", so the last two bytes are the value's length and the value.
+            # With sensitive=True, the library writes a literal that does not change the peer's table. The
+            # placeholder "x" is not a value in the static table, so the last two bytes are always the value's
+            # length and the value.
             beginning = self._encoder.add((name, b"x"), sensitive=True, huffman=False)[:-2]
             if len(self._names) >= _MAX_ENTRIES:
                 self._names.clear()

@@ -24,16 +24,16 @@ _LONGEST_INTEGER: Final = 10  # octets after the prefix, as in the library
 
 
 class Unreadable(Exception):
-    """The block ends inside a field, has too long an integer, or begins with too many table size updates."""
+    """A header block ends inside a field, has too long an integer, or begins with too many table size updates."""
 
 
 class Piece(NamedTuple):
-    """A run of fields.
+    """A piece of a header block, which consists of whole fields.
 
     Attributes:
         end: the position after the piece.
-        value: the positions of length and octets of a long Huffman-coded value, if the piece is a
-            single field with such a value. Otherwise two zeros.
+        value: if the piece is a single field with a long Huffman-coded value, the positions of the value's length
+            and of its octets. Otherwise two zeros.
     """
 
     end: int
@@ -43,8 +43,8 @@ class Piece(NamedTuple):
 def next_piece(block: bytes, start: int) -> Piece:
     """Return the piece that begins at ``start``, the beginning of a field.
 
-    A piece can begin with dynamic table size updates only at the start of the block, which needs at most two.
-    Other updates follow a field within a piece, so the library reports them as an error (RFC 7541, 4.2).
+    Dynamic table size updates are accepted only at the start of the block, at most two. In other places they are
+    left within a piece, so that the library reports them as an error (RFC 7541, 4.2).
 
     Raises:
         Unreadable: the first field of the piece cannot be read. Later unreadable fields are left to the next
@@ -86,10 +86,10 @@ class HuffmanString:
         self._end = end
         self._state = 0
         self.decoded = bytearray()
-        """The octets decoded so far."""
+        """The octets of the string decoded so far."""
 
     def advance(self) -> int:
-        """Decode the next octets and return their number, 0 at the end.
+        """Decode some more octets and return their number, 0 at the end.
 
         Raises:
             Unreadable: the string is not valid.
@@ -128,7 +128,7 @@ def _field(block: bytes, position: int) -> tuple[int, tuple[int, int]]:
     """Return the position after a field, and the position of its value if this is a long string in Huffman codes.
 
     Raises:
-        Unreadable: the field is malformed, or its name is a long string in Huffman codes, unlike any real name.
+        Unreadable: the field is malformed, or its name is a long string in Huffman codes, which no real field has.
     """
     first = block[position]
     if first & 0x80:
@@ -154,7 +154,7 @@ def _field(block: bytes, position: int) -> tuple[int, tuple[int, int]]:
 
 
 def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
-    """Return an integer and the next position (RFC 7541, 5.1)."""
+    """Parse an integer (RFC 7541, 5.1). Return it and the position after it."""
     value = block[position] & mask
     position += 1
     if value < mask:

@@ -1,4 +1,4 @@
-"""All limits on the peer of a connection, with their units and the reasons for their defaults.
+"""Defines all limits on the peer of a connection, with their units and the reasons for their defaults.
 
 There are three responses to a peer, from mild to final. If a peer overdraws its work budget, its bytes are not
 read until the budget has recovered (backpressure). A stream that exceeds its limits is reset. If the peer
@@ -30,8 +30,8 @@ class Limits:
 
     work_burst: int = 200_000
     work_rate: float = 250_000.0
-    """Units of work at once, and per second, at a price of 1. Above this rate, we stop reading until the budget
-    has recovered.
+    """The work budget of one connection: units of work at once, and per second, at a price of 1. If it is
+    overdrawn, reading stops until it has recovered.
     """
     peer_work_burst: int = 400_000
     peer_work_rate: float = 500_000.0
@@ -42,9 +42,9 @@ class Limits:
     this budget is disconnected.
     """
     slice_units: int = 1000
-    """The work for one connection, at a price of 1, before other sockets are served."""
+    """How much work is done for one connection, at a price of 1, before other sockets are served."""
     slice_s: float = 0.001
-    """The longest work for one connection in seconds, checked between reads."""
+    """For how many seconds one connection is served before other sockets. Checked between reads."""
 
     peer_window_bytes: int = 32 * 1024 * 1024
     """The largest number of received bytes that can wait here for all connections of one peer, beyond the first
@@ -58,9 +58,9 @@ class Limits:
     """
     reset_burst: int = 200
     reset_rate: float = 100.0
-    """Streams per second that the peer abandons before our response, or makes us reset."""
+    """How many streams per second the peer may abandon before our response, or make us reset."""
     unsent_frames: int = 1000
-    """Control frames that can wait for a peer that does not read."""
+    """How many control frames may wait for a peer that does not read."""
     continuation_frames: int = 64
     settings_bytes: int = 4096
     goaway_bytes: int = 16_384

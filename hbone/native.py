@@ -1,4 +1,6 @@
-"""Declarations for mypyc, which compiles modules of this project (``setup.py``). They have no effect otherwise."""
+"""Declarations for mypyc, which compiles some modules of this project (``setup.py``). In uncompiled modules they
+have no effect.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ else:
     def mypyc_attr(**settings):
         """Return a decorator that returns the class unchanged.
 
-        mypyc recognises the decorator by its declaration above, and does not call it. So mypy_extensions is needed
-        for compiling only.
+        This stands in for ``mypy_extensions.mypyc_attr``, which is needed only for compiling: mypyc recognises the
+        decorator by its declaration above.
         """
         return lambda declared: declared

@@ -1,8 +1,8 @@
-"""OpenSSL's binding, and a check for the names in it that this package uses.
+"""Provides the cffi binding to OpenSSL, and checks that it has the names that this package uses.
 
 pyOpenSSL wraps the OpenSSL library inside ``cryptography``. Functions that it does not wrap are called through the
-cffi binding, and a few private attributes of pyOpenSSL's classes are used. Another release can rename these. The
-check below then raises one clear error at import, instead of a failure in a handshake.
+cffi binding, and a few private attributes of pyOpenSSL's classes are used. Another release may rename these. The
+check below then raises one clear error at import, instead of an obscure one in a handshake.
 """
 
 from typing import Any, Final
@@ -11,7 +11,7 @@ import OpenSSL
 from cryptography.hazmat.bindings.openssl.binding import Binding
 from OpenSSL import SSL, crypto
 
-#: Functions and constants called through the binding by this package's modules.
+#: The functions and constants that this package uses through the binding.
 LIBRARY_NAMES: Final = (
     "BIO_new_mem_buf",
     "BIO_read",
@@ -42,7 +42,7 @@ LIBRARY_NAMES: Final = (
     "X509_up_ref",
     "X509_verify_cert_error_string",
 )
-#: Attributes of pyOpenSSL's objects that its documentation does not name.
+#: The undocumented attributes of pyOpenSSL's objects that this package uses.
 CONTEXT_NAMES: Final = ("_context",)
 CONNECTION_NAMES: Final = ("_ssl", "_from_ssl", "_raise_ssl_error", "_reverse_mapping")
 CERTIFICATE_NAMES: Final = ("_from_raw_x509_ptr",)

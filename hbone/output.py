@@ -1,4 +1,4 @@
-"""The engine's output: frames in order. Payload is read from a socket directly into the output buffer.
+"""Queues the engine's output frames in order. Payload is read from a socket directly into the output buffer.
 
 Frames are written consecutively into a buffer that is borrowed while there is output. Frames that do not fit, or
 that must wait until the network has accepted the buffer, are queued as bytes objects.
@@ -15,7 +15,7 @@ _LEAST_ROOM: Final = 4096  # a smaller remainder is not used for a read
 
 
 class Buffers(Protocol):
-    """A source of output buffers. An idle connection holds no buffer."""
+    """Lends output buffers, so that an idle connection does not hold one."""
 
     def acquire(self) -> memoryview:
         """Lend a writable buffer of at least 64 KiB."""
@@ -25,17 +25,17 @@ class Buffers(Protocol):
 
 
 class OwnBuffers:
-    """Allocates a new buffer each time, for tests and engines outside a poller."""
+    """A source that allocates a new buffer each time, for tests and for engines without a poller."""
 
     def acquire(self) -> memoryview:
         return memoryview(bytearray(BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:
-        """Drop the buffer; the allocator frees it."""
+        """Do nothing: the buffer is freed with its last reference."""
 
 
 class Output:
-    """Ordered frames waiting to be sent."""
+    """The queue of frames that wait to be sent, in order."""
 
     __slots__ = ("_buffer", "_buffers", "_end", "_overflow", "frames", "full")
 
@@ -45,7 +45,7 @@ class Output:
         self._end = 0
         self._overflow: list[bytes] = []
         self.frames = 0
-        """Frames other than DATA since the last ``taken``."""
+        """The number of frames other than DATA queued since the last ``taken``."""
         self.full = False
         """Whether the last ``reserve`` found no room."""
 
@@ -54,7 +54,7 @@ class Output:
 
     @property
     def borrows(self) -> bool:
-        """Whether a buffer is held, possibly an empty one. :meth:`taken` returns it."""
+        """Whether this object holds a borrowed buffer, possibly an empty one. :meth:`taken` returns it."""
         return self._buffer is not None
 
     def __len__(self) -> int:
@@ -74,7 +74,9 @@ class Output:
         self._overflow.append(frames)
 
     def reserve(self, limit: int) -> memoryview | None:
-        """Return room for up to ``limit`` bytes of one DATA frame, behind room for its header."""
+        """Return room for up to ``limit`` bytes of payload of one DATA frame. Space for the frame header is left
+        before it.
+        """
         buffer = self._buffer
         if buffer is None:
             buffer = self._buffer = self._buffers.acquire()
@@ -86,7 +88,9 @@ class Output:
         return buffer[start : start + limit] if limit < room else buffer[start:]
 
     def reserve_many(self, limit: int, frame_bytes: int) -> list[memoryview] | None:
-        """Like :meth:`reserve`, over several frames of ``frame_bytes``, with one view for each payload."""
+        """Return room like :meth:`reserve`, but for several frames of ``frame_bytes``, with one view for each
+        payload.
+        """
         buffer = self._buffer
         if buffer is None:
             buffer = self._buffer = self._buffers.acquire()
@@ -104,7 +108,9 @@ class Output:
         return views
 
     def commit(self, stream_id: int, size: int, frame_bytes: int, *, ended: bool = False) -> None:
-        """Write the header(s) in front of ``size`` bytes that were written to the views of ``reserve``."""
+        """Complete the frames: write the headers in front of the ``size`` bytes that were written to the reserved
+        views.
+        """
         buffer = self._buffer
         assert buffer is not None
         end = self._end
@@ -122,7 +128,9 @@ class Output:
         return [self._buffer[: self._end], *self._overflow] if self._end else []
 
     def taken(self) -> None:
-        """Drop the data returned by :meth:`views` after it was sent, and release the buffer; idempotent."""
+        """Drop the data that :meth:`views` has returned, because it was sent, and release the
+        buffer. Idempotent.
+        """
         if self._buffer is not None:
             self._buffers.release(self._buffer)
             self._buffer = None

@@ -1,4 +1,4 @@
-"""A cache of parsed peer certificates, for the next handshake with the same certificate.
+"""Caches parsed peer certificates for later handshakes with the same certificates.
 
 A peer presents the same chain in each handshake, and peers share their issuers. Encoding and parsing a certificate
 takes seven times as long as its digest. Only a few certificates are kept, because each takes some 10 KiB.
@@ -24,7 +24,7 @@ def parsed(raw: Any) -> x509.Certificate:
     Raises:
         UNREADABLE: see :mod:`hbone.x509_errors`.
     """
-    # A buffer for each call: handshakes of other threads run meanwhile.
+    # Each call has its own buffer, because other threads can run handshakes at the same time.
     octets = _ffi.new("unsigned char[]", _DIGEST_BYTES)
     if _lib.X509_digest(raw, _SHA256, octets, _ffi.NULL) != 1:
         _lib.ERR_clear_error()

@@ -1,4 +1,4 @@
-"""Parses received bytes into frames, no matter how the network split them: the reading half of the engine.
+"""Parses received bytes into HTTP/2 frames, no matter how the network split them. The reading half of the engine.
 
 Control frames are collected in full. DATA payload is passed on in the chunks that arrived. Header blocks are
 assembled from HEADERS and CONTINUATION. Unknown frames are skipped without being collected. A frame whose nine
@@ -34,7 +34,9 @@ _STREAM_ONLY: Final = frozenset((frames.HEADERS, frames.PRIORITY, frames.RST_STR
 
 
 class Failure(Exception):
-    """A connection error (RFC 9113, 5.4.1), caught in ``Engine.receive_data``."""
+    """A connection error (RFC 9113, 5.4.1). ``Engine.receive_data`` catches it and reports
+    :class:`ConnectionFailed`.
+    """
 
     def __init__(self, code: ErrorCode, detail: str) -> None:
         super().__init__(code, detail)
@@ -46,28 +48,30 @@ class FrameSink(Protocol):
     """Receives the frames from a :class:`FrameReader`; implemented by the engine."""
 
     def full_data(self, stream_id: int, payload: memoryview, size: int, *, ended: bool) -> None:
-        """Handle a DATA frame without padding that arrived completely. For any other DATA frame, the next three
-        methods are called.
+        """Handle a DATA frame without padding that has arrived completely. All other DATA frames are passed on by
+        the next three methods.
         """
 
     def data_started(self, stream_id: int, length: int, payload: int, *, ended: bool) -> None:
-        """Start a DATA frame: ``length`` bytes count against the windows, and ``payload`` bytes follow."""
+        """Begin a DATA frame. ``length`` bytes count against the windows, and ``payload`` bytes follow."""
 
     def data_chunk(self, chunk: memoryview, size: int) -> None:
-        """Take payload of the DATA frame that began last."""
+        """Handle a piece of payload of the current DATA frame."""
 
     def data_done(self) -> None:
-        """Finish the DATA frame: its payload is complete."""
+        """Finish the current DATA frame, whose payload is complete."""
 
     def header_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
-        """Take a complete header block."""
+        """Handle a complete header block."""
 
     def control(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         """Handle any other frame with its payload. The payload of an unknown frame is empty."""
 
 
 class FrameReader:
-    """Feeds a :class:`FrameSink`. The caller passes the sink on each call, which avoids a reference cycle."""
+    """Parses frames and passes them to a :class:`FrameSink`. The sink is an argument of each call, to avoid a
+    reference cycle.
+    """
 
     __slots__ = (
         "_block",
@@ -91,7 +95,7 @@ class FrameReader:
         self._preface = PREFACE if expect_preface else b""
         self._settings_next = True
         self._partial = bytearray()
-        # The rest of a payload that is passed on, and the bytes to skip: padding, or an unknown frame.
+        # The number of payload bytes still to pass on, and of bytes to skip (padding, or an unknown frame).
         self._left = 0
         self._skip = 0
         self._block = bytearray()
@@ -164,7 +168,9 @@ class FrameReader:
         return position
 
     def _complete(self, view: memoryview, position: int, end: int, sink: FrameSink) -> int:
-        """Continue an incomplete frame: collect its header first, then the bytes that :meth:`_needed` returns."""
+        """Continue an incomplete frame. Collect its header first, and then as many bytes as :meth:`_needed`
+        returns.
+        """
         partial = self._partial
         if len(partial) < HEADER_BYTES:
             take = min(HEADER_BYTES - len(partial), end - position)
@@ -186,7 +192,9 @@ class FrameReader:
         return position + take
 
     def _needed(self, kind: int, flags: int, length: int) -> int:
-        """Return how many bytes to collect: a whole frame, or only the header of DATA and unknown frames."""
+        """Return how many bytes of a frame to collect: all of it, but only the header of DATA and
+        unknown frames.
+        """
         if kind == DATA:
             return HEADER_BYTES + (1 if flags & PADDED and length else 0)
         if kind > frames.CONTINUATION:

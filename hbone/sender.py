@@ -1,8 +1,8 @@
-"""Our side of an HTTP/2 connection: opens, answers, ends and resets streams, and sends their payload.
+"""The sending half of an HTTP/2 connection: opens, answers, ends and resets streams, and sends their payload.
 
-:class:`Sender` is the base of :class:`hbone.engine.Engine`, which adds the peer's frames. Its state is the table
-of open streams, the windows in both directions, and the limits announced by the peer. Methods queue frames in
-:attr:`Sender.output` and never wait.
+:class:`Sender` is the base of :class:`hbone.engine.Engine`, which handles the peer's frames. Its state is the
+table of open streams, the windows in both directions, and the limits announced by the peer. Methods queue frames
+in :attr:`Sender.output` and never wait.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class Sender:
         self.peer_max_streams: int | None = None
         """The peer's SETTINGS_MAX_CONCURRENT_STREAMS. None: the peer has sent no limit."""
         self.peer_early_bytes = 0
-        """Client: the bytes of early data per stream that the peer buffers until its answer. 0: none announced.
+        """How many bytes of early data per stream the server buffers until its answer. 0: none announced. For
+        clients.
         """
         self.peer_settings_seen = False
         self._server = role is Role.SERVER
@@ -114,7 +115,8 @@ class Sender:
         opening += frames.settings_frame(self.settings.wire(self.role))
         raise_by = self.settings.first_connection_window_bytes - _DEFAULT_WINDOW
         if raise_by:
-            # SETTINGS_INITIAL_WINDOW_SIZE changes only stream windows (RFC 9113, 6.9.2).
+            # The connection's window needs a WINDOW_UPDATE: SETTINGS_INITIAL_WINDOW_SIZE changes only stream
+            # windows (RFC 9113, 6.9.2).
             opening += frames.frame(frames.WINDOW_UPDATE, 0, 0, frames.U32.pack(raise_by))
         return opening
 
@@ -124,7 +126,7 @@ class Sender:
 
     @property
     def goaway_sent(self) -> bool:
-        """Whether the final GOAWAY was sent. True for a client, which can close without a GOAWAY."""
+        """Whether the final GOAWAY was sent. Always true for a client, which can close without a GOAWAY."""
         return not self._server or self._goaway_limit is not None
 
     @property
@@ -134,17 +136,17 @@ class Sender:
 
     @property
     def unused(self) -> bool:
-        """Client: whether no stream was ever opened."""
+        """Whether this client has never opened a stream."""
         return self._next_id == 1
 
     @property
     def exhausted(self) -> bool:
-        """Client: whether no stream identifier is left."""
+        """Whether this client has no stream identifier left."""
         return self._next_id > MAX_STREAM_ID
 
     @property
     def accepts_streams(self) -> bool:
-        """Client: whether :meth:`open_stream` can be called now."""
+        """Whether this client can call :meth:`open_stream` now."""
         return (
             not (self.failed or self.going_away or self.draining)
             and self._next_id <= MAX_STREAM_ID
@@ -152,7 +154,8 @@ class Sender:
         )
 
     def open_stream(self, headers: Iterable[Header], *, ended: bool = False, tunnel: bool = True) -> int:
-        """Client: send a request. ``headers`` begin with the pseudo-header fields. A CONNECT opens a ``tunnel``.
+        """Send a request, as a client. ``headers`` begin with the pseudo-header fields. A CONNECT opens a
+        ``tunnel``.
 
         Raises:
             LocalProtocolError: no stream can be opened now, see :attr:`accepts_streams`.
@@ -162,7 +165,7 @@ class Sender:
         return self._open(_ENCODER.encode(headers), ended=ended, tunnel=tunnel)
 
     def open_tunnel(self, block: bytes) -> int:
-        """Client: like :meth:`open_stream`, with the header block of a CONNECT from :func:`field` and
+        """Send a CONNECT, as a client, like :meth:`open_stream`, but with a header block made by :func:`field` and
         :func:`fields`.
 
         Raises:
@@ -193,7 +196,7 @@ class Sender:
         ended: bool = False,
         reset_code: int | None = None,
     ) -> None:
-        """Server: answer a request.
+        """Answer a request, as a server.
 
         ``ended`` without a body puts END_STREAM on the HEADERS. ``body`` (within the windows: a few hundred bytes)
         is one DATA frame that ends the stream. ``reset_code`` then resets a stream whose request side is still
@@ -227,8 +230,8 @@ class Sender:
         """Send RST_STREAM. Idempotent, and without effect on a closed stream."""
         stream = self._streams.pop(stream_id, None)
         if stream is not None:
-            # If a DATA frame of this stream is incomplete, its rest is treated like later frames: the bytes are
-            # dropped, and their credit is returned.
+            # If a DATA frame of this stream has arrived only in part, its rest is dropped and its credit returned,
+            # as for later frames.
             if stream is self._data_stream:
                 self._data_stream = None
             self._window.closed(stream, len(self._streams))
@@ -250,11 +253,12 @@ class Sender:
         self._local_ended(stream_id, stream)
 
     def ping(self, payload: bytes) -> None:
-        """Send PING with 8 bytes of ``payload``; :class:`PingAcknowledged` reports the answer."""
+        """Send a PING with 8 bytes of ``payload``. :class:`PingAcknowledged` reports the answer."""
         self.output.append(frames.frame(frames.PING, 0, 0, payload))
 
     def drain(self) -> None:
-        """Server: announce the end with a GOAWAY for all streams and a PING (RFC 9113, 6.8); idempotent.
+        """Announce the drain, as a server, with a GOAWAY for the highest stream identifier and a PING (RFC 9113,
+        6.8). Idempotent.
 
         Requests that cross this GOAWAY are still accepted. The PONG shows that the peer has seen it
         (:attr:`drain_seen`). The caller sends the final GOAWAY later, by :meth:`goaway`.
@@ -267,8 +271,8 @@ class Sender:
             )
 
     def goaway(self, code: int = ErrorCode.NO_ERROR) -> None:
-        """Send the final GOAWAY, with the identifier of the last accepted stream of the peer. Later streams are
-        not answered.
+        """Send the final GOAWAY, with the identifier of the peer's last accepted stream. Later streams get no
+        answer.
         """
         self.draining = True
         if self._goaway_limit is None or code != ErrorCode.NO_ERROR:
@@ -301,7 +305,7 @@ class Sender:
         return self.output.reserve_many(allowed, self.peer_max_frame_bytes) if allowed else None
 
     def commit(self, stream_id: int, size: int) -> None:
-        """Send the first ``size`` bytes, at least 1, of the reserved room."""
+        """Send the first ``size`` bytes (at least 1) of the reserved room, which the caller has filled."""
         stream = self._streams[stream_id]
         stream.send_window -= size
         self._send_window -= size
@@ -332,7 +336,8 @@ class Sender:
         if window.unacknowledged >= window.credit:
             self._renew_connection()
         stream = self._streams.get(stream_id)
-        # A peer that has ended the stream needs no more credit for it. The connection's credit was returned above.
+        # A peer that has ended the stream does not need more credit for it. The connection's credit was already
+        # returned.
         if stream is not None and (stream.state is OPEN or stream.state is HALF_CLOSED_LOCAL):
             stream.unacknowledged += size
             if stream.unacknowledged >= stream.step:
@@ -343,11 +348,11 @@ class Sender:
                     self._renew_connection()
 
     def _renew_connection(self) -> None:
-        """Return the connection's credit. Called when the credit due is at least as large as the peer's remaining
-        window.
+        """Return the connection's credit by a WINDOW_UPDATE. Called when the credit due is at least as large as
+        the peer's remaining window.
 
-        The credit due is compared with the remaining window, not with the whole window: if slow streams pin most
-        of the window, other streams can still use a small rest. So this is checked also when bytes arrive.
+        It is not compared with the whole window, because slow streams can pin most of it, and other streams must
+        still be able to use the small rest. So the comparison is also made when bytes arrive.
         """
         window = self._window
         if window.unacknowledged > 0:
@@ -355,7 +360,7 @@ class Sender:
             window.credit += window.unacknowledged
             window.unacknowledged = 0
 
-    # Shared with the receiving side
+    # Methods that the receiving half uses, too
 
     def _known(self, stream_id: int) -> Stream:
         stream = self._streams.get(stream_id)
@@ -365,11 +370,12 @@ class Sender:
 
     def _allowed(self, stream_id: int, limit: int) -> int:
         stream = self._streams.get(stream_id)
-        # These are the states of SENT, written out because this code runs for each chunk.
+        # The states that the table SENT allows are written out here, because this code runs for each chunk.
         if stream is None or (stream.state is not OPEN and stream.state is not HALF_CLOSED_REMOTE):
             raise LocalProtocolError(f"stream {stream_id} cannot send")
-        # The WINDOW_UPDATE of the window that is exhausted (the stream's or the connection's) is reported by
-        # WindowOpened. Only a sender that has requested room is notified, so idle streams cause no work.
+        # Remember which window is exhausted (the stream's or the connection's), so that its WINDOW_UPDATE is
+        # reported by WindowOpened. Only senders that have requested room are notified, so idle streams cause no
+        # work.
         allowed = stream.send_window
         if allowed <= 0:
             stream.blocked = True
@@ -385,7 +391,8 @@ class Sender:
         self._send_block(stream_id, _ENCODER.encode(headers), ended=ended)
 
     def _send_block(self, stream_id: int, block: bytes, *, ended: bool) -> None:
-        # The prefix belongs to this connection. Blocks are shared by all connections.
+        # The prefix (a table size update) is only for this connection, while header blocks are shared by all
+        # connections.
         if self._block_prefix:
             block, self._block_prefix = self._block_prefix + block, b""
         self.output.append(
@@ -407,7 +414,7 @@ class Sender:
             self._forget(stream_id, stream)
 
     def _forget(self, stream_id: int, stream: Stream) -> None:
-        """Drop a stream that both sides have ended, or the peer has reset."""
+        """Remove a stream that both sides have ended or that the peer has reset."""
         del self._streams[stream_id]
         self._window.closed(stream, len(self._streams))
         if self._server and stream.tunnel and stream.answered and not stream.used:

@@ -1,4 +1,4 @@
-"""The SETTINGS and flow-control windows that one side of a connection announces, as values."""
+"""Defines the HTTP/2 SETTINGS and flow-control windows that one side of a connection announces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FIRST_CONNECTION_WINDOW: Final = 1024 * 1024
 
 
 class Role(Enum):
-    """The side of a connection that an engine implements."""
+    """The side of a connection that an engine implements: client or server."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -36,9 +36,9 @@ class Http2Settings:
     max_frame_bytes: int = 1024 * 1024
     max_header_list_bytes: int = 65_536
     early_bytes: int = 64 * 1024
-    """Server: the number of bytes of one stream that are buffered before its response."""
+    """How many bytes of one stream a server buffers before its response."""
     early_data: bool = False
-    """Server: announce ``early_bytes``. Client: make use of a server's announcement."""
+    """Whether a server announces ``early_bytes``, and a client makes use of this announcement."""
     extra: tuple[tuple[int, int], ...] = ()
     """Further (identifier, value) pairs, sent first, to imitate another implementation."""
     limits: Limits = field(default_factory=Limits)
@@ -55,16 +55,16 @@ class Http2Settings:
 
     @property
     def first_window_bytes(self) -> int:
-        """The window that a stream starts with."""
+        """The size of a stream's window at its start, in bytes."""
         return min(self.initial_window_bytes, self.stream_window_bytes)
 
     @property
     def first_connection_window_bytes(self) -> int:
-        """The window that a connection starts with."""
+        """The size of a connection's window at its start, in bytes."""
         return min(_FIRST_CONNECTION_WINDOW, self.connection_window_bytes)
 
     def wire(self, role: Role) -> dict[int, int]:
-        """The identifiers and values to announce, in the order of sending."""
+        """The SETTINGS to announce: identifiers and values, in the order of sending."""
         values: dict[int, int] = {}
         if role is Role.CLIENT:
             values[Setting.ENABLE_PUSH] = 0

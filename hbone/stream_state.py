@@ -1,4 +1,4 @@
-"""The allowed frames of a stream in each state, and the next state (RFC 9113, 5.1).
+"""Defines which frames a stream allows in each state, and the next state (RFC 9113, 5.1).
 
 :data:`RECEIVED` is for frames of the peer, :data:`SENT` for our frames. :mod:`hbone.engine` uses both tables, and
 ``docs/streams.md`` prints them. Push is not implemented, so the reserved states are missing. The RFC's state
@@ -36,7 +36,7 @@ class StreamState(Key):
 
 
 class StreamFrame(Key):
-    """Frames of a stream, with separate members for frames with END_STREAM."""
+    """The kinds of frames on a stream. A frame with END_STREAM is a separate kind."""
 
     HEADERS = "HEADERS"
     HEADERS_END = "HEADERS, END_STREAM"
@@ -57,14 +57,16 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """The frame is not allowed in this state."""
+    """The verdict that a frame is not allowed in this state."""
 
     scope: Scope
     code: ErrorCode
 
 
 class Ignored(Enum):
-    """The frame has no effect on the stream. If a peer could repeat it, the engine charges a budget."""
+    """The verdict that a frame has no effect on the stream. If a peer can repeat it, the engine
+    charges a budget.
+    """
 
     IGNORED = "ignored"
 
@@ -113,10 +115,10 @@ _BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
         _F.RST_STREAM: _S.CLOSED,
         _F.WINDOW_UPDATE: _S.HALF_CLOSED_REMOTE,
     },
-    # RST_STREAM and WINDOW_UPDATE can have crossed our END_STREAM (RFC 9113, 5.1). HEADERS would reuse a stream
-    # identifier, which ends the connection (5.1.1). Late DATA is answered only by RST_STREAM, because it can be
-    # for a stream that we have reset: only a limited number of resets is remembered, and one faulty stream must
-    # not end a hundred tunnels.
+    # On a closed stream, RST_STREAM and WINDOW_UPDATE can have crossed our END_STREAM (RFC 9113, 5.1). HEADERS
+    # would reuse a stream identifier, which ends the connection (5.1.1). Late DATA is answered only by RST_STREAM:
+    # it can belong to a stream whose reset by us is no longer remembered, and one faulty stream must not end a
+    # hundred tunnels.
     _S.CLOSED: {
         _F.HEADERS: _LATE_HEADERS,
         _F.HEADERS_END: _LATE_HEADERS,
@@ -130,8 +132,8 @@ _BY_SERVER: Final[dict[StreamState, dict[StreamFrame, Verdict]]] = {
 
 RECEIVED: Final[dict[Role, dict[StreamState, dict[StreamFrame, Verdict]]]] = {
     Role.SERVER: _BY_SERVER,
-    # Without push, a server opens no streams. It can send informational heads before the final head. HEADERS on an
-    # ended stream answer a request that we have abandoned.
+    # Without push, a server opens no streams. It can send informational heads before the final head. HEADERS on a
+    # stream that we have ended are the answer to an abandoned request.
     Role.CLIENT: {
         **_BY_SERVER,
         _S.IDLE: dict.fromkeys(_F, _UNEXPECTED),
@@ -153,7 +155,7 @@ SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
         _F.WINDOW_UPDATE: _S.OPEN,
     },
     _S.HALF_CLOSED_LOCAL: {_F.RST_STREAM: _S.RESET, _F.WINDOW_UPDATE: _S.HALF_CLOSED_LOCAL},
-    # WINDOW_UPDATE is not sent, because the peer sends no more bytes on this stream.
+    # WINDOW_UPDATE is not in this state's row, because the peer does not send any more bytes on this stream.
     _S.HALF_CLOSED_REMOTE: {
         _F.HEADERS: _S.HALF_CLOSED_REMOTE,
         _F.HEADERS_END: _S.CLOSED,
@@ -168,7 +170,7 @@ SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
 A server does not send HEADERS on an idle stream.
 """
 
-#: The states where DATA can be received or sent, for comparisons by identity on the hot path.
+#: The states in which DATA can be received or sent, for fast comparisons by identity on the data path.
 OPEN: Final = StreamState.OPEN
 HALF_CLOSED_LOCAL: Final = StreamState.HALF_CLOSED_LOCAL
 HALF_CLOSED_REMOTE: Final = StreamState.HALF_CLOSED_REMOTE

@@ -1,11 +1,11 @@
-"""TLS as bytes in and bytes out: OpenSSL over memory BIOs, no socket.
+"""Runs TLS on bytes in memory: OpenSSL over memory BIOs, without a socket.
 
 Bulk data does not pass through pyOpenSSL's ``recv_into``/``bio_read``, which allocate and copy per call. This
 module calls the same library through its cffi binding with pointers into the caller's buffers: 105 instead of 360
 microseconds to encrypt and decrypt 256 KiB (the standard library: 194), without being slower for 1 KiB
-(``bench/tls_micro.py``). Ciphertext is read in place through a read-only BIO (one copy less than a memory BIO). So
-the data given to :meth:`TlsSession.receive` must be used up before its buffer is reused. Callers do not depend on
-this implementation.
+(``bench/tls_micro.py``). Ciphertext is read in place through a read-only BIO, which saves a copy. So
+:meth:`TlsSession.read_into` must have used up the data given to :meth:`TlsSession.receive` before its buffer is
+reused. Callers do not depend on this implementation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KEY_UPDATE_BYTES: Final = 5  # the length of a whole KeyUpdate message
 _NO_EARLY_DATA: Final = 2  # SSL_READ_EARLY_DATA_FINISH
 
 _REASONS: Final = (
-    # OpenSSL's reason texts. Texts of the form "... alert <name>" are alerts that the peer has sent.
+    # Reasons by OpenSSL's error texts. Texts of the form "... alert <name>" are alerts that the peer has sent.
     ("did not return a certificate", TlsReason.NO_CERT),
     ("certificate required", TlsReason.NO_CERT),
     ("certificate expired", TlsReason.EXPIRED),
@@ -55,13 +55,13 @@ _REASONS: Final = (
 
 
 def sealed_bytes(plain_bytes: int) -> int:
-    """Return the ciphertext room needed for ``plain_bytes`` of plaintext and the pending output."""
+    """Return how many bytes the ciphertext of ``plain_bytes`` of plaintext can have, including pending output."""
     return plain_bytes + (plain_bytes // RECORD_BYTES + 1) * RECORD_OVERHEAD + _SPARE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFacts:
-    """The facts about the peer that a finished handshake proved, and the negotiated parameters."""
+    """The results of a finished handshake: proven facts about the peer, and negotiated parameters."""
 
     certificate: x509.Certificate | None = None
     chain: tuple[x509.Certificate, ...] = ()
@@ -97,13 +97,13 @@ class TrafficKeys:
 
 
 class TlsStream(ABC):
-    """TLS as bytes in and bytes out. This is a base class and not a Protocol, because compiled calls to it need no
-    look-up.
+    """A TLS connection that works on bytes in memory. This is a base class and not a Protocol, which makes
+    compiled calls faster.
 
     Attributes:
         established: whether the handshake is finished.
         half_rtt_sent: whether the half-RTT data was sent with the first flight.
-        peer_closed: whether the peer has sent close_notify. Then no more bytes can be read.
+        peer_closed: whether the peer has sent close_notify, so that no more bytes can be read.
     """
 
     __slots__ = ("established", "half_rtt_sent", "peer_closed")
@@ -114,11 +114,13 @@ class TlsStream(ABC):
 
     @abstractmethod
     def receive(self, ciphertext: memoryview) -> None:
-        """Accept received ciphertext. It is read in place: call :meth:`read_into` before changing the buffer."""
+        """Accept received ciphertext. It is read in place, so call :meth:`read_into` before
+        changing the buffer.
+        """
 
     @abstractmethod
     def handshake(self) -> bool:
-        """Advance the handshake with the received bytes; return whether it is finished.
+        """Advance the handshake by the received bytes. Return whether it is finished.
 
         Raises:
             TlsError: the handshake failed. :meth:`seal` returns the alert to send.
@@ -135,7 +137,8 @@ class TlsStream(ABC):
 
     @abstractmethod
     def seal(self, plain: memoryview | bytes, out: memoryview) -> int:
-        """Encrypt ``plain`` into ``out``, after output that is already queued. Return the number of bytes written.
+        """Write output that is already queued to ``out``, and after it the encrypted ``plain``. Return the number
+        of bytes written.
 
         ``out`` must have :func:`sealed_bytes` of room. ``plain`` can be empty, and must be empty before the
         handshake is finished.
@@ -146,17 +149,17 @@ class TlsStream(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Queue close_notify, once; :meth:`seal` takes it. Idempotent."""
+        """Queue close_notify, which the next :meth:`seal` returns. Idempotent."""
 
     @abstractmethod
     def facts(self) -> PeerFacts:
-        """Return the facts proved by the handshake. Call this only after :meth:`handshake` has returned True."""
+        """Return the results of the handshake. Call this only after :meth:`handshake` has returned True."""
 
     @property
     @abstractmethod
     def missing(self) -> int:
-        """The smallest number of bytes to receive before the connection can move to another process. 0: it can
-        move now.
+        """How many bytes must still be received before the connection can move to another process. 0: it can move
+        now.
         """
 
 
@@ -210,7 +213,8 @@ class TlsSession(TlsStream):
         self.established = False
         self.half_rtt_sent = False
         self.peer_closed = False
-        # For :meth:`traffic_keys`: counts since the end of the handshake, under the first application keys.
+        # The record counters for :meth:`traffic_keys`. They begin at the end of the handshake, with the first
+        # application keys.
         self._rbio: Any = None
         self._tracked = False
         self._received = 0  # records
@@ -238,7 +242,7 @@ class TlsSession(TlsStream):
                 self._send_half_rtt_data()
             result = _lib.SSL_do_handshake(self._ssl)
             if result != 1:
-                # Not do_handshake(), which would also raise an error for an unfinished handshake.
+                # do_handshake() is not used, because it would raise an error for an unfinished handshake, too.
                 if _lib.SSL_get_error(self._ssl, result) == _lib.SSL_ERROR_WANT_READ:
                     return False
                 self._connection._raise_ssl_error(self._ssl, result)
@@ -260,10 +264,11 @@ class TlsSession(TlsStream):
             self._begin_tracking()
         return True
 
-    # Moving to another process. Secrets come from OpenSSL's key log. Record numbers are counted here.
+    # Moving the connection to another process. Secrets come from OpenSSL's key log. Record numbers are counted
+    # here.
 
     def _begin_tracking(self) -> None:
-        """Count records from now on, because OpenSSL has read exactly the records of the handshake."""
+        """Start to count records. Called when OpenSSL has read exactly the records of the handshake."""
         self._tracked = True
         self._tickets_due = self._context.role is Role.SERVER
         incoming = self._incoming
@@ -273,7 +278,9 @@ class TlsSession(TlsStream):
             self.receive(rest[: max(0, size)])
 
     def _track(self, data: memoryview) -> None:
-        """Parse record headers in the received bytes. ``_due`` and ``_head`` show where the next one begins."""
+        """Count received records by parsing their headers. ``_due`` and ``_head`` keep the position
+        between calls.
+        """
         size, position = len(data), self._due
         if self._head:
             head = self._head + bytes(data[: HEADER_BYTES - len(self._head)])
@@ -301,7 +308,8 @@ class TlsSession(TlsStream):
         return HEADER_BYTES - len(self._head) if self._head else self._due
 
     def traffic_keys(self) -> TrafficKeys:
-        """Return the keys with which another implementation continues. First take all output by :meth:`seal`.
+        """Return the keys with which another TLS implementation continues the connection. The caller must first
+        take all output by :meth:`seal`.
 
         Raises:
             Unmovable: this connection cannot move, or cannot move yet.
@@ -312,7 +320,7 @@ class TlsSession(TlsStream):
             )
         if self.missing:
             raise Unmovable("within a record")
-        # A record of this length without payload is a KeyUpdate (RFC 8446, 4.6.3).
+        # A short record without payload was a KeyUpdate (RFC 8446, 4.6.3), which has replaced the keys.
         if self._shorts or self._irregular:
             raise Unmovable("keys were updated")
         if self._tickets_due:
@@ -336,18 +344,19 @@ class TlsSession(TlsStream):
         return bool(self._connection.get_shutdown() & SSL.SENT_SHUTDOWN)
 
     def _send_half_rtt_data(self) -> None:
-        """Advance to the end of our first flight and append the half-RTT data. Raises the same errors as
-        ``do_handshake``.
+        """Advance a server's handshake to the end of its first flight, and append the half-RTT data. Raises the
+        same errors as ``do_handshake``.
 
-        OpenSSL stops between the flights only for a caller that reads the client's 0-RTT data. Clients never send
-        such data, because no session is resumed.
+        OpenSSL pauses between the two flights only for a caller that reads the client's 0-RTT data. Clients never
+        send any, because no session is resumed.
         """
         nothing, size, ssl = _ffi.new("char[1]"), _ffi.new("size_t *"), self._ssl
         if _lib.SSL_read_early_data(ssl, nothing, 1, size) != _NO_EARLY_DATA:
             self._connection._raise_ssl_error(ssl, -1)
         half_rtt_data, self._half_rtt_data = self._half_rtt_data, b""
-        # After a HelloRetryRequest, SSL_read_early_data also returns, before there is a key, and not again. Then,
-        # and with TLS 1.2, the data is sent after the handshake like other data, and half_rtt_sent is False.
+        # After a HelloRetryRequest, SSL_read_early_data returns too early, when there is no key yet, and only
+        # once. In this case, and with TLS 1.2, the data is sent after the handshake like other data, and
+        # half_rtt_sent is False.
         finished = _lib.SSL_version(ssl) == SSL.TLS1_3_VERSION and self._connection.get_finished() is not None
         if finished:
             if not _lib.SSL_write_early_data(ssl, half_rtt_data, len(half_rtt_data), size):
@@ -384,7 +393,7 @@ class TlsSession(TlsStream):
         if size:
             source = _ffi.from_buffer(plain)
             position = 0
-            # Encrypt record by record, so that the memory BIO stays small and in the processor's cache.
+            # Encrypt one record at a time, so that the memory BIO stays small enough for the processor's cache.
             while position < size:
                 count = _lib.SSL_write(
                     ssl, source + position, RECORD_BYTES if size - position > RECORD_BYTES else size - position
@@ -408,7 +417,7 @@ class TlsSession(TlsStream):
         return filled
 
     def _count_tickets(self, output: memoryview) -> None:
-        """Count the records of a server's first output, which begins with session tickets."""
+        """Count the records in a server's first output after the handshake, which begins with session tickets."""
         self._tickets_due = self._irregular = False
         self._sent, position = int(self.half_rtt_sent), 0
         while position < len(output):
@@ -416,12 +425,12 @@ class TlsSession(TlsStream):
             self._sent += 1
 
     def close(self) -> None:
-        # A second call of SSL_shutdown would read the peer's bytes to find its alert.
+        # SSL_shutdown is called only once: a second call would read the peer's bytes, to look for its alert.
         if self.established and not self._connection.get_shutdown() & SSL.SENT_SHUTDOWN:
             try:
                 self._connection.shutdown()
             except SSL.Error as error:
-                # A failed session cannot send close_notify. Its error was raised earlier.
+                # Ignore errors here: a failed session cannot send close_notify, and its error was raised earlier.
                 del error
 
     def facts(self) -> PeerFacts:
@@ -441,7 +450,7 @@ class TlsSession(TlsStream):
         )
 
     def _raise(self, count: int) -> None:
-        """Raise the error of OpenSSL's queue.
+        """Raise an exception for the error in OpenSSL's error queue.
 
         The caller has released its pointers into buffers, because a traceback is often part of a reference cycle:
         CPython up to 3.12.6 crashes when its garbage collector finds a memoryview with a borrowed buffer in a
@@ -472,8 +481,8 @@ def uri_sans(certificate: x509.Certificate) -> tuple[str, ...]:
     return _uri_sans(certificate.public_bytes(Encoding.DER))
 
 
-# A few peers open most connections. The key is the encoded certificate, because a certificate object would keep
-# its parsed form, about 80 objects, long after the certificate was replaced.
+# Cached, because few peers open most connections. The key is the encoded certificate: a certificate object would
+# keep its parsed form, about 80 objects, in memory long after the certificate was replaced.
 @lru_cache(maxsize=256)
 def _uri_sans(der: bytes) -> tuple[str, ...]:
     certificate = x509.load_der_x509_certificate(der)

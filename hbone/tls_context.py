@@ -1,4 +1,4 @@
-"""TLS parameters and identities, built in memory, so that no key is written to a file.
+"""Builds TLS contexts from parameters and identities in memory, so that no key is written to a file.
 
 This uses the OpenSSL library inside ``cryptography`` (through pyOpenSSL), which is newer than the interpreter's.
 It can select TLS 1.3 suites, has post-quantum groups, and runs our verify hook inside the handshake, so that a
@@ -30,7 +30,7 @@ _lib: Final[Any] = openssl.lib
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A refusal of a peer for another reason than its name."""
+    """A peer is refused for another reason than its name."""
 
     reason: TlsReason
     detail: str
@@ -45,22 +45,22 @@ _MODE_NO_AUTO_CHAIN: Final = 8  # SSL_MODE_NO_AUTO_CHAIN
 _NOT_YET_VALID: Final = 9  # X509_V_ERR_CERT_NOT_YET_VALID
 _EXPIRY_ERRORS: Final = frozenset((_NOT_YET_VALID, 10))  # and X509_V_ERR_CERT_HAS_EXPIRED
 _TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
-# X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID, _CRL_HAS_EXPIRED. As in the Rust ztunnel, an unknown status
-# does not count as revoked, and an expired list still revokes its certificates.
+# The errors X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID and _CRL_HAS_EXPIRED are ignored. As in the Rust
+# ztunnel, a certificate without a list does not count as revoked, and an expired list still revokes certificates.
 _TOLERATED_CRL_ERRORS: Final = frozenset((3, 11, 12))
 _REVOKED: Final = 23  # X509_V_ERR_CERT_REVOKED
 _REJECTED: Final = 28  # X509_V_ERR_CERT_REJECTED: makes the alert bad_certificate
 
 
 class TlsVersion(Enum):
-    """Protocol versions."""
+    """The TLS protocol versions."""
 
     TLS_1_2 = SSL.TLS1_2_VERSION
     TLS_1_3 = SSL.TLS1_3_VERSION
 
 
 class ClientCertificate(Enum):
-    """A server's requirements for clients' certificates."""
+    """Whether a server requests or requires client certificates."""
 
     NONE = SSL.VERIFY_NONE
     OPTIONAL = SSL.VERIFY_PEER
@@ -69,11 +69,11 @@ class ClientCertificate(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsSettings:
-    """The settings of a TLS context. PEM fields have one or more blocks.
+    """The settings of a TLS context. PEM fields contain one or more PEM blocks.
 
     Attributes:
-        certificate_chain_pem: our chain, leaf first. None: present no certificate.
-        further: a server's further certificates to choose from, see :mod:`hbone.tls_identities`.
+        certificate_chain_pem: our certificate chain, leaf first. None: no certificate is presented.
+        further: further certificates among which a server chooses; see :mod:`hbone.tls_identities`.
         trusted_ca_pem: the trust anchors, roots or intermediates. None disables verification of the peer.
         crl_pem: revocation lists for any certificate of the chain.
         client_certificate: whether a server requests or requires a client certificate. A client always verifies
@@ -86,8 +86,8 @@ class TlsSettings:
         alpn_required: whether a server refuses clients whose ALPN has none of our protocols (clients without ALPN
             are accepted), and a client refuses servers that select none of our protocols.
         verify: see :data:`Verify`; needs ``trusted_ca_pem`` or ``any_chain``.
-        any_chain: without ``trusted_ca_pem``, whether to request the peer's certificate and check it only by
-            ``verify``. For pinned certificates and keys: the handshake proves the key, so the issuer is
+        any_chain: whether to request the peer's certificate without ``trusted_ca_pem``, and check it only by
+            ``verify``. This is for pinned certificates and keys: the handshake proves the key, so the issuer is
             irrelevant.
         key_log: called with one line of NSS key log per secret, without newline.
         movable: whether to keep the traffic secrets of each connection and count its records, so that it can move
@@ -121,11 +121,11 @@ class TlsSettings:
 
 
 class NoCommonProtocol(Exception):
-    """Raised in the ALPN callback, to make OpenSSL send the alert no_application_protocol."""
+    """An error raised in the ALPN callback, which makes OpenSSL send the alert no_application_protocol."""
 
 
 class Verification:
-    """The result of verifying the peer in one handshake, and other values collected by the callbacks.
+    """The values that OpenSSL's callbacks collect in one handshake, such as the result of verifying the peer.
 
     Attributes:
         secrets: the traffic secrets by sender, ``CLIENT`` and ``SERVER``, of a connection that can move.
@@ -142,7 +142,7 @@ class Verification:
         self.secrets: dict[bytes, bytes] = {}
 
     def note_secret(self, line: bytes) -> None:
-        """Keep the secret in a line of the key log, if it is one of the first application keys."""
+        """Store the secret in a line of NSS key log, if it is one of the first application traffic secrets."""
         label, _, secret = line.split(b" ")
         sender, _, kind = label.partition(b"_")
         if kind == b"TRAFFIC_SECRET_0":
@@ -150,7 +150,7 @@ class Verification:
 
 
 class TlsContext:
-    """An OpenSSL context for one role. It is cheap to share between connections, and replaced on rotation.
+    """An OpenSSL context for one role. Connections share it, and it is replaced when the certificate is rotated.
 
     Args:
         role: our side of the connections.
@@ -183,10 +183,10 @@ class TlsContext:
         return self._settings
 
     def expecting(self, verify: Verify) -> TlsContext:
-        """Return a context that checks peers by another ``verify``.
+        """Return a context that differs from this one only in its ``verify``.
 
-        All other parts are shared: a client needs a context for each identity that it dials, and building a whole
-        context would take a quarter of a millisecond and 20 KiB.
+        The two contexts share all other parts. A client needs a context for each identity that it dials, and
+        building a whole context would take a quarter of a millisecond and 20 KiB.
 
         Raises:
             ValueError: this context does not verify peers, so the shared part requests no certificate.
@@ -215,8 +215,8 @@ class TlsContext:
         raw.set_max_proto_version(settings.max_version.value)
         raw.set_options(SSL.OP_NO_TICKET | SSL.OP_NO_COMPRESSION | SSL.OP_NO_RENEGOTIATION)
         raw.set_session_cache_mode(SSL.SESS_CACHE_OFF)
-        # RELEASE_BUFFERS: an idle connection would otherwise keep a record buffer per direction. NO_AUTO_CHAIN:
-        # the chain is already complete.
+        # RELEASE_BUFFERS frees the record buffers of idle connections. NO_AUTO_CHAIN is set because the chain is
+        # already complete.
         raw.set_mode(SSL.MODE_RELEASE_BUFFERS | _MODE_NO_AUTO_CHAIN)
         raw.set_tls13_ciphersuites(":".join(settings.suites).encode())
         raw.set_cipher_list(":".join(settings.ciphers_1_2).encode())
@@ -247,10 +247,10 @@ class TlsContext:
         assert store is not None
         for certificate in x509.load_pem_x509_certificates(settings.trusted_ca_pem):
             store.add_cert(crypto.X509.from_cryptography(certificate))
-        # A trusted intermediate ends the chain, as with the trust anchors of other TLS stacks.
+        # A trusted intermediate is accepted as the end of the chain, like a trust anchor in other TLS stacks.
         flags = crypto.X509StoreFlags.PARTIAL_CHAIN
         if settings.crl_pem is not None:
-            # An unreadable list must be an error, because without the list OpenSSL would accept revoked
+            # An unreadable revocation list must be an error: without it, OpenSSL would accept revoked
             # certificates.
             blocks = _pem_blocks(settings.crl_pem, b"X509 CRL")
             if not blocks:
@@ -281,11 +281,12 @@ class TlsContext:
 
 
 def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any_chain: bool = False) -> Any:
-    """Install our callback, which calls the handshake's ``verify``. Return objects that must live as long as
-    ``raw``.
+    """Install our verify callback in a context, which calls the handshake's ``verify``. Return objects that must
+    live as long as ``raw``.
 
-    OpenSSL calls the callback per certificate: errors first, then from the root down to the leaf. pyOpenSSL's
-    wrapper is not used, because it cannot choose the error, which determines the alert sent to the peer.
+    OpenSSL calls the callback first for each error, and then for each certificate from the root down to the leaf.
+    pyOpenSSL's wrapper is not used, because it cannot choose the error, which determines the alert sent to the
+    peer.
     """
 
     def callback(accepted: int, store: Any) -> int:
@@ -342,7 +343,9 @@ def _judge_error(store: Any, seen: Verification, *, allow_expired: bool) -> int:
 
 
 def _times(store: Any, error: int) -> str:
-    """Describe the certificate's exceeded validity bound and our time, because either clock can be wrong."""
+    """Describe which validity bound of the certificate is exceeded, and our time, because either side's clock can
+    be wrong.
+    """
     certificate = _current_certificate(store)
     early = error == _NOT_YET_VALID
     bound = certificate.not_valid_before_utc if early else certificate.not_valid_after_utc
@@ -373,13 +376,13 @@ def _set_key_log(raw: SSL.Context, settings: TlsSettings) -> None:
 
 
 def _set_groups(raw: SSL.Context, groups: tuple[str, ...]) -> None:
-    # pyOpenSSL has no public call for this.
+    # This uses a private attribute, because pyOpenSSL has no public call for this.
     if _lib.SSL_CTX_set1_curves_list(raw._context, ":".join(groups).encode()) != 1:
         _lib.ERR_clear_error()
         raise ValueError(f"unknown key exchange group among {', '.join(groups)}")
 
 
 def _pem_blocks(pem: bytes, label: bytes) -> list[bytes]:
-    """Return the PEM blocks of one kind, and ignore other kinds."""
+    """Return the PEM blocks of one kind, such as certificates. Other kinds are ignored."""
     begin, end = b"-----BEGIN " + label + b"-----", b"-----END " + label + b"-----"
     return [begin + part.split(end)[0] + end + b"\n" for part in pem.split(begin)[1:]]

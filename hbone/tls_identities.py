@@ -1,4 +1,4 @@
-"""The certificates of one TLS context. If there are several, a server chooses one in each handshake.
+"""Manages the certificates of one TLS context. If there are several, a server chooses one in each handshake.
 
 As in Envoy, the names in the certificates narrow the choice first: to certificates whose subject alternative names
 include the client's server name (RFC 6066, 3), or else to certificates with a matching wildcard, or else to the
@@ -33,14 +33,14 @@ class Identity:
 
     @property
     def leaf(self) -> x509.Certificate:
-        """The certificate itself, without its issuers."""
+        """The leaf certificate, without its issuers."""
         return x509.load_pem_x509_certificates(self.chain_pem)[0]
 
 
 def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
     """Return the identity. If its chain has no issuers, add them from the trusted certificates.
 
-    A peer that trusts only the root needs the intermediates. Otherwise OpenSSL would search the intermediates in
+    A peer that trusts only the root needs the intermediates. If they were not added, OpenSSL would search them in
     each handshake, verify the resulting chain, and send the root, too.
 
     Args:
@@ -55,7 +55,8 @@ def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
         return identity
     left = [each for each in x509.load_pem_x509_certificates(trusted_pem) if each.issuer != each.subject]
     chain_pem = identity.chain_pem
-    # Of two certificates of an intermediate's key, the one that expires last is the renewed one, which is sent.
+    # If there are two certificates for an intermediate's key, the one that expires last is the renewed one, and is
+    # used.
     left.sort(key=lambda each: each.not_valid_after_utc, reverse=True)
     while issuer := next((each for each in left if _has_issued(each, last)), None):
         left.remove(issuer)
@@ -75,7 +76,7 @@ def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool
 
 
 def load(raw: SSL.Context, identity: Identity) -> None:
-    """Present one certificate.
+    """Make a context present one certificate.
 
     Raises:
         SSL.Error: OpenSSL refuses the certificate or the key, or the key belongs to another certificate.
@@ -89,7 +90,7 @@ def load(raw: SSL.Context, identity: Identity) -> None:
 
 
 def load_each(raw: SSL.Context, identities: Iterable[Identity]) -> None:
-    """Present the first certificate of each key type, each with its own issuers. Raises the errors of
+    """Make a context present the first certificate of each key type, with its own issuers. Raises the errors of
     :func:`load`.
     """
     seen: set[type] = set()
@@ -104,7 +105,7 @@ def load_each(raw: SSL.Context, identities: Iterable[Identity]) -> None:
 def by_server_name(
     identities: Sequence[Identity], context_of: Callable[[Sequence[Identity]], SSL.Context]
 ) -> Callable[[SSL.Connection], None]:
-    """Return a server's callback that selects the certificates for the client's server name.
+    """Return a server's SNI callback, which selects the certificates for the server name that the client requests.
 
     Args:
         identities: the identities, in order of preference.
@@ -133,7 +134,7 @@ def by_server_name(
 
 
 def _dns_names(leaf: x509.Certificate) -> set[str]:
-    """Return a certificate's host names: its DNS names, or without DNS names the subject's common name."""
+    """Return a certificate's host names: its DNS names, or, if it has none, the subject's common name."""
     try:
         extension = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         names = extension.value.get_values_for_type(x509.DNSName)
@@ -145,8 +146,8 @@ def _dns_names(leaf: x509.Certificate) -> set[str]:
 
 
 def _load_chain(raw: SSL.Context, pem: bytes) -> None:
-    """Load a chain whose issuers belong to this certificate alone. pyOpenSSL reads chains only from files, so this
-    passes an in-memory file.
+    """Load a certificate chain into a context, so that its issuers are sent only with this certificate. pyOpenSSL
+    reads chains only from files, so this passes an in-memory file.
     """
     descriptor: Any = os.memfd_create("certificate chain")
     try:

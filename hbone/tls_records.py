@@ -1,4 +1,5 @@
-"""The record layer of TLS 1.3 (RFC 8446, 5), for connections whose handshake took place in another process.
+"""Implements the record layer of TLS 1.3 (RFC 8446, 5), for connections whose handshake took place in another
+process.
 
 OpenSSL cannot export a connection. But after its handshake, the state of a TLS 1.3 connection is small: a cipher
 suite, a traffic secret and a record number per direction, and the bytes of an incomplete record
@@ -62,7 +63,7 @@ _PEER_REASONS: Final = {
 
 
 class Suite(NamedTuple):
-    """A cipher suite: key length and hash, and the number of records after which its key must be replaced."""
+    """A cipher suite: its key length and hash, and the number of records after which a key must be replaced."""
 
     key_bytes: int
     hash: type[hashes.SHA256 | hashes.SHA384]
@@ -71,7 +72,8 @@ class Suite(NamedTuple):
 
 
 SUITES: Final = {
-    # AES-GCM is limited to 2^24.5 records of full size (RFC 8446, 5.5), ChaCha20 only by the record numbers.
+    # An AES-GCM key may encrypt 2^24.5 records of full size (RFC 8446, 5.5). ChaCha20 is limited only by the
+    # record numbers.
     "TLS_AES_128_GCM_SHA256": Suite(16, hashes.SHA256, AESGCM, 1 << 24),
     "TLS_AES_256_GCM_SHA384": Suite(32, hashes.SHA384, AESGCM, 1 << 24),
     "TLS_CHACHA20_POLY1305_SHA256": Suite(32, hashes.SHA256, ChaCha20Poly1305, 1 << 48),
@@ -79,7 +81,8 @@ SUITES: Final = {
 
 
 def record_state(stream: TlsStream) -> RecordState:
-    """Return the state for :class:`RecordSession`. The caller must have taken the connection's pending output.
+    """Return a connection's state, from which :class:`RecordSession` continues. The caller must first take all
+    pending output.
 
     Raises:
         Unmovable: the connection cannot move, or cannot move yet.
@@ -102,14 +105,14 @@ def record_state(stream: TlsStream) -> RecordState:
 
 
 def expand_label(suite: Suite, secret: bytes, label: str, size: int) -> bytes:
-    """Return HKDF-Expand-Label with an empty context (RFC 8446, 7.1)."""
+    """Compute HKDF-Expand-Label with an empty context (RFC 8446, 7.1)."""
     name = b"tls13 " + label.encode()
     info = size.to_bytes(2) + bytes((len(name),)) + name + b"\0"
     return HKDFExpand(algorithm=suite.hash(), length=size, info=info).derive(secret)
 
 
 class _Direction:
-    """The keys of one direction, with the number of the next record."""
+    """The keys for one direction of a connection, with the number of the next record."""
 
     __slots__ = ("_aead", "_iv", "_suite", "number", "secret")
 
@@ -128,11 +131,11 @@ class _Direction:
         self.number = 0
 
     def update(self) -> None:
-        """Replace the keys by their successors (RFC 8446, 7.2)."""
+        """Replace the keys by the next generation (RFC 8446, 7.2)."""
         self._use(expand_label(self._suite, self.secret, "traffic upd", self._suite.hash.digest_size))
 
     def seal(self, content: bytes, kind: int) -> bytes:
-        """Encrypt content into the next record and return it."""
+        """Return the next record, with ``content`` encrypted."""
         size = len(content) + 1 + TAG_BYTES
         header = b"\x17\x03\x03" + size.to_bytes(2)
         nonce = (self._iv ^ self.number).to_bytes(_IV_BYTES)
@@ -140,7 +143,7 @@ class _Direction:
         return header + self._aead.encrypt(nonce, content + bytes((kind,)), header)
 
     def open(self, header: bytes, payload: memoryview) -> bytes:
-        """Return the content of the next record, with its type and padding.
+        """Decrypt the next record. Return its content, followed by content type and padding.
 
         Raises:
             InvalidTag: the record was not encrypted with these keys under this number.
@@ -193,7 +196,7 @@ class RecordSession(TlsStream):
         self.half_rtt_sent = False
 
     def state(self) -> RecordState:
-        """Return the state from which another session continues. Then this session must not be used any more."""
+        """Return the state from which another session continues. This session must not be used after that."""
         return RecordState(
             suite=self._suite_name,
             sending=self._sending.state(),
@@ -244,7 +247,7 @@ class RecordSession(TlsStream):
                 else:
                     self._take_control(content, kind)
         finally:
-            # Copy the rest, because the caller can reuse its buffer.
+            # The rest of the bytes is copied, because the caller can reuse its buffer.
             self._incoming = memoryview(bytes(data[position:]))
         return filled
 
@@ -360,7 +363,9 @@ class RecordSession(TlsStream):
         return filled
 
     def update_keys(self, *, request: bool = False) -> None:
-        """Queue a KeyUpdate and use the next keys. ``request`` makes the peer update its keys, too."""
+        """Queue a KeyUpdate, and encrypt with the next keys from then on. ``request`` is whether the peer must
+        update its keys, too.
+        """
         self._update_sending(request=request)
 
     def _update_sending(self, *, request: bool) -> None:

@@ -1,4 +1,6 @@
-"""A connection of TLS 1.3 after its handshake, as a value that :mod:`hbone.tls_records` resumes."""
+"""Defines the serializable state of a TLS 1.3 connection after its handshake, from which :mod:`hbone.tls_records`
+resumes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from hbone.tls import PeerFacts
 
 
 class KeyState(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of one direction: the current traffic secret, and the number of the next record under it."""
+    """The keys for one direction of a connection: the current traffic secret, and the number of the
+    next record.
+    """
 
     secret: bytes
     number: int
@@ -20,7 +24,7 @@ class KeyState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FactsState(msgspec.Struct, frozen=True, kw_only=True):
-    """The :class:`hbone.tls.PeerFacts` of a connection, certificates in DER."""
+    """The :class:`hbone.tls.PeerFacts` of a connection in serializable form, with certificates in DER."""
 
     certificate: bytes | None = None
     chain: tuple[bytes, ...] = ()
@@ -39,8 +43,8 @@ class RecordState(msgspec.Struct, frozen=True, kw_only=True):
         suite: the cipher suite's name, as in :data:`SUITES`.
         sending: the keys of our direction.
         receiving: the keys of the peer's direction.
-        partial: received bytes of a record that is not complete.
-        message: the received part of a handshake message that spans records.
+        partial: the received bytes of an incomplete record.
+        message: the received part of a handshake message that spans several records.
         control: records that wait to be sent: alerts, key updates.
         peer_closed: whether the peer has sent close_notify.
         closed: whether we have sent close_notify.
@@ -73,7 +77,7 @@ def facts_state(facts: PeerFacts) -> FactsState:
 
 
 def facts_of(state: FactsState) -> PeerFacts:
-    """Return the peer facts that a state holds.
+    """Restore the peer facts from a state.
 
     Raises:
         ValueError: a certificate cannot be parsed.

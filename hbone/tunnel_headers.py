@@ -1,6 +1,6 @@
 """Parses and formats the header fields of tunnels: authority, baggage, forwarded, traceparent.
 
-Formatting functions produce exactly the Rust ztunnel's form, and parsing functions accept what it accepts.
+The formatted values are exactly the Rust ztunnel's, and the parsing functions accept the values that it accepts.
 Identifiers and random bytes are arguments.
 """
 
@@ -75,7 +75,7 @@ def parse_authority(value: bytes | None) -> Authority:
     except ValueError:
         pass  # not an address, so it is a name
     name = host.lower()
-    # Some resolvers treat a name of digits and dots, or with a hexadecimal last label, as an IPv4 address.
+    # Names that some resolvers treat as IPv4 addresses: digits and dots only, or a hexadecimal last label.
     if not _HOSTNAME.match(name) or re.match(r"(0x[0-9a-f]*|[0-9]+)\Z", name.rpartition(".")[2]):
         raise InvalidHeader("authority", raw)
     return Authority(name, port)
@@ -83,7 +83,7 @@ def parse_authority(value: bytes | None) -> Authority:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baggage:
-    """The workload metadata of one side. Empty fields are not sent."""
+    """The workload metadata of one side of a tunnel, for the ``baggage`` header. Empty fields are not sent."""
 
     cluster_id: str = ""
     namespace: str = ""
@@ -122,9 +122,10 @@ def format_baggage(baggage: Baggage) -> bytes:
 
 
 def parse_baggage(headers: Headers) -> Baggage:
-    """Parse all ``baggage`` fields of a section. Unknown keys are ignored, later values win, spaces are kept.
+    """Parse all ``baggage`` fields of a header section. Unknown keys are ignored, and later values replace earlier
+    ones.
 
-    As in the Rust ztunnel, all values are ignored if a value has a non-ASCII byte.
+    As in the Rust ztunnel, spaces are kept, and a non-ASCII byte in any field makes the result empty.
     """
     values: dict[str, str] = {}
     for name, raw in headers:
@@ -146,14 +147,16 @@ def parse_baggage(headers: Headers) -> Baggage:
 
 
 def format_forwarded(client: str, host: str | None = None) -> bytes:
-    """Return the ``forwarded`` value (RFC 7239): the client's ``ip:port``, and the dialled service, if any."""
+    """Return the value of the ``forwarded`` field (RFC 7239): the client's ``ip:port``, and the dialled service,
+    if any.
+    """
     value = f'for="{client}"'
     return (f"{value};host={host}" if host else value).encode("ascii")
 
 
 def forwarded_host(headers: Headers) -> str | None:
-    """Return ``host=`` of the ``forwarded`` field without quotes (RFC 7239), or None if it is
-    absent or not ASCII.
+    """Return the ``host`` parameter of the ``forwarded`` field (RFC 7239), without quotes. None if it is absent or
+    not ASCII.
     """
     value = first(headers, b"forwarded")
     if value is None or not value.isascii():
@@ -170,7 +173,7 @@ def format_traceparent(noise: int, sampled_below: int = 0) -> bytes:
 
     Args:
         noise: 192 random bits, used as the identifiers of trace and parent.
-        sampled_below: the trace is sampled if the last 7 octets of its identifier are a number below this.
+        sampled_below: the trace is sampled if the last 7 octets of its identifier, as a number, are below this.
     """
     digits = f"{noise:048x}"
     flags = "01" if sampled_below and (noise >> 64) & 0xFFFFFFFFFFFFFF < sampled_below else "00"
@@ -178,7 +181,7 @@ def format_traceparent(noise: int, sampled_below: int = 0) -> bytes:
 
 
 def first(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> bytes | None:
-    """Return the first value of a field; ``name`` is in lower case."""
+    """Return the first value of the field ``name`` (in lower case), or None."""
     for key, value in headers:
         if key == name:
             return value

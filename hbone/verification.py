@@ -1,4 +1,4 @@
-"""Checks whether a handshake would accept a certificate chain, by OpenSSL and without a handshake.
+"""Checks, by OpenSSL, whether a TLS handshake would accept a certificate chain, without a handshake.
 
 The checks are the same as in the handshakes of :mod:`hbone.tls_context`: basic constraints, key usage, extended
 key usage, path length and name constraints (RFC 5280, 6.1). A trusted intermediate can be the anchor. Validity
@@ -17,7 +17,7 @@ from hbone.settings import Role
 from hbone.x509_errors import UNREADABLE
 
 _NO_CHECK_TIME: Final = 0x200000  # X509_V_FLAG_NO_CHECK_TIME of openssl/x509_vfy.h
-#: The least security strength at OpenSSL's security level 2, which handshakes use: 112 bits.
+#: The minimum security strength, in bits, at OpenSSL's security level 2, which handshakes use.
 _RSA_BITS, _EC_BITS, _DIGEST_BYTES = 2048, 224, 28
 
 
@@ -29,7 +29,8 @@ def verified_chain(
     Args:
         chain: the presented chain: the leaf first, then other certificates in any order.
         anchors: the trust anchors, roots or intermediates.
-        shown_by: the side that presents the chain. The leaf must be valid for this purpose (client or server).
+        shown_by: the side that presents the chain. The leaf must be valid for this side's purpose (client or
+            server).
     """
     if not chain or not anchors:
         return None

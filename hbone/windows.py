@@ -1,10 +1,11 @@
-"""The receive windows of a connection and of its streams, which limit the unread payload that waits here.
+"""Sizes the receive windows of a connection and of its streams, which limit how much received payload waits in
+this process.
 
-A stream without a reader pins its window: its bytes have arrived but stay unread. To let other streams make
-progress, the windows of all streams together stay within the connection's window. A stream therefore starts with a
-small window (``initial_window_bytes``), which grows on demand: if half a window was delivered within
-:data:`FAST_S` and few bytes wait, the peer waited for credit and not for the reader. A stream that slows down
-releases the growth of its window.
+A stream whose receiver does not read pins its window: the bytes have arrived, but cannot be delivered. To let
+other streams make progress, the windows of all streams together stay within the connection's window. A stream
+therefore starts with a small window (``initial_window_bytes``), which grows on demand: if half a window was
+delivered within :data:`FAST_S` and few bytes wait, the peer waited for credit and not for the reader. A stream
+that slows down releases the growth of its window.
 
 Growth is taken from two pools of the connection. Delivered bytes do not prove that an application reads, because
 the kernel buffers some megabytes of a stream without a reader. Therefore streams that have delivered less than
@@ -12,9 +13,10 @@ the kernel buffers some megabytes of a stream without a reader. Therefore stream
 delivered more has a live reader, and can take half of the bytes left in the large pool. So there is always credit
 for the next stream, no matter how many streams are pinned.
 
-The connection's own window depends on the number of streams: with few streams it uses little of the peer's quota
-of waiting bytes (:class:`hbone.flow.PeerQuota`), and of its pod's and the process's quotas
-(:class:`hbone.flow.WindowPool`). If these are used up, no window grows. This is backpressure, not an error.
+The connection's own window depends on the number of streams: with few streams it uses little of the peer's window
+quota (:class:`hbone.flow.PeerQuota`), and of the window budgets of its pod and of the process
+(:class:`hbone.flow.WindowPool`). When one of these is used up, windows stop growing. This is backpressure, not an
+error.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ from hbone.flow import PeerQuota, WindowPool
 from hbone.settings import Http2Settings
 
 FAST_S: Final = 0.05
-"""A stream that delivers half a window within this time is limited by its window, at round trips up to 100 ms."""
+"""A stream that delivers half a window within this time is slowed down by its window, at round
+trips up to 100 ms.
+"""
 SLOW_S: Final = 0.5
 """If delivering half a window takes longer than this, the window is larger than the stream needs."""
 PROVEN_BYTES: Final = 8 * 1024 * 1024
-"""More delivered bytes than socket buffers can hold (tcp_wmem and tcp_rmem of Linux end at 4 and 6 MiB)."""
+"""A stream that has delivered more than this has a live reader: socket buffers cannot hold so much (tcp_wmem and
+tcp_rmem of Linux end at 4 and 6 MiB).
+"""
 _UNPROVEN_BYTES: Final = 3 * 1024 * 1024
 _QUICK_BYTES: Final = 256 * 1024  # a smaller window grows fourfold at once, a larger window doubles
 _KEPT_BYTES: Final = 64 * 1024  # the growth that a slow stream keeps
@@ -56,7 +62,7 @@ class StreamWindow:
 
     @property
     def used(self) -> bool:
-        """Whether the peer has sent payload."""
+        """Whether the peer has sent payload on this stream."""
         return self.delivered > 0 or self.credit < self.size
 
 
@@ -84,7 +90,8 @@ class ConnectionWindow:
         self.initial = settings.first_window_bytes
         """The window that every stream starts with."""
         streams = settings.max_concurrent_streams or _MOST_STREAMS
-        # A configured window can be too small for so many streams. Then half of the window is kept for growth.
+        # If the configured connection window is too small for the first windows of all streams, half of it is kept
+        # for growth.
         kept = min(self.initial * streams, self.most_bytes >> 1)
         self._unproven = min(_UNPROVEN_BYTES, (self.most_bytes - kept) >> 1)
         self._proven = self.most_bytes - kept - self._unproven
@@ -95,16 +102,16 @@ class ConnectionWindow:
         """The connection's initial window, for any peer."""
         self.size = self.first
         self.credit = self.size
-        """Bytes that the peer may send on all streams."""
+        """The number of bytes that the peer may still send on all streams."""
         self.unacknowledged = 0
         """Delivered bytes whose credit was not yet returned to the peer; negative if the window has shrunk."""
 
     def join(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
-        """Take window growth beyond the first window from ``share`` and ``pod``.
+        """From now on, take window growth beyond the first window from the quotas ``share`` and ``pod``.
 
-        Called before any stream is open, or after the connection has moved here. Windows that have grown in the
-        other process are counted even above the limits, because granted credit cannot be withdrawn. While windows
-        exceed the limits, no window grows.
+        Called before any stream is open, or after the connection has moved here. Windows that have grown in
+        another process are counted even above the limits, because granted credit cannot be withdrawn. While
+        windows exceed the limits, no window grows.
         """
         self._share = share
         self._pod = pod
@@ -115,7 +122,7 @@ class ConnectionWindow:
                 pod.used += grown
 
     def leave(self) -> None:
-        """Return all windows to the share, because the connection is closed. Idempotent."""
+        """Return all window growth to the quotas, because the connection is closed. Idempotent."""
         if self._share is not None:
             self._return_window(self._share, self.size - self.first)
             self._share = None
@@ -126,19 +133,19 @@ class ConnectionWindow:
             self._pod.release(size)
 
     def opened(self, streams: int) -> None:
-        """Record that one more stream is open, now ``streams`` in total."""
+        """Record that a stream was opened. ``streams`` is the number of open streams."""
         if not streams % _STREAM_STEP:
             self._fit(streams, self._grown)
 
     def closed(self, stream: StreamWindow, streams: int) -> None:
-        """Reclaim the window growth of a closed stream; ``streams`` remain."""
+        """Reclaim the window growth of a closed stream. ``streams`` is the number of remaining streams."""
         grown = stream.size - self.initial
         if grown or not streams % _STREAM_STEP:
             self._return(stream, grown)
             self._fit(streams, self._grown)
 
     def renew(self, stream: StreamWindow, now_s: float, streams: int) -> int:
-        """Adjust the window of a stream that has used half its window; return the credit to give the stream."""
+        """Resize the window of a stream that has used half of it. Return the credit to grant to the stream."""
         consumed, size = stream.unacknowledged, stream.size
         elapsed_s = now_s - stream.granted_s
         waiting = size - stream.credit - consumed
@@ -148,8 +155,8 @@ class ConnectionWindow:
         if elapsed_s <= FAST_S and waiting <= size >> 2:
             self._grow(stream, streams)
         elif elapsed_s > SLOW_S and size > _KEPT_BYTES and size > self.initial:
-            # The window shrinks by withholding credit, because granted credit cannot be withdrawn (except by
-            # SETTINGS, from all streams at once).
+            # A window shrinks by withholding new credit. Granted credit cannot be withdrawn, except by SETTINGS
+            # from all streams at once.
             self._return(stream, size - max(size >> 1, _KEPT_BYTES, self.initial, size - consumed))
             self._fit(streams, self._grown)
         stream.step = stream.size >> 1
@@ -189,8 +196,8 @@ class ConnectionWindow:
         self._grown -= size
 
     def _fit(self, streams: int, grown: int) -> bool:
-        """Fit the window to ``streams`` with a total growth of ``grown``. Return False if the peer's quota does
-        not allow it.
+        """Resize the connection's window for ``streams`` streams with a total growth of ``grown``. Return False if
+        a quota does not allow it.
         """
         wanted = self.initial * (streams // _STREAM_STEP + 2) * _STREAM_STEP + grown
         wanted = min(max(wanted, self.first), self.most_bytes)

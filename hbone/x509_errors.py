@@ -1,4 +1,6 @@
-"""The errors that ``cryptography`` raises for unreadable certificates, keys, requests and revocation lists."""
+"""Lists the errors that ``cryptography`` raises for unreadable certificates, keys, requests and
+revocation lists.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ UNREADABLE: Final = (
     x509.InvalidVersion,
     x509.UnsupportedGeneralNameType,
 )
-"""To be caught around every parsing, and around ``extensions``, which are parsed later: bad PEM and DER are
-ValueErrors, and so are some other faults. An unknown version, an algorithm, or an extension that stands twice, in
-input that is well-formed otherwise, are not.
+"""The errors to catch around all parsing, and around uses of ``extensions``, which are parsed only then. Bad PEM
+and DER raise ValueError, and so do some other faults. Otherwise well-formed input with an unknown version or
+algorithm, or with an extension that occurs twice, raises other errors.
 """

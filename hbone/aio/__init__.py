@@ -1,1 +1,3 @@
-"""The tunnel library on sockets: one poller per event loop, callbacks per chunk, coroutines per connection."""
+"""Runs the tunnel library on sockets: one poller per event loop calls callbacks for received bytes, and coroutines
+handle connections.
+"""

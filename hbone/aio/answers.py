@@ -1,4 +1,4 @@
-"""The CONNECT requests of a client that have no response yet, by stream."""
+"""Tracks a client's CONNECT requests that have no response yet, by stream."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from hbone.aio.tunnel import Tunnel
 from hbone.errors import ConnectRefused, TlsError, TunnelBroken
 from hbone.events import Headers
 
-#: Called once with the tunnel after its 200, or with the error if the request failed. It is called in the middle
-#: of a read, so it only records the result, and schedules the caller with the poller.
+#: A callback that gets the tunnel after its 200, or the error if the request failed. It is called once, in the
+#: middle of a read. So it only records the result and schedules further work with the poller.
 OnAnswer: TypeAlias = Callable[[Tunnel | None, Exception | None], None]
 
 
 class _Waiter:
-    """The waiter for one response: a coroutine that awaits a future, or an object with a callback."""
+    """The waiter for the response to one CONNECT: a coroutine that awaits a future, or an object
+    with a callback.
+    """
 
     __slots__ = ("_future", "_on_answer", "tunnel")
 
@@ -28,7 +30,7 @@ class _Waiter:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the waiting coroutine was cancelled."""
+        """Whether the coroutine that waits for the response was cancelled."""
         return self._future is not None and self._future.done()
 
     def settle(self, tunnel: Tunnel | None, error: Exception | None) -> None:
@@ -52,31 +54,33 @@ class PendingAnswers:
         self._waiting: dict[int, _Waiter] = {}
 
     def expect(self, tunnel: Tunnel) -> OneShotFuture[Tunnel]:
-        """Return the future of a request that was just sent."""
+        """Return a future for the response to a request that was just sent."""
         answer: OneShotFuture[Tunnel] = OneShotFuture(self._poller)
         self._waiting[tunnel.stream_id] = _Waiter(tunnel, answer, None)
         return answer
 
     def tell(self, tunnel: Tunnel, on_answer: OnAnswer) -> None:
-        """Call ``on_answer`` with the answer to a request that was just sent."""
+        """Register ``on_answer`` for the response to a request that was just sent."""
         self._waiting[tunnel.stream_id] = _Waiter(tunnel, None, on_answer)
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     def expects(self, stream_id: int) -> bool:
-        """Return whether the request on a stream has a waiter."""
+        """Return whether the request on a stream still waits for its response."""
         return stream_id in self._waiting
 
     def answered(self, stream_id: int, status: int, headers: Headers) -> None:
-        """Pass the tunnel to its waiter for a 200. Otherwise close it, and pass :class:`ConnectRefused`."""
+        """After a 200, pass the tunnel to the waiter of its request. After another status, close the tunnel and
+        pass :class:`ConnectRefused`.
+        """
         waiter = self._waiting.pop(stream_id, None)
         if waiter is None or waiter.is_gone:
             return
         tunnel = waiter.tunnel
         if status == 200:
             tunnel.headers = headers
-            # The server has the early data now, so another attempt must not send the same bytes again.
+            # The server has received the early data, so discard it from the source: it must not be sent again.
             if tunnel.early_sent is not None:
                 source, size = tunnel.early_sent
                 source.discard(size)
@@ -93,11 +97,11 @@ class PendingAnswers:
             waiter.settle(None, error.after_early_data() if early else error)
 
     def refused_by_tls(self, error: TlsError) -> None:
-        """Report ``error`` to each waiter whose request the peer cannot have acted on.
+        """Report ``error`` to the waiters of all requests on which the peer cannot have acted.
 
         A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be in
         flight. The peer has not read these requests, so their early data can be sent again. If we have refused the
-        peer, this is not certain.
+        peer instead, requests with early data are left out, because the peer may have read them.
         """
         for stream_id, waiter in list(self._waiting.items()):
             if error.by_peer or waiter.tunnel.early_sent is None:

@@ -1,4 +1,5 @@
-"""One HTTP/2 connection over a TCP socket, with TLS or without: the engine, run by the poller.
+"""Runs one HTTP/2 connection over a TCP socket, with or without TLS: the poller calls, and the engine processes
+the bytes.
 
 Callbacks process each chunk. Coroutines only wait for the handshake, for the response to CONNECT and for the
 connection to close. All output of a loop iteration is sent in one TLS write (:meth:`Connection.flush`). The owner
@@ -61,8 +62,8 @@ _DELIVERY_CHECK_S: Final = 0.02
 """How often a drained connection checks whether the last bytes of its streams have arrived; a guess."""
 _SMALL_BYTES: Final = 4096  # the cost of a shorter read does not depend on its bytes
 _LONGEST_PAUSE_S: Final = 0.05
-"""The longest single pause. Afterwards the debt is computed again, because a 200 refunds the cost
-of its request.
+"""The longest single pause in reading. After it the remaining pause is computed again, because a 200 refunds the
+cost of its request.
 """
 
 
@@ -70,7 +71,7 @@ class RequestSink(Protocol):
     """Handles the requests that a server's connection receives."""
 
     def start(self, connection: Connection, tunnel: Tunnel, head: RequestHead, *, ended: bool) -> None:
-        """Handle a new stream. ``ended``: END_STREAM was sent with the request."""
+        """Handle a new stream. ``ended`` is whether END_STREAM was sent with the request."""
 
     def cancel(self, tunnel: Tunnel) -> None:
         """Stop handling a request, because its stream is closed. Idempotent, without effect after the answer."""
@@ -112,9 +113,9 @@ class Connection(ConnectionTunnels):
         if moved is not None:
             tls = moved.tls
         elif tls_context is not None:
-            # The announcement of early data must reach the client before its first CONNECT. So our SETTINGS are
-            # sent with the first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They contain nothing that an
-            # unauthenticated client must not know.
+            # A server's SETTINGS announce support for early data, and must reach the client before its first
+            # CONNECT. So they are sent with the server's first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They
+            # contain nothing secret.
             early = role is Role.SERVER and settings.http2.early_data
             tls = TlsSession(tls_context, engine.opening if early else b"")
         super().__init__(role, settings, poller, engine, Link(sock, tls, poller))
@@ -151,8 +152,8 @@ class Connection(ConnectionTunnels):
         return waits.handshake(self._begin, self._established, self.settings.handshake_timeout_s, self._end)
 
     def _begin(self) -> None:
-        """Send the first bytes. With TLS the client sends first, and its bytes have often already arrived at the
-        server.
+        """Begin the handshake. The client sends the first bytes; at the server these have often
+        already arrived.
         """
         if self.error is not None:
             return
@@ -173,9 +174,9 @@ class Connection(ConnectionTunnels):
                 try:
                     finished = tls.handshake()
                 finally:
-                    # A server's last flight has session tickets, which our clients do not use, so it is sent in
-                    # one segment with the first frames. A client's last flight must be sent at once, because the
-                    # server waits for this flight.
+                    # A client's last TLS flight must be sent at once, because the server waits for it. A server's
+                    # last flight contains only session tickets, which our clients do not use, so it is sent in one
+                    # segment with the first frames.
                     if not finished or self.role is Role.CLIENT:
                         self._send_handshake()
                 if not finished:
@@ -197,8 +198,8 @@ class Connection(ConnectionTunnels):
         if self.role is Role.SERVER:
             self.flush()
         else:
-            # The tunnel for which this connection was dialled opens in this loop iteration. So its CONNECT, our
-            # SETTINGS and our ACK of the server's SETTINGS are sent in one segment.
+            # Flush only at the end of this loop iteration: the tunnel for which this connection was dialled opens
+            # in it. Its CONNECT, our SETTINGS and our ACK of the server's SETTINGS are then sent in one segment.
             self.poller.schedule_flush(self)
         self._keep_alive()
         self._limit_first_request()
@@ -208,7 +209,7 @@ class Connection(ConnectionTunnels):
                 self.poller.requeue(self)
 
     def _limit_first_request(self) -> None:
-        """Close a server's connection unless its first request arrives in time."""
+        """If this is a server's connection, close it unless its first request arrives in time."""
         limit_s = self.settings.first_request_timeout_s
         if self.role is not Role.SERVER or self.engine.has_requests:
             return
@@ -244,7 +245,8 @@ class Connection(ConnectionTunnels):
                 self._take_turn()
 
     def _joins_line(self) -> bool:
-        """Return whether to queue this event's work, because other connections are waiting.
+        """Return whether this event's work must wait in the run queue, because other connections are waiting
+        there.
 
         A handshake step takes a millisecond, so each loop iteration runs only one, and further steps wait.
         """
@@ -257,7 +259,8 @@ class Connection(ConnectionTunnels):
         return False
 
     def _take_turn(self) -> None:
-        """Read and process one slice. The rest waits in the run queue behind other connections.
+        """Read and process one slice of the received bytes. The rest waits in the run queue behind other
+        connections.
 
         A slice ends when the engine has counted enough work for its frames, or after a time limit, which is
         checked only between reads. Reads of a bulk connection are sized to take about one slice. A connection with
@@ -302,7 +305,8 @@ class Connection(ConnectionTunnels):
             self.poller.requeue(self)
 
     def _note_read(self, size: int) -> None:
-        # After one small read, such as an answer to a PING, a bulk flow still counts as bulk.
+        # Earlier reads are only halved, so that a bulk flow still counts as bulk after one small read, such as a
+        # PONG.
         self._recent_bytes = (self._recent_bytes >> 1) + size
         self._bulk = self._recent_bytes >= BULK_BYTES
         if self._share is not None:
@@ -351,7 +355,7 @@ class Connection(ConnectionTunnels):
             self._process(data)
 
     def _process(self, data: memoryview) -> None:
-        """Process bytes left over from the last slice, and then decrypted bytes. Do at most one slice of work."""
+        """Process the bytes left over from the last slice, and then ``data``. Do at most one slice of work."""
         engine, poller = self.engine, self.poller
         poller.lent = True
         try:
@@ -397,7 +401,8 @@ class Connection(ConnectionTunnels):
                 self._stream_gone(event.stream_id, error)
             case WindowOpened():
                 if event.stream_id == 0 or event.stream_id in self._waiting:
-                    # Tunnels resume in flush(), not here: the scratch buffers still hold the rest of this read.
+                    # Tunnels that can send again resume only in flush(), because the scratch buffers still hold
+                    # the rest of this read.
                     self._room = True
                     self.poller.schedule_flush(self)
             case PingAcknowledged():
@@ -422,17 +427,20 @@ class Connection(ConnectionTunnels):
                 self._requests.cancel(tunnel)
         self._changed()
 
-    # For the code that owns the connection
+    # Methods for the owner of the connection
 
     def on_change(self, callback: Callable[[Connection], None] | None) -> None:
-        """Set the one callback for changes: SETTINGS or GOAWAY arrived, a stream was reset, the connection drains
-        or has ended. The end of a stream is reported only if the connection drains or has no identifiers left.
+        """Set the callback for changes: SETTINGS or GOAWAY arrived, a stream was reset, the connection drains or
+        has ended. An ordinary end of a stream is reported only if the connection drains or has no stream
+        identifiers left.
         """
         self._on_change = callback
 
     @property
     def ended_by_peer(self) -> bool:
-        """Whether the peer or the network ended the connection. False if we ended it, for silence or an error."""
+        """Whether the peer or the network ended the connection. False if we ended it on purpose, because of the
+        peer's silence, or because of a protocol error.
+        """
         ours = (TunnelClosed, PeerSilent, RemoteProtocolError)
         return self.error is not None and not isinstance(self.error, ours)
 
@@ -446,9 +454,9 @@ class Connection(ConnectionTunnels):
 
         A server announces the drain in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING,
         and shortly after the PONG the final GOAWAY, so that requests that crossed the first GOAWAY are not lost.
-        The delay is for multi-threaded clients: one thread can answer the PING while another thread has already
-        chosen this connection for a request that it sends later. (The Rust ztunnel's pool checks for GOAWAY only
-        when it chooses a connection, and fails the request if the final GOAWAY does not cover it.)
+        The delay is for multi-threaded clients, where one thread can answer the PING while another has chosen this
+        connection for a request but not sent it. (The Rust ztunnel's pool checks for GOAWAY only when it chooses a
+        connection, and a request beyond the final GOAWAY fails.)
         """
         if self.error is None and not self._closing:
             self._closing = True
@@ -489,17 +497,20 @@ class Connection(ConnectionTunnels):
         self._end(TunnelClosed(reason))
 
     def _has_ended(self) -> bool:
-        """Whether the connection has ended. Not an attribute, because type checkers assume these unchanged."""
+        """Whether the connection has ended. This is a method, because type checkers assume that an attribute does
+        not change during calls.
+        """
         return self.error is not None
 
     def wait_closed(self) -> asyncio.Future[None]:
         """Return a future that resolves when the connection has ended. The reason is in :attr:`error`."""
         return asyncio.shield(self._closed)
 
-    # Moving to another process: see hbone.aio.handover
+    # Moving the connection to another process: see hbone.aio.handover
 
     def settle(self) -> dict[int, Tunnel]:
-        """Reach a state that can move: no frame is half-read, and all output is encrypted. Return the tunnels.
+        """Bring the connection into a state in which it can move to another process: no frame is half-read, and
+        all output is encrypted. Return the tunnels.
 
         Raises:
             Unmovable: the connection cannot move, or cannot move yet.
@@ -531,7 +542,7 @@ class Connection(ConnectionTunnels):
 
     @property
     def progress(self) -> Progress:
-        """The state of this object, as :class:`Progress`."""
+        """The connection's state outside its engine, TLS and tunnels, for another process."""
         return Progress(
             waiting=tuple(self._waiting),
             room=self._room,
@@ -549,7 +560,7 @@ class Connection(ConnectionTunnels):
         self.poller.suspend(self.link.sock.fileno(), self)
 
     def wake_up(self) -> None:
-        """Continue after :meth:`suspend`."""
+        """Read and write again after :meth:`suspend`."""
         if self.error is None:
             self.link.held = False
             fd = self.link.sock.fileno()
@@ -579,7 +590,7 @@ class Connection(ConnectionTunnels):
         self.link.continue_with(progress.unsent)
 
     def restart(self) -> None:
-        """Read and write from now on.
+        """Start to read and write on a connection taken over from another process.
 
         Raises:
             ConnectionBroken: the socket cannot be watched, and is closed.
@@ -628,7 +639,8 @@ class Connection(ConnectionTunnels):
             self._answers.refused_by_tls(error)
         if not isinstance(broken, TunnelBroken):
             broken = ConnectionBroken(f"connection ended: {error}")
-        # The first stream is never repeated: a server that refuses us after the handshake would refuse us again.
+        # The first stream's request never counts as unprocessed: if a server refuses us after the handshake, a
+        # retry is useless.
         unsent_from = 0 if isinstance(error, TunnelClosed) else self._unsent_from
         for stream_id in list(self._tunnels):
             unprocessed = 1 < unsent_from <= stream_id
@@ -644,7 +656,8 @@ class Connection(ConnectionTunnels):
         self._on_change = None
 
     def _changed(self) -> None:
-        # If the connection is drained, close it later, because this can be called in the middle of a read.
+        # A drained connection is closed in the next loop iteration, because this can be called in the middle of a
+        # read.
         is_drained = self._closing and not self.open_streams and self.engine.goaway_sent
         if is_drained and self.error is None and self._delivery is None:
             self._delivery = self.poller.loop.call_soon(self._close_delivered)
@@ -652,7 +665,7 @@ class Connection(ConnectionTunnels):
             self._on_change(self)
 
     def _close_delivered(self) -> None:
-        """Close the drained connection when the last bytes of its streams have arrived.
+        """Close the drained connection when its peer has acknowledged the last bytes of its streams.
 
         If the peer is gone, keepalive ends the wait.
         """

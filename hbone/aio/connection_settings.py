@@ -1,4 +1,4 @@
-"""The settings of a connection, and the parts of a connection that moves between processes."""
+"""Defines the settings of a connection, and the state with which a connection moves between processes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ConnectionSettings:
 
 
 def default_client() -> ConnectionSettings:
-    """Settings of an outbound connection."""
+    """The settings of an outbound (client) connection."""
     return ConnectionSettings(http2=client_settings())
 
 
 @dataclass(slots=True, kw_only=True)
 class MovedConnection:
-    """The parts of a connection that another process has established."""
+    """The parts from which a connection that another process has established is rebuilt."""
 
     engine: Engine
     tls: TlsStream | None
@@ -51,9 +51,9 @@ class Progress:
 
     Attributes:
         waiting: streams that wait for room, in their order.
-        room: whether the output might have room again.
+        room: whether the waiting streams may be able to send again.
         closing: whether the connection is draining, and accepts no new streams.
-        grace: whether the drain is announced, and the delay before the final GOAWAY is running.
+        grace: whether the first GOAWAY of a drain was sent, but not yet the final one.
         unsent: encrypted bytes that the network has not accepted.
     """
 

@@ -70,7 +70,7 @@ class ConnectionTunnels(TunnelCarrier):
 
     @abstractmethod
     def _changed(self) -> None:
-        """Notify the owner of a change, and close the connection if it is drained."""
+        """Call the owner's callback for changes, and close the connection if it is drained."""
 
     # Output
 
@@ -84,8 +84,8 @@ class ConnectionTunnels(TunnelCarrier):
             self._write()
             if self._room and self._waiting and not self.link.blocked:
                 self._room = False
-                # Tunnels send in the order in which they ran out of room. A tunnel that runs out of room again
-                # goes to the end of the queue, so that tunnels share a small window fairly.
+                # Tunnels continue in the order in which they ran out of room. A tunnel that runs out again goes to
+                # the end of the queue, so that all tunnels share a small window fairly.
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():
                     if self.link.unsent_bytes:
@@ -124,8 +124,8 @@ class ConnectionTunnels(TunnelCarrier):
 
     @property
     def early_limit(self) -> int:
-        """The largest number of bytes buffered for a stream before its relay starts. A server buffers few bytes,
-        because it has not accepted the stream yet.
+        """How many bytes are buffered for a stream before its relay starts, at most. A server buffers few, because
+        it has not accepted the stream yet.
         """
         http2 = self.settings.http2
         return http2.early_bytes if self.role is Role.SERVER else http2.stream_window_bytes
@@ -133,7 +133,8 @@ class ConnectionTunnels(TunnelCarrier):
     def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
         if not self.link.blocked:
             if not self.dirty:
-                # Needed even if the following read returns no bytes: the flush releases the borrowed buffer.
+                # The flush is needed even if the following read returns no bytes, because it releases the borrowed
+                # buffer.
                 self.poller.schedule_flush(self)
             room = self.engine.reserve(tunnel.stream_id, limit)
             if room is None and self._made_room():
@@ -156,7 +157,9 @@ class ConnectionTunnels(TunnelCarrier):
         return None
 
     def _made_room(self) -> bool:
-        """Send a full output buffer before the end of the iteration. Return whether there is room afterwards."""
+        """Send the output at once if its buffer is full, before the end of the iteration. Return whether there is
+        room then.
+        """
         if not self.engine.output.full:
             return False
         self._write()
@@ -193,18 +196,18 @@ class ConnectionTunnels(TunnelCarrier):
 
     @property
     def open_streams(self) -> int:
-        """Number of tunnels that still have an owner or a stream."""
+        """The number of tunnels that still have an owner or a stream."""
         return max(len(self._tunnels), self.engine.open_streams)
 
     @property
     def accepts_streams(self) -> bool:
-        """Client: whether :meth:`open` can succeed now."""
+        """Whether :meth:`open` can open a stream now. For clients."""
         return self.error is None and not self._closing and self.engine.accepts_streams
 
     def open(
         self, headers: Iterable[Header], client: EarlySource | None = None
     ) -> Coroutine[object, object, Tunnel]:
-        """Client: send CONNECT, wait for its 200.
+        """Send a CONNECT and wait for its 200. For clients.
 
         Args:
             headers: the request's headers.
@@ -223,7 +226,7 @@ class ConnectionTunnels(TunnelCarrier):
             if isinstance(self.error, TlsError):
                 raise self.error
             if self.error is not None and self.engine.unused:
-                # A server that refuses us after the handshake closes in this way. It would refuse a retry, too, so
+                # This looks like a server that refuses us after the handshake. It would refuse a retry, too, so
                 # ``unprocessed`` is not set.
                 raise ConnectionBroken(f"connection ended: {self.error}")
             raise ConnectionBroken("connection takes no new streams", unprocessed=True)
@@ -231,7 +234,8 @@ class ConnectionTunnels(TunnelCarrier):
         return waits.answer(tunnel, self._answers.expect(tunnel))
 
     def open_now(self, block: bytes, client: EarlySource | None, on_answer: OnAnswer) -> Tunnel:
-        """Client: like :meth:`open`, without a coroutine. The caller closes the tunnel, with or without an answer.
+        """Open a tunnel like :meth:`open`, but without a coroutine. The caller closes the tunnel, with or without
+        an answer. For clients.
 
         Args:
             block: the CONNECT, an argument of :meth:`hbone.engine.Engine.open_tunnel`.

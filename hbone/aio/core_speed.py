@@ -1,4 +1,4 @@
-"""Measures the speed of this core at the tunnel engine's work, for :class:`hbone.cost_budget.UnitPrice`.
+"""Measures how fast this CPU core does the tunnel engine's work, for :class:`hbone.cost_budget.UnitPrice`.
 
 Two kinds of work are measured: reading DATA frames of one byte, and decoding header fields that enter the dynamic
 table. A compiled build does the first kind several times faster. The ``hpack`` library does the second kind. It is

@@ -1,8 +1,8 @@
-"""A time limit for part of a coroutine, at a tenth of the cost of :func:`asyncio.timeout`.
+"""Limits the time of part of a coroutine, at a tenth of the cost of :func:`asyncio.timeout`.
 
 Each connection has one or two time limits, and few of these expire. With a loop timer per connection, creating and
 cancelling timers would be most of the cost. So deadlines of equal length share a timer
-(:mod:`hbone.aio.interval_timer`), and expire late by up to a 64th of their length.
+(:mod:`hbone.aio.interval_timer`), and can expire up to a 64th of their length late.
 
 Not compiled: see :mod:`hbone.aio.waits`.
 """
@@ -56,7 +56,7 @@ class Deadline:
         return self
 
     def on_interval(self) -> None:
-        """Cancel the block's current await, because the time limit has passed."""
+        """Cancel what the block currently awaits, because the time limit has passed."""
         self.passed = True
         if self._began_s is None:
             self._timer.unregister(self)

@@ -1,7 +1,7 @@
 """The base class of the two endpoints (ends) of a relay.
 
-Two ends, ``a`` and ``b``, are each other's ``peer``. Each is a source (bytes from its network go into the peer)
-and a sink (bytes from the peer go out to its network). Data moves by direct calls:
+The two ends of a relay are each other's ``peer``. Each end is a source, whose network's bytes go to the peer, and
+a sink, which sends the peer's bytes to its network. Data moves by direct calls:
 
 - An end that *pulls* from a socket asks ``peer.reserve(limit)`` for room, reads straight into it, and calls
   ``peer.commit(n)``. Without room (None) it stops reading until ``peer`` calls ``resume()``.
@@ -11,8 +11,8 @@ and a sink (bytes from the peer go out to its network). Data moves by direct cal
 
 ``write_eof`` forwards a half-close, ``write_reset`` an abortive close, which ends both directions. If the network
 of a sink has ended, the sink discards its input until the relay is over, so that the other direction can still end
-in order. One table for all ends, :mod:`hbone.end_state`, has the result of each event. Each kind of end only
-implements how to signal the event to its network.
+in order. The table in :mod:`hbone.end_state` defines the result of each event, for all kinds of ends. Each kind
+only implements how to signal the event to its network.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def failure_after_end(sock: socket.SocketType) -> OSError | None:
 
 
 class RelayObserver(ABC):
-    """The interface of a relay that receives the events of its ends."""
+    """The interface through which a relay receives the events of its ends."""
 
     __slots__ = ()
 
@@ -83,7 +83,7 @@ class End(ABC):
     # Called by the relay
 
     def join_relay(self, relay: RelayObserver, peer: End) -> None:
-        """Become part of a relay. No bytes move before :meth:`start`."""
+        """Make this end part of a relay. No bytes move before :meth:`start`."""
         self.relay = relay
         self.peer = peer
 
@@ -92,7 +92,7 @@ class End(ABC):
         """Start reading. Bytes that were pushed back or arrived early come first."""
 
     def restart(self) -> None:
-        """Like :meth:`start`, for an end that continues a relay of another process."""
+        """Start reading, like :meth:`start`, in a relay that was taken over from another process."""
         self.start()
 
     def leave_relay(self) -> None:
@@ -103,7 +103,9 @@ class End(ABC):
         self.peer = None
 
     def end_in_order(self) -> None:  # noqa: B027  streams need nothing: their owner's close is a CANCEL
-        """Make the close that follows look orderly to the network, even if received bytes were not read."""
+        """Prepare an orderly end: the following :meth:`close` sends no reset, even if received bytes were not
+        read.
+        """
 
     @abstractmethod
     def close(self, error: Exception | None = None) -> None:
@@ -121,17 +123,17 @@ class End(ABC):
 
     @property
     def scatters(self) -> bool:
-        """Whether :meth:`reserve_many` gives more room than :meth:`reserve`."""
+        """Whether :meth:`reserve_many` can return more room than :meth:`reserve`."""
         return False
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
-        """Like :meth:`reserve`, but with several views that must be filled in order."""
+        """Return room like :meth:`reserve`, but as several views, which must be filled in order."""
         room = self.reserve(limit)
         return None if room is None else [room]
 
     @abstractmethod
     def commit(self, size: int) -> None:
-        """Take the first ``size`` bytes, at least 1, of the reserved room."""
+        """Accept the first ``size`` bytes (at least 1) of the reserved room, which the peer has filled."""
 
     @abstractmethod
     def write(self, chunks: list[memoryview], size: int) -> None:
@@ -143,7 +145,9 @@ class End(ABC):
 
     @abstractmethod
     def write_eof(self) -> None:
-        """End this direction. The network is notified after the pending bytes. No bytes may follow."""
+        """End this direction: after the pending bytes, the end is signalled to the network. No
+        bytes may follow.
+        """
 
     @abstractmethod
     def write_reset(self) -> None:
@@ -155,16 +159,19 @@ class End(ABC):
 
     @abstractmethod
     def resume(self) -> None:
-        """Read again, because the peer has room."""
+        """Continue to read, because the peer has room again."""
 
     @abstractmethod
     def delivered(self, size: int) -> None:
-        """Record that ``size`` bytes passed to the peer's ``write`` were sent, so that their credit can return."""
+        """Record that the peer has sent ``size`` bytes passed to its ``write``, so that flow-control credit for
+        them can be returned.
+        """
 
     # States: see hbone.end_state
 
     def advance(self, event: EndEvent, error: Exception | None = None, *, clean: bool = True) -> None:
-        """Apply ``event``: change the states, then act. ``error`` and ``clean`` are for the relay's report.
+        """Apply ``event``: change the states of source and sink, then run the actions. ``error`` and ``clean`` are
+        reported to the relay.
 
         States change before the actions run, because an action can call this method again: an EOF passed to the
         peer can end the relay, whose owner then closes both ends. ``relay`` and ``peer`` are read again for each
@@ -211,23 +218,23 @@ class End(ABC):
         if peer is not None:
             if dropped:
                 peer.delivered(dropped)
-            # A peer that waited for room continues to read, and its bytes are discarded. If it did not read, it
-            # would never see its own EOF.
+            # A peer that waited for room reads again, and its bytes are discarded. Without reading, it would never
+            # reach its EOF.
             if resumes:
                 peer.resume()
 
     def _both_over(self) -> None:
-        """No more bytes can be sent to or received from the network."""
+        """Report to the relay that this end can neither send nor receive any more."""
         if self.relay is not None:
             self.relay.write_ended(self)
 
     @abstractmethod
     def _drop_pending(self) -> int:
-        """Drop pending bytes; return the number of bytes whose credit is still due to the peer."""
+        """Drop the pending bytes. Return the number of bytes for which the peer is still owed credit."""
 
     @abstractmethod
     def _send_eof(self) -> None:
-        """End our direction of the network. Called when no bytes are pending."""
+        """Signal EOF to the network. Called when no bytes are pending."""
 
     @abstractmethod
     def _send_reset(self) -> None:

@@ -23,7 +23,8 @@ from hbone.aio.poller import Poller, Running
 
 T = TypeVar("T")
 
-# The protocol for foreign tasks, on which current_task() and timeouts rely. It is missing from typeshed.
+# These functions are asyncio's protocol for foreign tasks, on which current_task() and timeouts rely. typeshed
+# lacks them.
 _enter: Callable[[asyncio.AbstractEventLoop, Any], None] = asyncio._enter_task
 _leave: Callable[[asyncio.AbstractEventLoop, Any], None] = asyncio._leave_task
 _register: Callable[[Any], None] = asyncio._register_task
@@ -55,8 +56,8 @@ class OneShotFuture(asyncio.Future[T]):
         return cancelled
 
     def _wake(self) -> None:
-        # The fiber's step runs later: the caller can be in the middle of a read, and a fiber must not touch the
-        # scratch buffers of this read. The poller runs steps after all sockets have been read.
+        # The fiber does not continue at once, because the caller can be in the middle of a read, whose scratch
+        # buffers a fiber must not touch. The poller runs the fiber's step after all sockets have been read.
         fiber, self.fiber = self.fiber, None
         if fiber is not None:
             fiber.poller.call_soon(fiber)
@@ -169,8 +170,8 @@ class Fiber(asyncio.Future[None]):
             super().set_exception(error)
             raise
         except BaseException as error:  # noqa: BLE001  the waiters of the fiber get it
-            # Remove this frame from the traceback. Otherwise fiber and error would form a reference cycle. Errors
-            # are frequent (each reset is an error), and no object is allowed to outlive its connection.
+            # Remove this frame from the error's traceback. Otherwise fiber and error would form a reference cycle,
+            # and with every reset objects would outlive their connection.
             super().set_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
         else:
             self._wait(waits_for)
@@ -190,15 +191,15 @@ class Fiber(asyncio.Future[None]):
             return
         future._asyncio_future_blocking = False
         self._waiting = future
-        # This is the only difference from a task: a OneShotFuture stores the fiber and passes it to the poller. A
+        # The only difference from a task is that a OneShotFuture stores the fiber, to pass it to the poller. A
         # done callback would be scheduled in the loop, and resume the fiber one iteration later. The class is
         # compared by identity, because a subclass can resolve differently.
         if type(future) is OneShotFuture and future.fiber is None and not future.done():
             future.fiber = self
         else:
             future.add_done_callback(self._woken)
-        # If the fiber was cancelled while it ran or before its first step, it gets the cancellation here, at the
-        # await, as in asyncio. A future that is already done cannot be cancelled. Then the next step throws.
+        # A fiber that was cancelled while it ran, or before its first step, is cancelled here, at its await, as in
+        # asyncio. If the awaited future is already done, the next step raises the CancelledError.
         if self._must_cancel and future.cancel(self._message):
             self._must_cancel = False
 

@@ -1,5 +1,5 @@
-"""Turns open relays and their connection into a value and socket descriptors, with which another process continues
-these relays.
+"""Turns open relays and their connection into a serializable value and socket descriptors, with which another
+process continues these relays.
 
 The smallest movable part is a *unit*: one HTTP/2 connection with the relays of all its tunnels, or a relay of two
 plain sockets. :class:`Frozen` stops a unit and reads its :class:`UnitState`. Then either :meth:`Frozen.leave`
@@ -53,7 +53,7 @@ _ENDING = "about to end"
 
 
 class PlainState(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
-    """A plain socket. ``pending``: bytes that its network has not accepted yet."""
+    """The state of a plain socket. ``pending`` are the bytes that its network has not accepted yet."""
 
     source: str
     sink: str
@@ -61,10 +61,10 @@ class PlainState(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
 
 
 class TunnelState(msgspec.Struct, frozen=True, kw_only=True, tag="tunnel"):
-    """A stream of the unit's connection.
+    """The state of a stream of the unit's connection.
 
     Attributes:
-        pending: bytes that wait for room.
+        pending: bytes that wait for room in the flow-control window or output.
         owed: the number of bytes passed to the other end whose credit was not yet returned to the remote side.
     """
 
@@ -111,14 +111,14 @@ class CarrierState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnitState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a unit, which the module describes."""
+    """The state of a unit, as defined in the module's docstring."""
 
     carrier: CarrierState | None
     relays: tuple[RelayState, ...]
 
 
 class Frozen:
-    """A unit that is idle until :meth:`thaw` or :meth:`leave`.
+    """A stopped unit. It stays idle until :meth:`thaw` or :meth:`leave`.
 
     Args:
         relays: all relays of a connection's tunnels, or a single relay of two plain sockets.
@@ -167,7 +167,7 @@ class Frozen:
 
     @property
     def unchanged(self) -> bool:
-        """Whether the unit's state is the same as when it was frozen."""
+        """Whether the unit's state has not changed since it was frozen."""
         if any(end.closed for end in self._plain):
             return False
         try:
@@ -176,14 +176,16 @@ class Frozen:
             return False
 
     def thaw(self) -> None:
-        """Continue in this process."""
+        """Continue the unit in this process."""
         for end in self._plain:
             end.wake_up()
         if self._connection is not None:
             self._connection.wake_up()
 
     def leave(self) -> None:
-        """Release the unit without sending a byte. Its relays end, and their callers close the unusable ends."""
+        """Release the unit to the other process, without sending a byte. Its relays end here, and their callers
+        close the unusable ends.
+        """
         for relay in self._relays:
             relay.move_away()
         for end in self._plain:
@@ -292,7 +294,7 @@ class Resumed:
         self._state = state
 
     def start(self) -> None:
-        """Continue: the sockets belong to this process from now on.
+        """Start the relays. The sockets belong to this process from now on.
 
         Raises:
             ConnectionBroken: the connection's socket cannot be watched.
@@ -312,7 +314,9 @@ class Resumed:
                 self.relays.append(None)
 
     def discard(self) -> None:
-        """Close our descriptors without sending, because the other process keeps the sockets."""
+        """Close this process's descriptors without sending anything, because the other process
+        keeps the sockets.
+        """
         for pair in self.ends:
             for end in pair:
                 if isinstance(end, PlainSocket):
@@ -336,7 +340,7 @@ def resumed(
         settings: this process's connection settings. The settings that the old process has announced to the remote
             side stay in use.
         poller: this loop's poller.
-        requests: handles the requests of a server's connection.
+        requests: handles further requests, if the unit's connection is a server's.
 
     Raises:
         ValueError: the state cannot be used here, or does not match ``sockets``. The caller still owns

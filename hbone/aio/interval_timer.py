@@ -1,4 +1,4 @@
-"""One shared timer per interval, for keepalive and idle checks.
+"""A timer that all checks with the same interval share, for keepalive and idle timeouts.
 
 A loop timer per relay would cost 450 bytes while it runs, a microsecond to create and a microsecond to cancel.
 uvloop keeps some cancelled timers in memory, and each of these keeps an allocator arena of up to a megabyte in
@@ -11,9 +11,10 @@ import asyncio
 from collections import OrderedDict
 from typing import Final, Protocol
 
-#: The largest delay of a check, as a fraction of its interval. Checks that are due within this time share a timer.
+#: How late a check can be, as a fraction of its interval. Checks that are due within this time run together.
 _SLACK: Final = 1 / 64
-#: The number of checks in one loop iteration, which take some hundred microseconds. Then other callbacks run.
+#: The largest number of checks per loop iteration, which take some hundred microseconds. Other callbacks run in
+#: between.
 CHECKS_PER_TURN: Final = 256
 
 
@@ -21,7 +22,7 @@ class Member(Protocol):
     """An object that is called once per interval."""
 
     def on_interval(self) -> None:
-        """Check whether anything is due. Can unregister itself and other members."""
+        """Check whether something is due. This can unregister the member itself and other members."""
 
 
 class IntervalTimer:
@@ -30,7 +31,7 @@ class IntervalTimer:
     def __init__(self, loop: asyncio.AbstractEventLoop, interval_s: float) -> None:
         self._loop = loop
         self._interval_s = interval_s
-        #: The time of each member's next call (the loop's clock), soonest first.
+        #: The time of each member's next call, on the loop's clock, soonest first.
         self._due: OrderedDict[Member, float] = OrderedDict()
         self._checked_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -39,7 +40,9 @@ class IntervalTimer:
         return len(self._due)
 
     def register(self, member: Member, now_s: float) -> None:
-        """Call ``member`` from now on. ``now_s`` is the loop's time, or the time of an earlier iteration."""
+        """Call ``member`` once per interval from now on. ``now_s`` is the loop's time, or the time of an earlier
+        iteration.
+        """
         # ``now_s`` can be the start of the poller's iteration, and a check can have run since then. Without the
         # maximum, this member would come after members with later times in ``_due``, which must be sorted, because
         # only its first entry sets the timer.
@@ -57,7 +60,8 @@ class IntervalTimer:
         due = self._due
         try:
             for _ in range(min(len(due), CHECKS_PER_TURN)):
-                # Look up the first member again, because the last call can have removed any member.
+                # The first member is looked up again in each round, because the last call can have removed any
+                # member.
                 member = next(iter(due), None)
                 if member is None or due[member] > now_s:
                     break
@@ -65,11 +69,11 @@ class IntervalTimer:
                 due[member] = now_s + self._interval_s
                 member.on_interval()
         finally:
-            # This also runs after a member has raised an error (the loop logs it), because the other members must
-            # still be called.
+            # The timer is set even if a member has raised an error (which the loop logs), because the other
+            # members must still be called.
             if due:
                 next_s = due[next(iter(due))]
-                # An overdue member was left over by the limit per iteration, so the timer is set without slack.
+                # A member is overdue if the limit per iteration was reached. The timer is then set without slack.
                 self._timer = self._loop.call_at(next_s if next_s <= now_s else self._late(next_s), self._check)
 
     def _late(self, due_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Keepalive of a connection: a PING every interval, which must be answered within a time limit."""
+"""Keeps a connection alive: sends a PING every interval, which must be answered within a time limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CHECKS_PER_PERIOD = 4
 
 
 class Pinged(Protocol):
-    """The connection that :class:`Keepalive` sends PINGs on."""
+    """The connection on which :class:`Keepalive` sends PINGs."""
 
     def send_ping(self, payload: bytes) -> None:
         """Send a PING with 8 bytes of ``payload``."""
@@ -42,7 +42,7 @@ class Keepalive:
         self._timer.register(self, poller.now_s)
 
     def answered(self, payload: bytes) -> bool:
-        """Process a PONG. Return False if it answers no PING of this keepalive."""
+        """Process a PONG. Return False if it does not answer a PING of this keepalive."""
         # The payload is random, so that a peer cannot answer in advance and appear to be alive.
         if not self._payload or payload != self._payload:
             return False

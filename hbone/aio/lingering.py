@@ -1,4 +1,5 @@
-"""Keeps sockets open for a second, without reading, after their connection was ended for breaking the protocol.
+"""Keeps a socket open for a second, without reading, after its connection was ended for violating a protocol
+limit.
 
 A peer whose connection is closed after GOAWAY can reconnect at once, and each reconnect costs a handshake. While
 the old connection seems to be open, the peer waits, and the bytes that it sends only fill the kernel's buffer.
@@ -19,7 +20,7 @@ MOST: Final = 256
 
 
 class Lingering:
-    """The sockets that one poller keeps open before closing them. Owns them."""
+    """The sockets of one poller that are kept open before they are closed. This object owns them."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -1,4 +1,4 @@
-"""Reads and writes plaintext on a socket, with or without TLS; used by connections and TLS relay ends."""
+"""Reads and writes bytes on a socket, with TLS or without, for HTTP/2 connections and TLS relay ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LinkClosed(Exception):
 
 
 def network_error(error: Exception, when: str) -> HboneError:
-    """Return the error of a connection whose :class:`Link` failed with ``error``. ``when`` is appended to its
+    """Convert an error of a :class:`Link` to the error that its connection reports. ``when`` is appended to the
     text.
     """
     if isinstance(error, HboneError):
@@ -60,26 +60,26 @@ class Link:
         self.overhead = 0
         """The TLS overhead of the last read in octets, or 0 if it is at most an eighth of the payload."""
         self.read_bytes = 0
-        """Bytes read until now."""
+        """The number of bytes read until now."""
         self.held = False
-        """Whether to keep all output unsent, because another process is about to take over."""
+        """Whether all output is kept unsent, because another process is about to take over the connection."""
         self._hung_up = False
         self._most = BUFFER_BYTES
         self._unsent = bytearray()
 
     @property
     def blocked(self) -> bool:
-        """Whether the network accepted only a part of the output, so that no more should be sent now."""
+        """Whether some output still waits for the network, so that no more should be produced now."""
         return bool(self._unsent)
 
     @property
     def unsent_bytes(self) -> int:
-        """Number of bytes that wait for the network."""
+        """The number of output bytes that wait for the network."""
         return len(self._unsent)
 
     @property
     def in_flight(self) -> int:
-        """Number of bytes that wait for the network, or that the remote kernel has not acknowledged.
+        """The number of output bytes that wait for the network, or that the remote kernel has not acknowledged.
 
         Closing the socket can destroy such bytes: the kernel answers bytes that arrive for a closed socket, such
         as a WINDOW_UPDATE, with a reset.
@@ -91,11 +91,13 @@ class Link:
         return len(self._unsent) + int(struct.unpack("i", queued)[0])
 
     def hang_up_seen(self) -> None:
-        """Record that the poller has reported an end. From now on, a short read does not mean an empty socket."""
+        """Record that the poller has reported the end of the byte stream. From now on, a short read does not mean
+        that the socket is empty.
+        """
         self._hung_up = True
 
     def receive_raw(self, into: memoryview) -> int:
-        """Read once. Return 0 if no bytes have arrived.
+        """Read from the socket once. Return the number of bytes, 0 if none have arrived.
 
         Raises:
             LinkClosed: EOF.
@@ -111,8 +113,8 @@ class Link:
         self.poller.read_bytes += size
         self.read_bytes += size
         # After a short read, a stream socket is empty, so another read, which would fail with EAGAIN, is omitted
-        # (epoll(7)). If an end was already reported, there is no further edge, so the socket must be read until
-        # EOF.
+        # (epoll(7)). But if the end was already reported, epoll reports no further edge, so the socket must be
+        # read until EOF.
         if size < len(into) and not self._hung_up:
             self.readable = False
         return size
@@ -143,14 +145,13 @@ class Link:
         overhead -= size
         self.overhead = overhead if overhead > _MOST_OVERHEAD and overhead > size >> 3 else 0
         if tls.peer_closed:
-            # The close_notify alert was in the bytes just read. A peer that requires close_notify in both
-            # directions sends its FIN after our close_notify, so there might be no further event. Read again to
-            # find the alert.
+            # A close_notify alert was in the bytes just read. Read again to process it: there may be no further
+            # event, because some peers send their FIN only after our close_notify.
             self.readable = True
         return plain[:size]
 
     def receive_missing(self) -> memoryview | None:
-        """Like :meth:`receive`, but read only the rest of the current record."""
+        """Read and decrypt like :meth:`receive`, but only the rest of the current TLS record."""
         poller, tls = self.poller, self.tls
         missing = 0 if tls is None else tls.missing
         if tls is None or not missing:
@@ -166,23 +167,24 @@ class Link:
 
     @property
     def unsent(self) -> bytes:
-        """The bytes that wait for the network."""
+        """The output bytes that wait for the network."""
         return bytes(self._unsent)
 
     def continue_with(self, unsent: bytes) -> None:
-        """Begin with the bytes that another process could not send."""
+        """Begin with the encrypted bytes that another process could not send."""
         self._unsent += unsent
 
     def fit(self, size: int, took_s: float, wanted_s: float) -> None:
-        """Size later reads to take about ``wanted_s`` each, given that a read of ``size`` bytes took ``took_s``.
+        """Adapt the size of later reads so that each takes about ``wanted_s``, after a read of ``size`` bytes took
+        ``took_s``.
 
-        256 KiB for one application take a quarter of a millisecond. In frames for sixteen applications, they take
-        up to three milliseconds, and other connections wait meanwhile.
+        256 KiB for one application take a quarter of a millisecond, but in frames for sixteen applications up to
+        three milliseconds, during which other connections wait.
         """
         if size < BULK_BYTES:
             return
         fitting = int(size * wanted_s / took_s) if took_s > wanted_s else BUFFER_BYTES
-        # Shrink by half at most, because the time can include other processes.
+        # The size shrinks by half at most, because the measured time can include other processes.
         smaller = max(BULK_BYTES, fitting, self._most >> 1)
         self._most = smaller if fitting < self._most else min(BUFFER_BYTES, 2 * self._most)
 
@@ -214,14 +216,14 @@ class Link:
                 self._put(sealed[:size])
 
     def send_tls(self) -> None:
-        """Send the records of TLS itself: handshake, key updates, alerts, close_notify."""
+        """Send records that TLS itself has produced: handshake, key updates, alerts, close_notify."""
         if self.tls is not None:
             size = self.tls.seal(b"", self.poller.sealed)
             if size:
                 self._put(self.poller.sealed[:size])
 
     def retry(self) -> bool:
-        """Send the kept bytes. Return whether all were sent."""
+        """Send the bytes that waited for the network. Return whether all were sent."""
         if self._unsent:
             try:
                 sent = self.sock.send(self._unsent)
@@ -250,7 +252,7 @@ class Link:
         self._unsent = bytearray()
 
     def close(self, *, lingers: bool = False) -> None:
-        """Close the socket. With ``lingers`` it stays open for some time, and is not read."""
+        """Close the socket. With ``lingers`` it stays open for some time, but is not read."""
         self.poller.unregister(self.sock.fileno())
         if lingers:
             self.poller.lingering.keep(self.sock)

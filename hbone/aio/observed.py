@@ -1,4 +1,4 @@
-"""An end of a relay whose bytes are shown to an observer as they pass.
+"""Shows the bytes of a relay's end to an observer, such as a packet capture, as they pass.
 
 The owner of a relay replaces one end by an :class:`ObservedEnd`. Relays without an observer have no additional
 cost. The :class:`ObservedEnd` is the peer of the other end, and a :class:`_FarSide` is the peer of the observed
@@ -17,7 +17,7 @@ from hbone.end_state import SINK_BROKEN, SinkState, SourceState
 
 
 class StreamObserver(Protocol):
-    """Receives the bytes of an end. It must not raise, and must copy the bytes that it keeps."""
+    """Receives the bytes of a relay's end. It must not raise, and must copy the bytes that it keeps."""
 
     def received(self, chunk: memoryview) -> None:
         """Called with bytes received from the end's network; the view is valid until this returns."""
@@ -32,7 +32,7 @@ class StreamObserver(Protocol):
         """Called when no further bytes will be sent to the end's network, only a FIN or a reset."""
 
     def left(self) -> None:
-        """Called last, when the relay is over, in order or not."""
+        """Called last, when the relay is over, with or without an error."""
 
 
 class ObservedEnd(End):
@@ -56,7 +56,7 @@ class ObservedEnd(End):
         self._observer = observer
         self._rooms: list[memoryview] = []
 
-    # Called by the relay
+    # Calls by the relay
 
     def join_relay(self, relay: RelayObserver, peer: End) -> None:
         self.relay = relay
@@ -76,7 +76,7 @@ class ObservedEnd(End):
     def close(self, error: Exception | None = None) -> None:
         self.inner.close(error)
 
-    # Calls from the other end: bytes for the inner end's network
+    # Calls by the other end, with bytes for the inner end's network
 
     def reserve(self, limit: int) -> memoryview | None:
         room = self.inner.reserve(limit)
@@ -94,7 +94,8 @@ class ObservedEnd(End):
 
     def commit(self, size: int) -> None:
         rooms, self._rooms = self._rooms, []
-        # An end whose network accepts no more bytes discards them, so they are not shown as sent.
+        # If the inner end's network accepts no more bytes, the inner end discards them, so they are not shown as
+        # sent.
         if self.inner.sink is not SINK_BROKEN:
             _show(self._observer.sent, rooms, size)
         self.inner.commit(size)
@@ -122,7 +123,7 @@ class ObservedEnd(End):
     def delivered(self, size: int) -> None:
         self.inner.delivered(size)
 
-    # Calls by the peer of the inner end: bytes from its network
+    # Calls by the peer of the inner end, with bytes from the inner end's network
 
     def show_received(self, chunks: list[memoryview], size: int) -> None:
         """Count ``size`` bytes of ``chunks``, and show them to the observer before they are passed on."""
@@ -133,7 +134,7 @@ class ObservedEnd(End):
         """Report to the observer that no more bytes will be received."""
         self._observer.receive_ended(reset=reset)
 
-    # The states belong to the inner end, which applies the events itself.
+    # Do nothing here: the inner end has the states, and applies the events itself.
 
     def _drop_pending(self) -> int:
         return 0
@@ -146,7 +147,9 @@ class ObservedEnd(End):
 
 
 class _FarSide(End):
-    """The peer of an observed end. It reports the bytes from this end, and forwards them to the real peer."""
+    """The peer that the observed end sees. It shows the end's bytes to the observer, and forwards them to the real
+    peer.
+    """
 
     __slots__ = ("_observed", "_rooms")
 
@@ -235,8 +238,8 @@ class _FarSide(End):
 
 
 class _Reports(RelayObserver):
-    """Stands in for the relay towards the inner end. It forwards reports to the real relay, which only contains
-    the :class:`ObservedEnd`.
+    """Takes the place of the relay for the inner end. It forwards the inner end's reports to the real relay, as
+    reports of the :class:`ObservedEnd`.
     """
 
     __slots__ = ("_observed",)
@@ -274,7 +277,7 @@ class _Reports(RelayObserver):
 
 class _Show(Protocol):
     def __call__(self, chunk: memoryview) -> None:
-        """Pass the bytes to the observer."""
+        """Show the bytes to the observer."""
 
 
 def _show(show: _Show, rooms: list[memoryview], size: int) -> None:

@@ -44,9 +44,9 @@ logger = logging.getLogger(__name__)
 
 READS_PER_TURN: Final = 4  # reads of one socket before others are read
 REQUEUED_S: Final = 0.001
-"""The total time per iteration for all sockets that have much to read."""
+"""The time per loop iteration that all sockets with much to read share."""
 BULK_BYTES: Final = 32 * 1024
-"""After a socket has read this much in an iteration, its next event is put into the run queue, once
+"""A socket that has read this much in an iteration must wait in the run queue at its next event, once
 :data:`REQUEUED_S` is used up.
 """
 STEPS_S: Final = 0.002
@@ -74,7 +74,7 @@ _ANYTHING: Final = select.EPOLLIN | select.EPOLLOUT | select.EPOLLRDHUP
 
 
 class Handler(Protocol):
-    """The object that handles the events of a watched file descriptor."""
+    """An object that handles the events of a watched file descriptor."""
 
     def on_event(self, mask: int) -> None:
         """Handle ``mask`` of EPOLL bits. 0 means that :meth:`Poller.requeue` has requested this call."""
@@ -100,16 +100,16 @@ class Steppable(Protocol):
 
 
 class Running(Protocol):
-    """The object that runs a coroutine: a :class:`hbone.aio.fiber.Fiber`, or an asyncio task."""
+    """An object that runs a coroutine: a :class:`hbone.aio.fiber.Fiber` or an asyncio task."""
 
     def cancel(self, msg: Any | None = None) -> bool:
-        """Like :meth:`asyncio.Task.cancel`."""
+        """Cancel the coroutine; see :meth:`asyncio.Task.cancel`."""
 
     def cancelling(self) -> int:
-        """Like :meth:`asyncio.Task.cancelling`."""
+        """Return the number of pending cancellations; see :meth:`asyncio.Task.cancelling`."""
 
     def uncancel(self) -> int:
-        """Like :meth:`asyncio.Task.uncancel`."""
+        """Withdraw one cancellation; see :meth:`asyncio.Task.uncancel`."""
 
 
 class Poller:
@@ -137,7 +137,7 @@ class Poller:
         self._timers: dict[float, IntervalTimer] = {}
         self._spin = Spin(spin) if spin is not None and spin.limit_s > 0 else None
         self.ciphertext = memoryview(bytearray(BUFFER_BYTES))
-        # One record can be left over from the previous read.
+        # The buffer has room for one more TLS record, which can be left over from the previous read.
         self.plaintext = memoryview(bytearray(BUFFER_BYTES + 32 * 1024))
         self.sealed = memoryview(bytearray(sealed_bytes(BUFFER_BYTES)))
         self.lent = False
@@ -149,7 +149,9 @@ class Poller:
         self.running: Running | None = None
         """The fiber that runs now. Each fiber's step sets this."""
         self.handshake_s = 0.0
-        """Start of the last iteration that ran a handshake step for an event; see :meth:`Connection.on_event`."""
+        """When the last iteration that ran a handshake step for an event has started; see
+        :meth:`Connection.on_event`.
+        """
         self.peers = PeerQuotas()
         """The quotas of each peer, shared by all of its connections."""
         self.unit_price = UnitPrice(unit_s)
@@ -157,7 +159,7 @@ class Poller:
         self.read_bytes = 0
         """Bytes read since the last decision about spinning; every reader of a socket adds to it."""
         self.lingering = Lingering(self._loop)
-        """Sockets of connections that were ended for breaking the protocol."""
+        """The sockets of connections that were ended for violating a protocol limit."""
         self._loop.add_reader(self._epoll.fileno(), self._turn)
 
     @property
@@ -166,7 +168,7 @@ class Poller:
 
     @property
     def registered(self) -> int:
-        """Number of watched sockets."""
+        """The number of watched sockets."""
         return len(self._handlers)
 
     def peak(self) -> int:
@@ -188,7 +190,7 @@ class Poller:
             self._most = len(self._handlers)
 
     def adopt(self, sock: socket.SocketType, handler: Handler) -> None:
-        """Watch a socket that belongs to ``handler`` from now on. Close the socket if it cannot be watched.
+        """Watch a socket, for ``handler``. If it cannot be watched, close it.
 
         Raises:
             ConnectionBroken: epoll has no room (fs.epoll.max_user_watches), or the kernel no memory.
@@ -200,16 +202,17 @@ class Poller:
             raise ConnectionBroken(f"the socket cannot be watched: {error.strerror}") from error
 
     def watch_writable(self, fd: int) -> None:
-        """Also report when the socket is writable. Called after a write that sent only a part. Idempotent.
+        """From now on, also report when the socket is writable. Called after a write that sent only a part.
+        Idempotent.
 
-        A new socket is not watched for writability, because it has room, so the event would be useless.
+        A new socket has room, so it is not watched for this from the start.
         """
         if fd not in self._filled:
             self._filled.add(fd)
             self._epoll.modify(fd, _INTEREST | select.EPOLLOUT)
 
     def unregister(self, fd: int) -> None:
-        """Stop watching; call before closing the descriptor."""
+        """Stop watching a descriptor. Call this before closing it."""
         self._filled.discard(fd)
         if self._handlers.pop(fd, None) is not None and not self._closed:
             self._epoll.unregister(fd)
@@ -224,7 +227,8 @@ class Poller:
             self._requeued.remove(handler)
 
     def unregister_closing(self, fd: int) -> None:
-        """Like :meth:`unregister`, for a descriptor that is closed next. Saves a system call.
+        """Stop watching a descriptor that is closed next. This saves a system call compared with
+        :meth:`unregister`.
 
         The kernel drops a closed descriptor from an epoll by itself, unless it was duplicated (epoll(7)).
         """
@@ -244,7 +248,7 @@ class Poller:
             self._schedule()
 
     def defers_bulk(self) -> bool:
-        """Whether a socket that has much to read must wait in the run queue. If so, the caller calls
+        """Whether a socket with much to read must now wait in the run queue. If so, the caller calls
         :meth:`requeue`.
 
         Events of small flows are served at once. Without this limit, twenty bulk flows with an event each would
@@ -277,7 +281,9 @@ class Poller:
             self._schedule()
 
     def pause(self, seconds: float) -> None:
-        """Serve no socket and no coroutine until :meth:`resume`, or for ``seconds``. Bytes wait in the kernel."""
+        """Stop serving sockets and coroutines until :meth:`resume`, but at most for ``seconds``. Received bytes
+        wait in the kernel.
+        """
         if self._closed:
             return
         if self._pause is None:
@@ -295,7 +301,9 @@ class Poller:
             self._schedule()
 
     def interval_timer(self, interval_s: float) -> IntervalTimer:
-        """Return the shared timer of an interval. Intervals come from the configuration, so timers are few."""
+        """Return the timer shared by all checks with this interval. There are few timers, because intervals come
+        from the configuration.
+        """
         known = self._timers.get(interval_s)
         if known is None:
             known = self._timers[interval_s] = IntervalTimer(self._loop, interval_s)
@@ -316,7 +324,9 @@ class Poller:
             self._free.append(buffer)
 
     def drop_buffers(self) -> int:
-        """Free all but a few of the buffers not used since the last call. Return the number of freed buffers."""
+        """Free the buffers that were not used since the last call, except for a few. Return the number of freed
+        buffers.
+        """
         dropped = max(0, self._unused - _FEW_BUFFERS)
         del self._free[:dropped]  # acquire() takes the last one, so the first are the unused ones
         self._unused = len(self._free)
@@ -342,8 +352,8 @@ class Poller:
             for each in self._timers.values():
                 each.close()
             self._timers.clear()
-            # Fibers can outlive their poller, because a program that ends cancels them in any order. They must
-            # still run their clean-up, so the loop runs their steps.
+            # Fibers can outlive their poller, because a program that ends cancels them in any order. The loop then
+            # runs their steps, so that they can still clean up.
             for waiting in self._steps:
                 self._loop.call_soon(waiting.step)
             self._steps.clear()
@@ -370,8 +380,9 @@ class Poller:
     def _serve(self) -> bool:
         """Run one iteration. Return whether there is already work for the next iteration."""
         self.now_s = self._loop.time()
-        # Serve the run queue before new events: sockets that always have more to read must not wait for sockets
-        # with little to read, nor the reverse. Each socket gets READS_PER_TURN reads per iteration.
+        # The run queue is served before new events, so that sockets with much to read do not starve behind sockets
+        # with little to read. Each socket gets READS_PER_TURN reads per iteration, so that the reverse cannot
+        # happen either.
         requeued = self._requeued
         left = len(requeued)
         self._bulk_until_s = 0.0
@@ -394,8 +405,8 @@ class Poller:
         handlers, fresh = self._handlers, self._fresh
         fresh.clear()
         for number, (fd, mask) in enumerate(ready, start=1):
-            # An earlier event of this batch can have closed this socket. Its number can even be in use again, by a
-            # newly accepted socket, which must not get a hang-up of the closed socket.
+            # An earlier event of this batch can have closed this socket. A newly accepted socket can already have
+            # the same descriptor number, and must not get the closed socket's hang-up.
             handler_at = handlers.get(fd)
             if handler_at is not None and not (fresh and fd in fresh):
                 try:
@@ -432,8 +443,8 @@ class Poller:
         if spin is not None and ready:
             spin.worked(self.now_s, self.read_bytes)
             self.read_bytes = 0
-        # After a full batch, epoll can have further events. The loop watches our epoll level-triggered and would
-        # call us again, but only after its own poll, which is one more wake-up.
+        # After a full batch, epoll can have further events. The loop would call this method again, because it
+        # watches our epoll level-triggered, but that costs one more wake-up.
         return bool(
             steps
             or self._dirty
@@ -453,7 +464,7 @@ class Poller:
                 self._failed(flushable, error)
 
     def _poll(self) -> list[tuple[int, int]]:
-        """Return the events of an iteration: descriptors and their epoll masks."""
+        """Poll, and return the events of this iteration: descriptors and their epoll masks."""
         spin = self._spin
         try:
             if self._edges_lost:
@@ -465,8 +476,8 @@ class Poller:
             else:
                 ready = self._epoll.poll(0, _BATCH)
         except Exception as error:  # noqa: BLE001
-            # Without memory for the list, the events and their edges are lost. So all sockets get an event in the
-            # next iteration, which most sockets do not need.
+            # If there was no memory for the list, the events are lost, and epoll does not report them again. So in
+            # the next iteration every socket gets an event, even if most do not need it.
             self._edges_lost = True
             self._report(self, error)
             return []
@@ -476,7 +487,9 @@ class Poller:
         return self._closed  # a method, because type checkers assume an attribute unchanged after calls
 
     def _failed(self, owner: object, error: BaseException) -> None:
-        """Report the error of a callback to its owner. Raises only errors that end the process."""
+        """Report a callback's error to the handler that raised it. Only errors that end the process are raised
+        again.
+        """
         if isinstance(error, (KeyboardInterrupt, SystemExit)):
             raise error
         self._report(owner, error)

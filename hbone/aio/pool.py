@@ -79,8 +79,7 @@ class Pool(PoolConnections):
         raise AssertionError("unreachable")
 
     async def prepare(self, key: Hashable) -> None:
-        """Open a connection of ``key`` for later tunnels, and leave it idle. Return at once if a connection has
-        room.
+        """Open an idle connection of ``key`` for later tunnels. Return at once if a connection already has room.
 
         Raises:
             PoolClosed, PoolFull, Exception: see :meth:`open`.
@@ -91,7 +90,7 @@ class Pool(PoolConnections):
         self._released(connection_id)
 
     async def close(self) -> None:
-        """Drain, then close every connection without waiting (RST_STREAM, GOAWAY, close_notify)."""
+        """Drain the pool, and close every connection without waiting (RST_STREAM, GOAWAY, close_notify)."""
         self.drain()
         for connection in [*self._connections.values(), *self._leaving]:
             connection.close()
@@ -133,9 +132,9 @@ class Pool(PoolConnections):
             connection.close()
             return
         if isinstance(connection.error, TlsError):
-            # A TLS 1.3 client finishes its handshake before the server checks the client's certificate, so a
-            # refusal can have arrived already. Using the connection would cause one more dial for each waiter,
-            # with the same result.
+            # A TLS 1.3 client finishes its handshake before the server checks the client's certificate, so the
+            # server's refusal can already have arrived. If the pool used the connection, each waiter would cause
+            # one more dial, with the same result.
             self._dial_over(key, connection.error)
             return
         del self._dials[key]

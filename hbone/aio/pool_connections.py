@@ -1,5 +1,5 @@
-"""The open connections of a pool, and the tunnels on these. :class:`hbone.pool.PoolState` decides; this module
-opens and closes.
+"""Manages the open connections of a pool, and opens tunnels on these. :class:`hbone.pool.PoolState` decides; this
+module opens and closes.
 
 All methods return at once. :class:`hbone.aio.pool.Pool` adds the coroutines, which dial and wait.
 """
@@ -33,7 +33,7 @@ from hbone.pool import (
     WaiterId,
 )
 
-#: The id of a connection with a reserved slot, and the connection, or None if it has ended meanwhile.
+#: The id of a connection with a reserved slot, and the connection itself, or None if it has ended in the meantime.
 Assigned: TypeAlias = tuple[ConnectionId, Connection | None]
 
 
@@ -92,11 +92,11 @@ class PoolConnections:
 
     @property
     def connections(self) -> tuple[Connection, ...]:
-        """All open connections, for revocation checks and dumps."""
+        """All open connections of the pool, for revocation checks and dumps."""
         return tuple(self._connections.values())
 
     def has(self, key: Hashable) -> bool:
-        """Return whether ``key`` has a connection, or is being dialled."""
+        """Return whether the pool has a connection for ``key``, or is dialling one."""
         return self._state.has(key)
 
     def reserve(self, key: Hashable) -> ConnectionId | None:
@@ -140,11 +140,11 @@ class PoolConnections:
     def adopt(
         self, key: Hashable, connection: Connection, tunnels: Iterable[Tunnel], *, idle_s: float = 0.0
     ) -> None:
-        """Add a connection that another process has dialled, and that has open ``tunnels``, to the pool.
+        """Add a connection that was taken over from another process to the pool. It may have open ``tunnels``.
 
         Args:
             key: the connection's key.
-            connection: the connection, which continues here.
+            connection: the connection that was taken over.
             tunnels: the connection's open tunnels.
             idle_s: the result of :meth:`idle_s` in the other process.
         """
@@ -170,7 +170,9 @@ class PoolConnections:
         return 0.0
 
     def drain(self) -> None:
-        """Open no new tunnels, fail waiting calls, and close each connection when its last stream has ended."""
+        """Drain the pool: open no new tunnels, fail waiting calls, and close each connection when its last stream
+        has ended.
+        """
         self._execute(self._state.close(PoolClosed("the pool was drained")))
 
     def _dialling(self, key: Hashable) -> Coroutine[Any, Any, None]:
@@ -185,12 +187,12 @@ class PoolConnections:
                     self._dials[key] = Fiber(self._poller, self._dialling(key), name)
                 case Assign(waiter=waiter, connection=connection_id):
                     future = self._waiting.pop(waiter)
-                    # If the waiter was cancelled, but its ``finally`` has not run yet, the slot is returned later,
-                    # because this list of actions must be finished first.
+                    # The waiter was cancelled, but its ``finally`` has not run yet. The slot is returned only
+                    # after this list of actions is finished.
                     if future.done():
                         self._loop.call_soon(self._released, connection_id)
                     else:
-                        # If the connection ends before the waiter runs, its ``error`` has the reason.
+                        # If the connection ends before the waiter runs, the connection's ``error`` has the reason.
                         future.set_result((connection_id, self._connections.get(connection_id)))
                 case Fail(waiter=waiter, error=error):
                     future = self._waiting.pop(waiter)
@@ -211,7 +213,9 @@ class PoolConnections:
         self._schedule()
 
     def _leave(self, connection: Connection) -> None:
-        """Close a connection without tunnels when the last bytes of its tunnels have arrived."""
+        """Close a connection that has no tunnels left, once the peer has acknowledged the last bytes of these
+        tunnels.
+        """
         connection.flush()
         if connection.link.in_flight:
             self._leaving.add(connection)
@@ -253,9 +257,9 @@ class PoolConnections:
         if self._timer is None:
             deadline_s = self._state.next_deadline_s()
             if deadline_s is not None:
-                # There is only one timer, which must not be late for an earlier deadline: a connection that
-                # becomes spare after this call is due before idle connections, but not sooner than the spare
-                # timeout from now.
+                # There is only one timer. A connection that becomes spare after this call can be due before the
+                # idle connections, but not sooner than the spare timeout from now, so the timer is set no later
+                # than that.
                 soonest_s = self._loop.time() + self.settings.spare_timeout_s
                 self._timer = self._loop.call_at(min(deadline_s, soonest_s), self._advance)
 

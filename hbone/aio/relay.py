@@ -14,7 +14,7 @@ from hbone.aio.interval_timer import IntervalTimer
 from hbone.errors import TunnelClosed
 
 LINGER_S = 30.0
-"""How long an application can continue to write into a tunnel whose peer is closed. A guess."""
+"""How long an application can continue to write after the other end of its relay has closed. A guess."""
 
 
 _CHECKS_PER_TIMEOUT = (
@@ -23,10 +23,10 @@ _CHECKS_PER_TIMEOUT = (
 
 
 class ByteCounts:
-    """Live counters of a relay: ``sent`` from ``a`` to ``b``, ``received`` from ``b`` to ``a``.
+    """The live byte counters of a relay: ``sent`` counts from ``a`` to ``b``, ``received`` from ``b`` to ``a``.
 
     Args:
-        sent_before, received_before: bytes that other processes have counted for the same relay.
+        sent_before, received_before: the bytes that the relay moved in earlier processes.
     """
 
     __slots__ = ("_a", "_b", "_received", "_received_before", "_sent", "_sent_before")
@@ -41,30 +41,30 @@ class ByteCounts:
 
     @property
     def sent(self) -> int:
-        """Bytes that the first end has read."""
+        """The number of bytes that the first end has read, in all processes."""
         return self._sent_before + self.sent_here
 
     @property
     def received(self) -> int:
-        """Bytes that the second end has read."""
+        """The number of bytes that the second end has read, in all processes."""
         return self._received_before + self.received_here
 
     @property
     def sent_here(self) -> int:
-        """Bytes that the first end has read in this process."""
+        """The number of bytes that the first end has read in this process."""
         return self._a.read_bytes if self._a is not None else self._sent
 
     @property
     def received_here(self) -> int:
-        """Bytes that the second end has read in this process."""
+        """The number of bytes that the second end has read in this process."""
         return self._b.read_bytes if self._b is not None else self._received
 
     def follow(self, a: End, b: End) -> None:
-        """Use the counters of the two ends from now on, so that no chunk has to be counted here."""
+        """From now on, read the counters of the two ends, so that the relay does not have to count each chunk."""
         self._a, self._b = a, b
 
     def freeze(self) -> None:
-        """Keep the current numbers and release the ends."""
+        """Store the current numbers and release the ends."""
         self._sent, self._received = self.sent_here, self.received_here
         self._a = self._b = None
 
@@ -86,8 +86,8 @@ class RelayEnd:
         self.timed_out = timed_out
 
 
-#: Called once when a relay ends. It is called in the middle of an end's work, so it only records the result, and
-#: schedules the caller with the poller.
+#: A callback that is called once, when a relay ends. This can be in the middle of a read, so the callback only
+#: records the result and schedules further work with the poller.
 OnRelayEnd: TypeAlias = Callable[[RelayEnd], None]
 
 
@@ -98,7 +98,7 @@ class MovedRelay:
     Attributes:
         first: the end that stopped first. ``None``: both ends are running.
         open_sinks: the ends whose output is not over.
-        quiet: how many eighths of the idle time have passed without bytes.
+        quiet: how many eighths of the idle timeout have passed without bytes.
         seen: the number of bytes moved in both directions until the last check. -1 before the first check.
     """
 
@@ -173,7 +173,7 @@ class Relay(RelayObserver):
             b.start()
 
     def _is_running(self) -> bool:
-        # a function call, because type checkers would assume that the attribute is unchanged
+        # This is a method, because type checkers would assume that an attribute does not change during calls.
         return self._a is not None
 
     def __await__(self) -> Generator[object, None, RelayEnd]:
@@ -181,15 +181,17 @@ class Relay(RelayObserver):
         return waits.relay_end(self, self._done).__await__()
 
     def abort(self, reason: str) -> None:
-        """End both directions now. Idempotent. The owner then closes both ends, which also ends their networks."""
+        """End both directions now. The owner then closes both ends, and thereby their network connections.
+        Idempotent.
+        """
         if self._error is None:
             self._error = TunnelClosed(reason)
             self._first = None
         self._finish()
 
     def finish(self, reason: str) -> None:
-        """Like :meth:`abort`, but end both directions by :meth:`End.end_in_order`, so that the end does not look
-        like a failure.
+        """End both directions like :meth:`abort`, but by :meth:`End.end_in_order`, so that the remote sides do not
+        see a failure.
         """
         a, b = self._a, self._b
         self.abort(reason)
@@ -197,7 +199,7 @@ class Relay(RelayObserver):
             if end is not None:
                 end.end_in_order()
 
-    # Moving to another process: see hbone.aio.handover
+    # Moving the relay to another process: see hbone.aio.handover
 
     @property
     def ends(self) -> tuple[End, End] | None:
@@ -234,7 +236,7 @@ class Relay(RelayObserver):
             self.on_half_close(end)
 
     def write_ended(self, end: End) -> None:
-        """Record that all bytes for one end were sent; the relay ends when both are done."""
+        """Record that all bytes for one end were sent. The relay ends when this is true for both ends."""
         self._open_sinks.discard(end)
         if not self._open_sinks:
             self._finish()
@@ -245,8 +247,8 @@ class Relay(RelayObserver):
     def sink_broken(self, end: End, error: Exception) -> None:
         if self._first is None:
             self._first = end
-        # The other direction can end in order (an application that is writing its last bytes), or never: a remote
-        # side whose bytes are discarded has no reason to stop.
+        # The time for the other direction is limited. It can end in order, if an application is writing its last
+        # bytes, or never, because a remote side whose bytes are discarded has no reason to stop.
         if self._linger is None and self._a is not None:
             self._linger = self._loop.call_later(LINGER_S, self.abort, "peer gone")
 
@@ -299,7 +301,7 @@ def relay(
     idle_timeout_s: float | None = None,
     on_end: OnRelayEnd | None = None,
 ) -> Relay:
-    """Start to copy between two ends and return the running relay; half-closes are passed on.
+    """Start to copy between two ends, including half-closes. Return the running relay.
 
     Args:
         a: by convention the client's side.
@@ -312,5 +314,5 @@ def relay(
 
 
 def continued(a: End, b: End, counts: ByteCounts, moved: MovedRelay, idle_timeout_s: float | None = None) -> Relay:
-    """Continue a relay of another process. The states of both ends were already restored."""
+    """Continue a relay that another process has started. The states of both ends were already restored."""
     return Relay(a, b, counts, idle_timeout_s, None, moved)

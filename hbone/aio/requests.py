@@ -1,5 +1,5 @@
-"""The requests of a server's connection, from their arrival until their streams are released. Each request is
-handled by a fiber, or by an object without a coroutine (:data:`TakeNow`).
+"""Manages the requests of a server's connection, from their arrival until their streams are released. Each request
+is handled by a fiber, or by an object without a coroutine (:data:`TakeNow`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Request:
         self._tunnel = tunnel
         self._cancelled: str | None = None
 
-    # Before the handler begins, once the poller has handled the iteration's events
+    # Methods used before the handler begins, which the poller starts after the iteration's events
 
     def cancel(self, msg: str | None = None) -> None:
         """Cancel the handler as soon as it begins; see :class:`Cancellable`."""
@@ -77,7 +77,8 @@ class Request:
         body: bytes = b"",
         reset_code: int = ErrorCode.NO_ERROR,
     ) -> None:
-        """Answer and end the stream. Reset the stream as well if the client has not ended it.
+        """Answer the request with an error status and end the stream. If the client has not ended the stream,
+        reset it as well.
 
         The default is the Rust ztunnel's answer (END_STREAM, RST_STREAM(NO_ERROR)). Envoy's 503 has a body and
         CONNECT_ERROR. Has no effect on a closed stream.
@@ -121,8 +122,8 @@ class Cancellable(Protocol):
         """Cancel the handler, because the stream ended before its response, or the connection has ended."""
 
 
-#: Accepts a request without a coroutine, and calls :meth:`Request.over` at its end, possibly at once.
-#: ``None`` leaves the request to the handler.
+#: A function that can take a request without a coroutine. It returns the request's owner, which calls
+#: :meth:`Request.over` at the end. ``None`` leaves the request to the handler.
 TakeNow: TypeAlias = Callable[[Request], Cancellable | None]
 
 
@@ -176,15 +177,16 @@ class Requests:
     def cancel(self, tunnel: Tunnel) -> None:
         """Cancel the handler of a request that the peer has reset.
 
-        After the answer, the stream is the handler's tunnel, whose relay still delivers received bytes.
+        No effect after a response: the stream is then the handler's tunnel, whose relay still delivers received
+        bytes.
         """
         entry = self._running.get(tunnel)
         if entry is not None and entry[0] is not None and not entry[0].answered:
             entry[1].cancel("the client gave up")
 
     def _failed(self, request: Request, error: Exception) -> None:
-        # HEADERS and RST_STREAM can arrive in one read: then the stream is closed before the first step of its
-        # fiber, and a handler without an await was not cancelled.
+        # HEADERS and RST_STREAM can arrive in one read. Then the stream is closed before its fiber's first step,
+        # and a handler that does not await anything is not cancelled.
         if isinstance(error, TunnelBroken) and request.gone:
             logger.debug("request handler met a stream that is gone: %s", error)
         else:
@@ -207,8 +209,8 @@ class Requests:
             self._emptied.set_result(None)
 
     async def wait(self, *, cancel: bool, timeout_s: float | None = None) -> None:
-        """Wait until every request is over. With ``cancel``, all requests are cancelled. Without, they deliver
-        received bytes first.
+        """Wait until every request is over. With ``cancel``, all requests are cancelled. Otherwise they first
+        deliver received bytes.
         """
         for tunnel, (_, work) in list(self._running.items()):
             tunnel.end_discarding()

@@ -29,7 +29,7 @@ async def serve_connection(
     Args:
         sock: the accepted socket, which belongs to this call.
         tls_context: the server's TLS parameters. None means cleartext HTTP/2 with prior knowledge.
-        settings: times and windows.
+        settings: the connection's timeouts and windows.
         poller: this loop's poller.
         on_request: the handler, which runs as a fiber per request, and must answer the request. The handler owns
             the accepted tunnel, which is closed when the handler returns. It is cancelled if the stream ends
@@ -59,8 +59,8 @@ async def serve_to_end(connection: Connection, requests: Requests) -> None:
     """Wait until an established connection and all its handlers have ended. Cancelling this call ends both."""
     try:
         await connection.wait_closed()
-        # The connection has ended, but not all received bytes are delivered. An application that reads slowly
-        # still gets these bytes. Relays without a tunnel end within their linger time.
+        # The connection has ended, but received bytes may not be delivered yet, which an application that reads
+        # slowly must still get. The relays end within their linger time.
         await requests.wait(cancel=False, timeout_s=LINGER_S)
     finally:
         connection.abort("no longer served")

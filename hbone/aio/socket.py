@@ -22,15 +22,13 @@ Without this limit, the kernel's buffer for an application that does not read gr
 to our cgroup: 2,000 such streams took 1.3 GB.
 """
 LASTING_S: Final = 10.0
-"""The age after which a connection gets options that few connections need, see
-:meth:`PlainSocket.when_lasting`.
-"""
+"""A connection of this age gets socket options that few connections need, see :meth:`PlainSocket.when_lasting`."""
 _MOST_DISCARDS: Final = 256  # reads of 256 KiB each, together more than any receive buffer
 _MOST_CHUNKS = 64  # buffers of one sendmsg; more are joined first (the kernel's limit is 1024)
 
 
 def abort_on_close(sock: socket.SocketType) -> None:
-    """Let ``close`` send RST instead of FIN (SO_LINGER of socket(7), zero seconds)."""
+    """Make the socket's close send RST instead of FIN (SO_LINGER of socket(7), zero seconds)."""
     with contextlib.suppress(OSError):  # the socket has already ended
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
@@ -138,7 +136,7 @@ class PlainSocket(End):
             return None
 
     def push_back(self, data: bytes) -> None:
-        """Return bytes that :meth:`read` has consumed. The next read or the relay gets these bytes first."""
+        """Put back bytes that :meth:`read` has consumed. The next read or the relay gets these bytes first."""
         self._pushed = data + self._pushed
 
     def peek_into(self, room: memoryview) -> int:
@@ -150,7 +148,9 @@ class PlainSocket(End):
         return self._peek_into(room) or 0
 
     def _peek_into(self, room: memoryview) -> int | None:
-        """Return how many bytes were copied: 0 at an EOF or a reset, None if no bytes have arrived."""
+        """Peek at received bytes in the kernel. Return how many were copied: 0 at an EOF or a reset, None if none
+        have arrived.
+        """
         try:
             return self.sock.recv_into(room, 0, socket.MSG_PEEK)
         except BlockingIOError:
@@ -166,7 +166,7 @@ class PlainSocket(End):
             self._pushed = self._pushed[size:]
         elif not self.closed:
             try:
-                # All bytes are still in the kernel, even after a reset. With MSG_TRUNC, TCP discards the bytes
+                # The peeked bytes are still in the kernel, even after a reset. MSG_TRUNC makes TCP discard them
                 # without a copy (tcp(7)).
                 self.sock.recv(size, socket.MSG_TRUNC)
             except OSError as error:
@@ -175,7 +175,7 @@ class PlainSocket(End):
                 self._readable = False  # registering reports the remaining bytes as the first event
 
     def send_first(self, data: bytes) -> None:
-        """Queue bytes that precede the relay's, such as a PROXY header; they are not counted."""
+        """Queue bytes to send before the relay's, such as a PROXY header. They are not counted."""
         self._send(memoryview(data))
 
     def _watch(self) -> None:
@@ -290,14 +290,16 @@ class PlainSocket(End):
             self.poller.read_bytes += size
             peer.commit(size)
             if size < most and not self._hung_up:
-                # A short read has emptied the stream. A later EOF is a new edge (epoll(7)).
+                # After a short read the socket is empty. A later EOF is a new edge (epoll(7)).
                 self._readable = False
                 self._bulk = self.read_bytes - before >= BULK_BYTES
                 return
         self.poller.requeue(self)
 
     def _begin_splicing(self) -> bool:
-        """Create the pipe if the rest of the flow can stay in the kernel: the peer must be a plain socket, too."""
+        """Create the pipe for splicing if the peer is a plain socket, too, so that the flow can stay in the
+        kernel. Return whether it was created.
+        """
         peer = self.peer
         if type(peer) is not PlainSocket or peer._pending or peer.broken is not None or peer.closed:
             return False
@@ -308,14 +310,14 @@ class PlainSocket(End):
         return True
 
     def _splice(self) -> None:
-        """Like :meth:`_pump`, but through the pipe and once per iteration: a pipe has the capacity of several
+        """Move bytes to the peer through the pipe, once per iteration, because a pipe has the capacity of several
         reads.
         """
         pipe, peer = self._pipe, self.peer
         assert pipe is not None
         if type(peer) is not PlainSocket or not self._empty_pipe(pipe, peer):
             return
-        # The pipe is empty, so EAGAIN can only refer to the socket.
+        # The pipe is empty here, so EAGAIN can only mean that the socket is empty.
         try:
             size = pipe.fill(self.sock.fileno())
         except BlockingIOError:
@@ -351,10 +353,10 @@ class PlainSocket(End):
         self._pipe.close()
         self._pipe = None
 
-    # Moving to another process: see hbone.aio.handover
+    # Moving the socket to another process: see hbone.aio.handover
 
     def leave_splicing(self) -> None:
-        """Read the pipe's bytes into this process, where they wait for the sink."""
+        """Stop splicing: read the pipe's bytes into this process, where they wait for the sink."""
         pipe, peer = self._pipe, self.peer
         if pipe is None:
             return
@@ -374,7 +376,7 @@ class PlainSocket(End):
         self._watched = False
 
     def wake_up(self) -> None:
-        """Continue after :meth:`suspend`."""
+        """Read and write again after :meth:`suspend`."""
         if not self.closed:
             self._readable = True
             try:
@@ -402,9 +404,9 @@ class PlainSocket(End):
 
     def _end(self, error: OSError | None) -> None:
         self._readable = False
-        # The kernel reports a reset only once, to a send or to a receive, and afterwards EOF. So callers pass the
-        # error of a send, if there was an error. EPIPE means that a FIN came before the reset (tcp(7)): all bytes
-        # were read, and only our direction is broken.
+        # The kernel reports a reset only once, to a send or a receive, and after that EOF. So if a send has
+        # failed, callers pass its error. EPIPE means that a FIN came before the reset (tcp(7)): all bytes were
+        # read, and only our direction is broken.
         if error is None:
             self.advance(EndEvent.READ_EOF)
             if self._hung_up & FAILED:
@@ -502,7 +504,7 @@ class PlainSocket(End):
 
     @property
     def blocked(self) -> bool:
-        """Whether bytes wait for room in the socket, in this object or in the pipe of the source."""
+        """Whether bytes for this socket wait for room, in this object or in the pipe of the source."""
         return bool(self._pending) or self._starving
 
     def _watch_writable(self) -> None:
@@ -536,7 +538,7 @@ class PlainSocket(End):
                 peer.resume()
 
     def _break(self, error: OSError) -> None:
-        """Discard all further output. The other direction ends separately."""
+        """Discard all further output, because the socket accepts none. The other direction ends separately."""
         self.broken = bare(error)
         self.advance(EndEvent.BREAK, error)
 
@@ -560,15 +562,15 @@ class PlainSocket(End):
             return
         with contextlib.suppress(OSError):  # the socket has ended, or all bytes are read
             self.sock.shutdown(socket.SHUT_WR)
-            # Discard received bytes, so that the close sends no reset. Bytes after the close are answered with a
-            # reset, which does not reach an application that has already ended.
+            # Discard received bytes, so that the close sends no reset. Bytes that arrive after the close are
+            # answered with a reset, but an application that has already ended does not notice it.
             room = self.poller.ciphertext  # stays unchanged, because TCP discards without a copy (MSG_TRUNC)
             for _ in range(_MOST_DISCARDS):
                 if self.sock.recv_into(room, 0, socket.MSG_TRUNC) < len(room):
                     break
 
     def detach(self) -> socket.SocketType:
-        """Return the socket to a new owner. Allowed only before a relay, and without pushed-back bytes."""
+        """Release the socket to a new owner. Allowed only before a relay, and without pushed-back bytes."""
         assert self.relay is None
         assert not self._pushed
         self.closed = True

@@ -1,17 +1,18 @@
-"""Adaptive spin: whether the poller polls again instead of sleeping.
+"""Decides whether the poller polls again instead of sleeping (adaptive spin).
 
 Sleeping costs a wake-up: the scheduler's work, cold caches and a pass through the event loop. Spinning costs
 processor time for the duration of the wait. Which is cheaper depends on the machine, on the distance of peers and
 on the load. If a client waits for each answer before its next request, a proxy that spins can double the client's
 rate. If requests arrive at a fixed rate, spinning has no benefit.
 
-So the poller measures which is cheaper. A proxy has one of two habits, sleeping or spinning, and sometimes tries
-the other habit for some iterations. The cost of a habit is the product of CPU time per byte and the third power of
-elapsed time per byte. If the other habit is cheaper in two trials in a row, the proxy adopts it. (Circuit design
-weighs energy against delay with such products.) The third power sets the value of faster answers: 2.3 times the
-CPU time for two thirds of the elapsed time is a gain, and a tenth less elapsed time is worth 1.15 times the CPU
-time. At a fixed rate of requests, both habits take equal time per byte, so the habit with less CPU time wins.
-While the other habit does not win and the load does not change, it is tried less and less often.
+So the poller measures which is cheaper. At any time the proxy has one of two habits, sleeping or spinning.
+Sometimes it tries the other habit for some iterations. The cost of a habit is the product of CPU time per byte and
+the third power of elapsed time per byte. If the other habit is cheaper in two trials in a row, the proxy adopts
+it. (Circuit design weighs energy against delay with such products.) The third power sets the value of faster
+answers: 2.3 times the CPU time for two thirds of the elapsed time is a gain, and a tenth less elapsed time is
+worth 1.15 times the CPU time. At a fixed rate of requests, both habits take equal time per byte, so the habit with
+less CPU time wins. While the other habit does not win and the load does not change, it is tried less and less
+often.
 
 In a chain of proxies on one machine, each wait is short only while the other proxies are awake. So trials start at
 the same time in all processes of a machine: at multiples of the period on the monotonic clock.
@@ -47,7 +48,9 @@ _CHANGED: Final = 1.6  # a rate that is higher or lower by this factor counts as
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpinSettings:
-    """The settings of adaptive spin. ``limit_s`` is the longest spin after the last activity, 0 for none."""
+    """The settings of adaptive spin. ``limit_s`` is how long to spin after the last activity, at
+    most. 0: never.
+    """
 
     limit_s: float = 0.0
 
@@ -100,7 +103,7 @@ class Spin:
         self._cpu_s = time.thread_time()
 
     def poll(self, epoll: select.epoll, most: int) -> list[tuple[int, int]]:
-        """Poll a few times; return up to ``most`` events, as soon as there are any."""
+        """Poll a few times, until there are events. Return up to ``most`` events, or an empty list."""
         last_s = time.perf_counter()
         for _ in range(_POLLS):
             ready = epoll.poll(0, most)
@@ -108,8 +111,9 @@ class Spin:
                 return ready
             os.sched_yield()
             now_s = time.perf_counter()
-            # Another process had the processor for half a millisecond. If cores are scarce, yielding takes longer
-            # than sleeping. So stop spinning for some time, longer each time this happens again.
+            # After the yield, another process had the processor for half a millisecond. If cores are scarce,
+            # yielding takes longer than sleeping. So stop spinning for some time, which grows each time this
+            # happens.
             if now_s - last_s > _LATE_S:
                 self._hold_s = min(_LONGEST_HOLD_S, 2 * self._hold_s)
                 self._held_until_s = now_s + self._hold_s
@@ -143,7 +147,7 @@ class Spin:
                 self.on = True
 
     def _measured(self, now_s: float) -> None:
-        """End a measurement, and decide whether the next one spins."""
+        """End a measurement of the current habit, and decide whether to spin during the next one."""
         at_s, cpu_s = time.perf_counter(), time.thread_time()
         elapsed_s, used_s = at_s - self._began_s, cpu_s - self._cpu_s
         turns, moved = self._turns, self._bytes

@@ -18,7 +18,7 @@ _FLAGS: Final = os.SPLICE_F_MOVE | os.SPLICE_F_NONBLOCK
 
 
 class SplicePipe:
-    """Owns a pipe, which contains ``held`` bytes.
+    """A pipe between two sockets, owned by this object. ``held`` is the number of bytes in it.
 
     Raises:
         OSError: out of descriptors or memory.

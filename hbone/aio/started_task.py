@@ -1,4 +1,4 @@
-"""Tasks that reach their first await before they can be cancelled.
+"""Provides asyncio tasks that always run to their first await, even if they are cancelled before.
 
 If an asyncio task is cancelled before its first step, neither the coroutine nor its ``finally`` runs. An argument
 that the coroutine owns (a socket, an entry in a table) would leak. A :class:`StartedTask` always starts, and its
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class _Start:
-    """Whether a task has started, and the messages of earlier cancellations."""
+    """Records whether a task has started, and the messages of cancellations before that."""
 
     __slots__ = ("begun", "cancellations")
 
@@ -41,7 +41,7 @@ class StartedTask(asyncio.Task[T]):
 
 
 async def _begin(coroutine: Coroutine[Any, Any, T], start: _Start) -> T:
-    # The task is not an argument, because of the reference cycle of task, error, traceback and this frame.
+    # The task is not an argument: it would be in a reference cycle of task, error, traceback and this frame.
     start.begun = True
     if start.cancellations:
         _cancel_now(start)
@@ -49,7 +49,7 @@ async def _begin(coroutine: Coroutine[Any, Any, T], start: _Start) -> T:
 
 
 def _cancel_now(start: _Start) -> None:
-    """Cancel the task from inside, where a cancellation takes effect at the next await."""
+    """Cancel the task from its own coroutine, where a cancellation takes effect at the next await."""
     task = asyncio.current_task()
     assert task is not None
     for message in start.cancellations:

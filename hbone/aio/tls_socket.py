@@ -24,7 +24,8 @@ def _broken(error: OSError | LinkClosed) -> ConnectionBroken:
 
 
 class TlsSocket(End):
-    """Owns a connected, non-blocking socket. Call :meth:`establish` before a relay.
+    """One end of a relay: a connected, non-blocking socket with TLS, owned by this object. Call :meth:`establish`
+    before the relay.
 
     All output of a loop iteration is sent in one TLS write. Plaintext that arrived with the handshake is kept for
     the relay, and no further bytes are read before the relay starts. Incoming records are decrypted into the
@@ -169,7 +170,7 @@ class TlsSocket(End):
                 self.poller.requeue(self)  # not at once: the scratch buffers may be in use
 
     def delivered(self, size: int) -> None:
-        """Implement :meth:`End.delivered`. Reading resumes when all bytes given to the peer have been sent."""
+        """Resume reading when all bytes passed to the peer have been sent; see :meth:`End.delivered`."""
         self._in_flight -= size
         if self._in_flight <= 0:
             self.resume()
@@ -215,8 +216,9 @@ class TlsSocket(End):
         elif error.notified:
             self.advance(EndEvent.READ_EOF)
         else:
-            # After a FIN without close_notify, an attacker can have truncated the stream (RFC 8446, 6.1). But many
-            # applications end like this, so the relay's other end gets an EOF, and the relay gets the error.
+            # After a FIN without close_notify, the stream may have been truncated by an attacker (RFC 8446, 6.1).
+            # But many applications close like this. So the relay's other end gets an EOF, and the relay gets the
+            # error.
             truncated = ConnectionBroken("peer ended TLS without close_notify")
             self.advance(EndEvent.READ_EOF, truncated, clean=False)
         if self._failed:
@@ -252,7 +254,7 @@ class TlsSocket(End):
             self._filled += size
 
     def write(self, chunks: list[memoryview], size: int) -> None:
-        """Encrypt the chunks at once, so that no view is kept."""
+        """The chunks are encrypted at once, so that no view of the caller's buffer is kept."""
         if self.broken is None:
             try:
                 self.link.send(list(chunks))
@@ -284,7 +286,7 @@ class TlsSocket(End):
         self._drained()
 
     def write_reset(self) -> None:
-        """Reset the socket without close_notify, which would declare the stream complete."""
+        """Reset the socket. No close_notify is sent, because it would declare the stream complete."""
         if not self.closed:
             abort_on_close(self.link.sock)
         self.advance(EndEvent.WRITE_RESET)
@@ -292,9 +294,9 @@ class TlsSocket(End):
         self._drained()
 
     def _drained(self) -> None:
-        """Continue a requested shutdown as far as the network accepts output; idempotent."""
+        """Continue a requested shutdown as far as the network accepts output. Idempotent."""
         if self.sink is SinkState.EOF_PENDING and not self.link.blocked:
-            # The close_notify alert is pending output, too. A later call sends the FIN, once the network has
+            # This makes the close_notify alert pending output. A later call sends the FIN, once the network has
             # accepted the alert.
             assert self.link.tls is not None
             self.link.tls.close()

@@ -1,4 +1,4 @@
-"""One CONNECT stream of a connection, as one end of a relay."""
+"""Makes one CONNECT stream of a connection an end of a relay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _SMALL_FRAME = 64 * 1024
 
 
 class EarlySource(Protocol):
-    """The source of the first bytes that a client sends with its CONNECT. Another attempt can read them again."""
+    """The source of early data: the first bytes, which a client sends along with its CONNECT. Another attempt can
+    read them again.
+    """
 
     def peek_into(self, room: memoryview) -> int:
         """Copy the received bytes into ``room`` without consuming them, and return their number."""
@@ -45,7 +47,9 @@ class TunnelCarrier(ABC):
     handshake_s: float
     """The duration of the TLS handshake, set and reset by the owner. Initially 0."""
     local_name: tuple[str, int]
-    """Address and port of our end, read once for all tunnels; ("", 0) for a socket pair."""
+    """The address and port of our end of the connection, or ("", 0) for a socket pair. Read once
+    for all tunnels.
+    """
 
     @abstractmethod
     def flush(self) -> None:
@@ -54,21 +58,21 @@ class TunnelCarrier(ABC):
     @property
     @abstractmethod
     def early_limit(self) -> int:
-        """The largest number of bytes buffered for a stream before its relay starts."""
+        """How many bytes are buffered for a stream before its relay starts, at most."""
 
     @abstractmethod
     def reserve(self, tunnel: Tunnel, limit: int) -> memoryview | None:
-        """Return room for payload of ``tunnel``. If there is none, return None, and call :meth:`Tunnel.on_room`
-        when there might be room.
+        """Return room for payload of ``tunnel``. If there is no room, return None, and later call
+        :meth:`Tunnel.on_room`.
         """
 
     @abstractmethod
     def reserve_many(self, tunnel: Tunnel, limit: int) -> list[memoryview] | None:
-        """Like :meth:`reserve`, with one view per frame."""
+        """Return room like :meth:`reserve`, but with one view per frame."""
 
     @abstractmethod
     def flush_after_read(self, tunnel: Tunnel) -> None:
-        """Flush the tunnel's peer before the buffers of this read are used again."""
+        """Call the flush of the tunnel's relay peer after this read, before the read's buffers are used again."""
 
     @abstractmethod
     def acknowledge(self, stream_id: int, size: int) -> None:
@@ -118,11 +122,11 @@ class Tunnel(End):
         self.sink = SinkState.OPEN
         self.read_bytes = 0
         self.headers: Headers = ()
-        """Client: the response's header fields."""
+        """The response's header fields. For clients."""
         self.on_close: Callable[[], None] | None = None
         """Called once, when the owner has closed the tunnel."""
         self.early_sent: tuple[EarlySource, int] | None = None
-        """Client: the source of the early data that was sent with the request, and the number of bytes."""
+        """The source of the early data that was sent with the request, and the number of bytes. For clients."""
         self.error: Exception | None = None
         """The error that ended the stream; None after an orderly end."""
         self._early: list[bytes] = []
@@ -133,13 +137,15 @@ class Tunnel(End):
 
     @property
     def gone(self) -> bool:
-        """Whether either side has reset the stream, or the connection has ended. Then it accepts no more bytes."""
+        """Whether the stream accepts no more bytes, because either side has reset it or the
+        connection has ended.
+        """
         return self.sink is SINK_BROKEN or self.sink is SinkState.RESET_SENT
 
-    # From the connection
+    # Calls by the connection
 
     def on_data(self, chunks: list[memoryview], size: int) -> None:
-        """Pass payload to the other end of the relay.
+        """Pass received payload to the other end of the relay.
 
         The connection flushes that end once it has processed the whole read.
         """
@@ -167,11 +173,11 @@ class Tunnel(End):
             self.source = SourceState.ENDED  # start() reports it
 
     def on_reset(self, error: TunnelBroken) -> None:
-        """Record RST_STREAM, or the end of the connection; idempotent."""
+        """Record that the peer has reset the stream, or that the connection has ended. Idempotent."""
         if self.gone:
             return
-        # As in the Rust ztunnel, NO_ERROR and CANCEL end a complete stream: a server has answered in full before
-        # the end of the request (RFC 9113, 8.1), or a client's application has closed. All bytes have arrived, so
+        # As in the Rust ztunnel, a stream that ends by NO_ERROR or CANCEL counts as complete: a server has
+        # answered in full before the end of the request (RFC 9113, 8.1), or a client's application has closed. So
         # the application gets a FIN. After any other code, it gets a RST.
         clean = error.code in _CLEAN_CODES
         if not clean:
@@ -187,7 +193,9 @@ class Tunnel(End):
             self.advance(EndEvent.READ_RESET, error, clean=False)
 
     def end_discarding(self) -> None:
-        """After the end of the connection, let the relay end as soon as the received bytes are delivered."""
+        """Tell the relay, after the connection has ended, that it can end as soon as the received bytes are
+        delivered.
+        """
         if self.gone and self.relay is not None:
             self.relay.write_ended(self)
 
@@ -240,7 +248,9 @@ class Tunnel(End):
 
     @property
     def scatters(self) -> bool:
-        """Whether the remote side accepts only small frames, so that one system call should fill several."""
+        """Whether the remote side accepts only small frames, so that one read from a socket should fill several of
+        them.
+        """
         return self.connection.engine.peer_max_frame_bytes < _SMALL_FRAME and self.sink is SINK_OPEN
 
     def reserve_many(self, limit: int) -> list[memoryview] | None:
@@ -284,7 +294,7 @@ class Tunnel(End):
             self.advance(EndEvent.DRAINED)
 
     def on_room(self) -> None:
-        """Continue writing, because the connection might have room again."""
+        """Continue to send, because the connection may have room again."""
         while self._pending:
             sent = self._copy(memoryview(bytes(self._pending[:CHUNK_BYTES])))
             if not sent:
@@ -320,10 +330,10 @@ class Tunnel(End):
         self.connection.reset(self, ErrorCode.CONNECT_ERROR)
 
     def _both_over(self) -> None:
-        # The server's last bytes can still be in the kernel on their way to our application. If the application's
-        # socket were closed with unread bytes, it would be reset, and these last bytes would be lost. So the
-        # client side of a closed stream discards bytes until the application ends, or the relay's linger time is
-        # over.
+        # The server's last bytes can still be on their way through the kernel to our application. Closing the
+        # application's socket with unread bytes would reset it, and these last bytes would be lost. So the client
+        # side of a closed stream discards the application's bytes until the application ends, or the relay's
+        # linger time is over.
         if self.connection.role is Role.SERVER:
             super()._both_over()
 
@@ -333,13 +343,14 @@ class Tunnel(End):
         """
         early, self._early_bytes = self._early_bytes, 0
         self._early.clear()
-        # Bytes that the relay's other end had not sent when the relay ended are lost. Return their credit, or
+        # Bytes that the relay's other end has not sent by now are lost. Their credit must be returned: otherwise
         # every aborted tunnel would shrink the connection's window, until the connection stalls.
         lost, self._owed = early + self._owed, 0
         if lost:
             self.connection.acknowledge(self.stream_id, lost)
         if not self.gone:
-            # Report to the relay first. It detaches its ends, so later events do not reach the other end.
+            # Report the failure to the relay before the reset. The relay detaches its ends, so later events do not
+            # reach the other end.
             if self.relay is not None:
                 self.relay.fail(self, error or TunnelClosed("tunnel closed during a relay"))
             code = self._close_code()
@@ -359,5 +370,5 @@ class Tunnel(End):
             return ErrorCode.CANCEL
         if self.source is not SourceState.OPEN:
             return None
-        # A server that has answered in full sends NO_ERROR to stop the client (RFC 9113, 8.1). A client cancels.
+        # A server that has answered in full stops the client with NO_ERROR (RFC 9113, 8.1). A client sends CANCEL.
         return ErrorCode.NO_ERROR if self.connection.role is Role.SERVER else ErrorCode.CANCEL

@@ -1,8 +1,8 @@
-"""Coroutines for the classes that ``make compiled`` compiles.
+"""Contains the coroutines of compiled classes that wait inside ``try``. This module itself is never compiled.
 
 mypyc stores the handled exception per thread, not per coroutine, so a compiled coroutine that waits inside ``try``
-can resume with the exception of another coroutine. Therefore waits inside ``try`` are in this module, which is
-never compiled. ``tests/test_compiled.py`` checks this.
+can resume with the exception of another coroutine. ``tests/test_compiled.py`` checks that compiled modules have no
+such waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ async def handshake(
     timeout_s: float,
     end: Callable[[Exception], None],
 ) -> None:
-    """Call ``begin`` and wait until ``established`` resolves. If this fails, call ``end`` and raise the error.
+    """Start a handshake by ``begin`` and wait until ``established`` resolves. If this fails, call ``end`` and
+    raise the error.
 
     Raises:
         PeerSilent: the peer has not finished within ``timeout_s``.

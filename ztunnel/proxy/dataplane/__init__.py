@@ -1,1 +1,1 @@
-"""Data-path code that the Istio and the Envoy front end share."""
+"""Data-path code that is shared by the two front ends, Istio and Envoy."""

@@ -3,7 +3,7 @@
 A tunnel between two pods of one node can skip TLS and HTTP/2, but only if a TLS handshake would succeed. If not,
 the caller connects over the network, where the handshake fails with the right alert and counter. OpenSSL verifies
 both certificate chains, as it does in handshakes (:mod:`hbone.verification`). If a rule cannot be checked without
-a handshake, the answer must be that the handshake would fail.
+a handshake, this must assume that the handshake would fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ Chain = Sequence[x509.Certificate]
 
 
 def none_revoked(chain: Chain) -> bool:
-    """Return False, because no certificate is revoked. Used for credentials without revocation lists."""
+    """Return False: no certificate counts as revoked. Used for credentials without revocation lists."""
     return False
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Credentials:
-    """One side's certificate in handshakes, and its verification of the other side. Create one object per
-    certificate and keep it: objects are compared by identity, and the result for each pair is cached.
+    """The certificate of one side of a handshake, and the rules by which this side verifies the other side. Create
+    one object per certificate and keep it: the results are cached for each pair of objects.
 
     Attributes:
         chain: this side's certificates, the leaf first.
@@ -42,8 +42,8 @@ class Credentials:
     anchors: tuple[x509.Certificate, ...] | None
     is_revoked: Callable[[Chain], bool] = none_revoked
     names: tuple[str, ...] = field(init=False)
-    # The keys, the other side's credentials, are weak references. Strong references would keep certificates that
-    # were renewed and expired hours ago.
+    # The keys are the other sides' credentials, as weak references. Strong references would keep expired
+    # certificates in memory long after they were renewed.
     _verified: "WeakKeyDictionary[Credentials, dict[Role, Verified | str]]" = field(
         init=False, repr=False, default_factory=WeakKeyDictionary
     )
@@ -52,7 +52,9 @@ class Credentials:
         object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
 
     def verified(self, shown: "Credentials", shown_by: Role) -> "Verified | str":
-        """Return this side's verification of the other side's chain, or why it is refused. Ignores the time."""
+        """Verify the other side's chain. Return the verified chain, or why it is refused. Does not
+        check the time.
+        """
         by_role = self._verified.setdefault(shown, {})
         try:
             return by_role[shown_by]
@@ -108,8 +110,8 @@ def disagreement(client: Party, server: Party, now: datetime) -> str:
     """
     if server.credentials.anchors is None:
         return "the server verifies no client"
-    # RFC 5280, 4.1.2.5: a certificate is valid from notBefore through notAfter, inclusive, in whole seconds.
-    # (OpenSSL already refuses during the last second. This difference has no effect on when a tunnel ends.)
+    # A certificate is valid from notBefore through notAfter, inclusive, in whole seconds (RFC 5280, 4.1.2.5).
+    # OpenSSL refuses it already during the last second, but this has no effect on when a tunnel ends.
     second = now.replace(microsecond=0)
     refused = _refusal(server, client.credentials, Role.CLIENT, second)
     if refused:
@@ -119,7 +121,7 @@ def disagreement(client: Party, server: Party, now: datetime) -> str:
 
 
 def _refusal(judge: Party, shown: Credentials, shown_by: Role, second: datetime) -> str:
-    """Return why ``judge`` refuses the other side's certificate, or the empty string if it is accepted."""
+    """Return why the party ``judge`` refuses the other side's certificate, or the empty string if it accepts."""
     if judge.credentials.anchors is None:
         return ""
     found = judge.credentials.verified(shown, shown_by)

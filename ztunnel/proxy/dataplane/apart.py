@@ -1,7 +1,7 @@
 """Runs work for a connection in a separate fiber while the calling fiber awaits the result.
 
 Used for the inbound half of a node-local tunnel. This half belongs to the destination pod, whose policy or removal
-can end it separately. The waiting outbound half then gets an error, as over the network, and is not cancelled.
+can end it separately. The waiting outbound half is not cancelled then, but gets an error, as over the network.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ async def run_apart(
         discard: releases a result if the caller was cancelled before receiving it.
 
     Raises:
-        TunnelBroken: the fiber was cancelled by another caller, and ``work`` raised no error of its own.
+        TunnelBroken: the fiber was cancelled, but not through the caller, and ``work`` raised no error of its own.
         Exception: the error raised by ``work``.
     """
     answer: OneShotFuture[T] = OneShotFuture(poller)

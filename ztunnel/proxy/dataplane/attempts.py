@@ -2,8 +2,8 @@
 
 An attempt ends with an open upstream or an error. Until an upstream answers, the client's bytes stay in the
 kernel, so that another endpoint can be tried. If the failed endpoint has possibly received bytes of the client, no
-other endpoint is tried, because these bytes could be delivered twice. :attr:`Attempts.repeatable` decides by the
-error.
+other endpoint is tried, because these bytes could be delivered twice. :attr:`Attempts.repeatable` decides this by
+the error.
 """
 
 import math
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
-#: After this many seconds no further endpoint is tried, because applications have their own timeouts.
+#: No further endpoint is tried after this many seconds, because applications have their own timeouts.
 RETRY_WINDOW_S: Final = 15.0
 
 #: The longest wait for the answer to a CONNECT. The tunnel's far end dials its application before it answers, with
 #: a limit of ten seconds (in the Rust ztunnel and here). After this timeout no other endpoint is tried, because
-#: the application has possibly received bytes that were sent along with the CONNECT. It is not shorter than the
-#: retry window, so that a single slow endpoint does not get less time than a series of failing endpoints.
+#: the application has possibly received bytes that were sent along with the CONNECT. It is at least as long as the
+#: retry window, so that a single slow endpoint gets as much time as a series of failing endpoints.
 ANSWER_TIMEOUT_S: Final = 15.0
 
 EndpointT = TypeVar("EndpointT")
 
 
 class Reason(Enum):
-    """Why no further attempt is made."""
+    """The reasons for not making another attempt."""
 
     FINAL_ERROR = "the error must not be repeated elsewhere"
     NO_RETRIES = "no attempt is left"

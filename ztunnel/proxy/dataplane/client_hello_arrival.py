@@ -12,9 +12,9 @@ _MESSAGE_HEADER: Final = 4
 
 
 class FirstBytes(Enum):
-    """The kind of a connection's first bytes.
+    """What the first bytes of a connection are.
 
-    ``OTHER`` is anything but a TLS ClientHello. The TLS handshake will refuse it.
+    ``OTHER`` is anything but a TLS ClientHello, and will fail in the handshake.
     """
 
     PART = "part"

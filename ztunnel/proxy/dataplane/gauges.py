@@ -1,4 +1,4 @@
-"""The metrics of a process that have the same names in both dialects, for the same alerts."""
+"""The process metrics that have equal names in both dialects (Istio and Envoy), so that the same alerts apply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ztunnel.runtime.log_writer import LogWriter
 
 
 class Generations(Protocol):
-    """The part of :class:`ztunnel.proxy.dataplane.handover.service.Handover` that this module uses."""
+    """The part of :class:`ztunnel.proxy.dataplane.handover.service.Handover` that the metrics need."""
 
     @property
     def generations(self) -> int:
@@ -24,7 +24,7 @@ class Generations(Protocol):
 
 
 class Gauge(NamedTuple):
-    """A number that is read when a page is requested; ``kind`` is ``gauge`` or ``counter``."""
+    """A number that is read when the metrics page is requested; ``kind`` is ``gauge`` or ``counter``."""
 
     kind: str
     help: str
@@ -55,7 +55,7 @@ def process_gauges(
         ("ztunnel_task_restarts", "counter",
          "Background tasks of the main process that failed and were started again",
          lambda: tasks.restarts.value),
-        # If connections, pods or changes leak memory, these counts grow. ``make soak`` watches these counts.
+        # These counts grow if connections, pods or mesh changes leak memory. ``make soak`` checks them.
         ("ztunnel_sockets", "gauge", "Sockets of the data path, listeners included", lambda: poller.registered),
         ("ztunnel_fibers", "gauge", "Coroutines of open connections", tasks.fibers_running),
         ("ztunnel_tasks", "gauge", "Coroutines of everything else", lambda: len(asyncio.all_tasks())),
@@ -73,7 +73,7 @@ def process_gauges(
 def configuration_gauges(
     clock: Clock, staleness_s: Callable[[], float], updated_ago_s: Callable[[], float | None]
 ) -> dict[str, Gauge]:
-    """Return the age of the configuration.
+    """Return the metrics of the configuration's age.
 
     Args:
         clock: the wall clock.

@@ -14,8 +14,8 @@ connections to one pod delays neither the bytes of established connections nor o
 Every unfinished handshake is charged to its source, its pod and the process. A source that left many handshakes
 unfinished must wait. A stalled handshake is ended after a second if other handshakes are waiting.
 
-Under overload, connections first wait. If the limit of a source, a pod or the process is reached, the oldest
-connection is closed: of the same source, of the same pod, or of the pod with the most half-open connections.
+Under overload, connections first wait. If a limit is reached, the oldest connection is closed: of the source, of
+the pod, or, for the limit of the process, of the pod with the most half-open connections.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 
 _SWEEP_S: Final = 0.5
 _RETRY_S: Final = 0.02
-#: The waiting times of a source whose connections have violated protocol limits.
+#: How long a source must wait before its next handshake after its connections have violated protocol limits.
 _FIRST_WAIT_S: Final = 0.5
 _LONGEST_WAIT_S: Final = 4.0
 _FORGIVEN_S: Final = 40.0
-#: The number of sources per pod without open connections whose past unfinished handshakes are remembered.
+#: A pod's limiter remembers the unfinished handshakes of this many sources that have no open connections.
 _KEPT_SOURCES: Final = 256
 
 TOO_MANY_OF_SOURCE: Final = "too many half-open connections of this source"
@@ -80,7 +80,9 @@ class HalfOpenLimits:
 
     @classmethod
     def of_descriptors(cls, most: int, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> HalfOpenLimits:
-        """Return limits for a process with ``most`` descriptors: at most a quarter for half-open connections."""
+        """Return limits for a process with ``most`` file descriptors. Half-open connections may use a quarter of
+        them.
+        """
         usual = cls()
         in_all = max(16, min(usual.in_all, most // 4))
         per_pod = min(usual.per_pod, in_all // 2)
@@ -101,9 +103,10 @@ class Cancellable(Protocol):
         """Cancel the fiber or task."""
 
 
-#: Begins the handshake of an accepted socket, becomes the socket's owner, and returns a handle for cancelling.
+#: A function that begins the handshake of an accepted socket and becomes the socket's owner. Returns a handle to
+#: cancel it.
 Begin = Callable[["PendingHandshake"], Cancellable]
-#: Called with a connection that is about to be closed, and the reason. The reason is empty if the pod ends.
+#: A function that is called before a connection is closed, with the reason. The reason is empty if the pod ends.
 Rejected = Callable[["PendingHandshake", str], None]
 
 
@@ -124,7 +127,8 @@ class _Source:
 
 
 class PendingHandshake:
-    """A connection whose handshake has not finished. Until the handshake starts, it is a handler of the poller.
+    """A connection whose handshake has not finished. Until the handshake starts, the poller reports received bytes
+    to it.
 
     Attributes:
         sock: a non-blocking socket. The limiter owns it until the handshake begins.
@@ -160,7 +164,7 @@ class PendingHandshake:
         self.owner = owner
         self.source = source
         self.since_s = 0.0
-        """When the handshake began, or before that, when the connection was accepted."""
+        """When the handshake began. Before it begins, this is when the connection was accepted."""
         self.over = self.queued = False
         self._limiter = limiter
         self._registered = False
@@ -178,17 +182,19 @@ class PendingHandshake:
         return self._limiter.leave(self, proved=True)
 
     def offended(self) -> None:
-        """Record that the connection exceeded a protocol limit: its source must wait before its next handshake."""
+        """Record that the connection exceeded a protocol limit, so that its source must wait before its next
+        handshake.
+        """
         self._limiter.offended(self.source)
 
     def ended(self) -> None:
-        """Record the end of the connection. No effect after :meth:`proved`."""
+        """Record that the connection has ended without authentication. No effect after :meth:`proved`."""
         self._limiter.leave(self, proved=False)
 
     # For the limiter
 
     def watch(self, poller: Poller) -> None:
-        """Let the poller report received bytes.
+        """Let the poller report the connection's received bytes to this object.
 
         Raises:
             OSError: the poller cannot watch any more sockets.
@@ -197,7 +203,7 @@ class PendingHandshake:
         self._registered = True
 
     def unwatch(self, poller: Poller) -> None:
-        """Undo :meth:`watch`; idempotent."""
+        """Stop watching for received bytes; undoes :meth:`watch`. Idempotent."""
         if self._registered:
             self._registered = False
             poller.unregister(self.sock.fileno())
@@ -226,7 +232,7 @@ class PendingHandshake:
         self._limiter.reject(self, GONE)
 
 
-#: Called with a handshake's duration in seconds, and whether it succeeded.
+#: A function that is called with a handshake's duration in seconds, and whether it succeeded.
 Finished = Callable[[float, bool], object]
 
 
@@ -277,7 +283,7 @@ class HalfOpen:
     # Called by limiters
 
     def changed(self, by: int) -> None:
-        """Change the number of pending handshakes, and start the timer for their time limits."""
+        """Change the number of half-open connections, and start the timer that enforces their time limits."""
         self.size += by
         if self.size and self._timer is None:
             self._timer = self.poller.loop.call_later(_SWEEP_S, self._sweep)
@@ -291,20 +297,22 @@ class HalfOpen:
         self.poller.requeue(self)
 
     def may_begin(self, now_s: float) -> bool:
-        """Charge one unfinished handshake to the budget of the process. Return False if the budget is used up."""
+        """Charge one unfinished handshake to the budget of the process. Return False if the budget is already used
+        up.
+        """
         return self._unfinished.affords(now_s)
 
     def gives_way(self, now_s: float) -> bool:
-        """End the oldest handshake of the pod with the most handshakes, if it is older than ``patience_s``. Return
-        whether it was ended.
+        """Make room for another handshake: end the oldest handshake of the pod that has the most, if it is older
+        than ``patience_s``. Return whether it was ended.
         """
         fullest = max(self._limiters, key=lambda each: len(each.running), default=None)
-        # A pod without running handshakes is possible, because the process counts a stopped pod's handshakes until
-        # their fibers end.
+        # Possibly no pod has a running handshake: the process still counts a stopped pod's handshakes until their
+        # fibers end.
         return fullest is not None and bool(fullest.running) and fullest.gives_way(fullest.running, now_s)
 
     def refund(self) -> None:
-        """Refund the charge of :meth:`may_begin`, because the handshake was finished."""
+        """Refund the charge of :meth:`may_begin`, because the handshake succeeded."""
         self._unfinished.refund(1.0)
 
     def on_event(self, mask: int) -> None:
@@ -316,7 +324,7 @@ class HalfOpen:
                 continue
             waiting = True
             if limiter.begin_one(now_s):
-                # Move this limiter to the end, so that another pod is next.
+                # Move this pod's limiter to the end, so that it is another pod's turn.
                 self._limiters.pop(limiter, None)
                 self._limiters[limiter] = None
                 self.pump()
@@ -416,9 +424,10 @@ class HandshakeLimiter:
         return pending
 
     def peek(self, pending: PendingHandshake, *, hung_up: bool) -> None:
-        """Peek at a connection's received bytes, and queue it for its handshake when the ClientHello is complete.
+        """Peek at a connection's received bytes, and queue the connection for its handshake when the ClientHello
+        is complete.
 
-        A queued connection is only checked for its end.
+        If it is already queued, only check whether the peer has closed it.
         """
         if pending.queued:
             if hung_up:
@@ -440,7 +449,7 @@ class HandshakeLimiter:
         elif found is FirstBytes.TOO_LONG:
             self.reject(pending, TOO_LONG)
         else:
-            # A connection with other bytes than TLS is queued, too, so that the handshake reports the error.
+            # A connection whose bytes are not TLS is queued, too, so that the handshake reports the error.
             pending.queued = True
             source = pending.source
             if not source.queue:
@@ -449,7 +458,7 @@ class HandshakeLimiter:
             self._all.pump()
 
     def begin_one(self, now_s: float) -> bool:
-        """Begin one handshake, of the next source that is allowed to. Return False if no source is allowed to."""
+        """Begin one handshake, for the next source that may begin one. Return False if no source may."""
         if not self._unfinished.affords(now_s):
             return False
         if not self._all.may_begin(now_s):
@@ -491,7 +500,9 @@ class HandshakeLimiter:
         return self._all.handshakes < limits.handshakes or self._all.gives_way(now_s)
 
     def gives_way(self, running: dict[PendingHandshake, None], now_s: float) -> bool:
-        """End the oldest handshake in ``running`` if it is older than ``patience_s``. Return whether it was."""
+        """End the oldest handshake in ``running`` if it is older than ``patience_s``. Return
+        whether it was ended.
+        """
         pending = next(iter(running))
         if now_s - pending.since_s < self._limits.patience_s:
             return False
@@ -502,7 +513,7 @@ class HandshakeLimiter:
         """Make a source wait before its next handshake. The waiting time doubles with each violation, up to a
         limit.
 
-        It is reset after ten times its length without another violation.
+        It is reset after ten times the longest waiting time without another violation.
         """
         now_s = self._poller.loop.time()
         if now_s - source.waits_until_s > _FORGIVEN_S:
@@ -512,11 +523,11 @@ class HandshakeLimiter:
         source.waits_until_s = max(source.waits_until_s, now_s + wait_s)
 
     def reject_oldest(self, reason: str) -> None:
-        """Close the oldest connection. The caller ensures that one exists."""
+        """Close the pod's oldest half-open connection. The caller ensures that one exists."""
         self.reject(next(iter(self._pending)), reason)
 
     def reject(self, pending: PendingHandshake, reason: str) -> None:
-        """Close one connection; idempotent."""
+        """Close one half-open connection for ``reason``. Idempotent."""
         if pending.over:
             return
         self._all.rejected += reason in _LIMITS
@@ -526,7 +537,9 @@ class HandshakeLimiter:
         pending.stop()
 
     def leave(self, pending: PendingHandshake, *, proved: bool) -> float:
-        """Remove a connection; idempotent. Return the duration of its handshake in seconds, or 0 without one."""
+        """Remove a connection. Return its handshake's duration in seconds, or 0 if no handshake has begun.
+        Idempotent.
+        """
         if pending.over:
             return 0.0
         seconds = 0.0

@@ -1,4 +1,4 @@
-"""Defines the states of a connection and what each external event does to it in each state, as one table. Pure.
+"""Defines the states of a connection, and what each external event does to a connection in each state. Pure.
 
 A *life* is any live part of a connection: an accepted socket, a tunnel connection in either direction, a request
 on a tunnel connection, each half of a node-local tunnel, a relay. A life moves through :class:`State` from top to
@@ -6,13 +6,13 @@ bottom and skips states that it does not need. :data:`TABLE` has one :class:`Act
 ``docs/life.md`` prints the table, and ``make life`` tests it in both front ends.
 
 The table ensures that **an open connection is allowed by the current policies and revocation lists**, or is within
-a grace period stated by its :class:`Verdict`. To judge a life means to check it by the current policies:
+a grace period stated by its :class:`Verdict`. To *judge* a life means to check it against the current policies:
 
 * Once all *facts* that policies read (for example the peer's identity) are known, a life is judged at each event
   that can change its verdict (:attr:`Action.JUDGE`).
-* Before that, an event does not judge the life. It is judged when the facts are complete, by the policies current
-  *then* (:attr:`Action.AWAIT_FACTS`). So no life keeps a policy, a filter chain or a revocation list while it
-  waits for facts.
+* Before that, events have no effect on the life. It is judged when the facts are complete, by the policies that
+  are current *then* (:attr:`Action.AWAIT_FACTS`). So no life keeps a policy, a filter chain or a revocation list
+  while it waits for facts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from hbone.enums import Key
 
 
 class State(Key):
-    """The states of a life, in order."""
+    """The states of a connection (a life), in order."""
 
     ACCEPTED = "accepted"
-    """A socket was accepted. Its destination is not known yet: listener filters, SOCKS or a look-up sets it."""
+    """A socket was accepted. Its destination is not known yet, until listener filters, SOCKS or a look-up have
+    determined it.
+    """
     FILTERED = "filtered"
     """The destination and, in Envoy's dialect, the filter chain are known. The handshake is queued."""
     HANDSHAKE = "handshake"
@@ -36,13 +38,13 @@ class State(Key):
     IDENTIFIED = "identified"
     """All facts that policies read are known. The first verdict waits for a policy that has not arrived."""
     HELD = "held"
-    """Policy allows the connection, or will judge it later. The connection waits for an addon's answer, or for a
-    delay set by an addon.
+    """The connection waits for an addon's answer, or for a delay set by an addon. Policy allows it, or will judge
+    it later.
     """
     DIALING = "dialing"
     """Policy allows the connection. The connection to the next hop is being opened."""
     OPEN = "open"
-    """Bytes flow, or a tunnel connection serves requests."""
+    """The connection relays bytes, or the tunnel connection serves requests."""
     JOINED = "joined"
     """Like open, for the inbound half of a node-local tunnel, which does not use the network."""
     DRAINING = "draining"
@@ -52,10 +54,10 @@ class State(Key):
 
 
 class Event(Key):
-    """An external event that can affect connections."""
+    """An external event that can affect open connections, such as a policy change or a drain."""
 
     POLICIES = "policies"
-    """Policies have changed: policies of the mesh, of Calico, or of a filter received by ECDS."""
+    """Policies of the mesh, of Calico, or of a filter received by ECDS have changed."""
     REVOCATIONS = "revocations"
     """The revocation lists have changed."""
     CERTIFICATE = "certificate"
@@ -67,7 +69,7 @@ class Event(Key):
     CONFIGURATION = "configuration"
     """The listener, or the filter chain, was replaced by a new version."""
     DRAIN = "drain"
-    """A grace period begins: of the process, the pod, the listener, or a replaced filter chain."""
+    """The grace period of the process, the pod, the listener, or a replaced filter chain begins."""
     DEADLINE = "deadline"
     """The grace period is over."""
     STOP = "stop"
@@ -75,10 +77,10 @@ class Event(Key):
 
 
 class Action(Enum):
-    """What an event does to a life."""
+    """What an event does to a connection (a life)."""
 
     KEEP = "keep"
-    """No action: the life continues unchanged."""
+    """No action, so the life continues unchanged."""
     AWAIT_FACTS = "judge when the facts are complete"
     """No action yet. Once the facts are complete, the connection is judged by the policies current then."""
     JUDGE = "judge now"
@@ -114,14 +116,15 @@ _WITH_FACTS: Final = _BEFORE_FACTS | {
 }
 _OPEN: Final = _WITH_FACTS | {Event.DEADLINE: Action.FINISH}
 
-#: The action for each event in each state.
+#: The action for each event, in each state of a connection.
 TABLE: Final[dict[tuple[State, Event], Action]] = {
     (state, event): action
     for state, row in {
         State.ACCEPTED: _BEFORE_FACTS,
         State.FILTERED: _BEFORE_FACTS,
         State.HANDSHAKE: _BEFORE_FACTS,
-        # The verdict is pending. The life is judged when the missing policy arrives or the grace period ends.
+        # In this state the verdict is pending. The life is judged when the missing policy arrives or the grace
+        # period ends.
         State.IDENTIFIED: _BEFORE_FACTS,
         State.HELD: _WITH_FACTS,
         State.DIALING: _WITH_FACTS,
@@ -139,8 +142,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         reason: why the connection must end, for its access log line. Empty if it is allowed.
-        until_s: the event-loop time at which the connection is judged again, because a policy named by the
-            workload has not arrived. Infinite if the connection stays allowed until the next event.
+        until_s: the event-loop time at which the connection is checked again, because a policy named by the
+            workload has not arrived. Infinite if no policy is missing.
     """
 
     reason: str = ""
@@ -151,7 +154,7 @@ ALLOWED: Final = Verdict()
 
 
 def markdown() -> str:
-    """Return the table of ``docs/life.md``."""
+    """Return the table in Markdown, as in ``docs/life.md``."""
     lines = [
         "| state | " + " | ".join(event.value for event in Event) + " |",
         "|---" * (1 + len(Event)) + "|",

@@ -1,4 +1,4 @@
-"""One table of all connections of this process that are open or being opened. Each entry, called a life, owns the
+"""The table of all connections of this process that are open or being opened. Each entry, called a life, owns the
 resources that it opened.
 
 :class:`LiveTable` consists of groups (:class:`Lives`), for example one pod's connections by direction. Changes
@@ -6,10 +6,10 @@ reach connections only through :meth:`LiveTable.review` and :meth:`Lives.review`
 the action in :data:`~ztunnel.proxy.dataplane.life_table.TABLE` and carries it out. A front end supplies only
 :meth:`Life.judge` and the functions that end a life.
 
-A life is registered on construction, before policies are checked, so a policy change in between still finds it.
-The way to end a life changes over time (first by cancelling the dialling fiber, later by aborting the relay), so
-the entry stores the current function. If a life is ended while no function is set, the entry stores the reason,
-and the next function is called with it at once.
+A life is registered when it is constructed, before policies are checked, so that no policy change misses it. The
+way to end a life changes over time (first by cancelling the dialling fiber, later by aborting the relay), so the
+entry stores the current function. If a life is ended while no function is set, the entry stores the reason, and
+the next function is called with it at once.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ztunnel.proxy.dataplane.life_table import ALLOWED, TABLE, Action, Event, St
 
 log = logging.getLogger(__name__)
 
-#: Ends a life now, with a reason for its log line.
+#: A function that ends a connection now. Its argument is the reason for the log line.
 Abort = Callable[[str], object]
 
 LifeT = TypeVar("LifeT", bound="Life")
 
-#: The number of lives that a review checks per loop iteration, which delays other connections by about a
-#: millisecond (``bench/review.py``).
+#: The number of connections that a review checks per event loop iteration. This delays other connections by about
+#: a millisecond (``bench/review.py``).
 SLICE: Final = 128
 #: The reason for ending a connection whose policy check raised an unexpected error (fail closed).
 UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
-#: Compiled code reads these constants without a look-up.
+#: Copied to module constants, which compiled code reads without an attribute look-up.
 _ACCEPTED: Final = State.ACCEPTED
 _CLOSED: Final = State.CLOSED
 _DRAINING: Final = State.DRAINING
@@ -57,7 +57,7 @@ class Life:
     Attributes:
         state: the state that the connection has reached. Front ends advance it.
         reason: why this proxy ended the connection. Empty otherwise.
-        leaving: whether the peer is to be sent GOAWAY. During a handshake, GOAWAY is sent once it is complete.
+        leaving: whether GOAWAY was requested. It is sent at once, or after the handshake if this is not complete.
     """
 
     __slots__ = ("_abort", "_finish", "_group", "_leave", "_owned", "leaving", "reason", "state")
@@ -76,22 +76,25 @@ class Life:
     # Supplied by front ends
 
     def judge(self) -> Verdict:
-        """Return whether the current policies allow this life. Called only in states with complete facts.
+        """Check this connection against the current policies. Called only in states in which all facts for this
+        are known.
 
-        The front end's method also counts and logs a refusal. The caller then ends the life.
+        Front ends override this, and count and log a refusal. The caller then ends the connection.
         """
         return ALLOWED
 
     # The end
 
     def own(self, release: Callable[[], object]) -> None:
-        """Call ``release`` when the life closes, in reverse order of registration."""
+        """Call ``release`` when this entry closes. Registered functions are called in reverse order."""
         if self._owned is None:
             self._owned = []
         self._owned.append(release)
 
     def aborts_by(self, abort: Abort | None) -> None:
-        """Use ``abort`` to end the connection from now on. If it has already ended, call ``abort`` at once."""
+        """From now on, end the connection by ``abort``. If :meth:`end` was called earlier, call
+        ``abort`` at once.
+        """
         self._abort = abort
         if self.reason and abort is not None:
             abort(self.reason)
@@ -106,7 +109,7 @@ class Life:
     ) -> None:
         """Enter :attr:`State.OPEN` or :attr:`State.JOINED`.
 
-        If :meth:`leave` or :meth:`end` was called earlier, it takes effect now.
+        An earlier call of :meth:`leave` or :meth:`end` takes effect now.
 
         Args:
             abort: ends the connection at once.
@@ -133,7 +136,7 @@ class Life:
             self._leave()
 
     def end(self, reason: str) -> None:
-        """End the connection at once. The first reason is kept, and later calls have no effect."""
+        """End the connection at once. The first call's reason is recorded, and later calls have no effect."""
         if self.reason or self.state is _CLOSED:
             return
         self.reason = reason
@@ -141,13 +144,13 @@ class Life:
             self._abort(reason)
 
     def finish(self, reason: str) -> None:
-        """End the connection gracefully, or like :meth:`end` if it cannot be ended gracefully."""
+        """End the connection gracefully if the protocol can do this, otherwise like :meth:`end`."""
         if self._finish is not None:
             self._abort = self._finish
         self.end(reason)
 
     def close(self) -> None:
-        """Release all owned resources and unregister this life. Idempotent."""
+        """Release all owned resources, and remove this entry from the table. Idempotent."""
         if self.state is _CLOSED:
             return
         self.state = _CLOSED
@@ -163,19 +166,19 @@ class Life:
 
 
 def cancels_current_task(poller: Poller) -> Abort:
-    """Return an abort function for a connection that does not relay yet: it cancels the current fiber or task."""
+    """Return a function that ends a connection before its relay runs, by cancelling the current fiber or task."""
     return current(poller).cancel
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class Lives(Generic[LifeT]):
-    """A group of lives, in the order of registration.
+    """A group of connection-table entries (lives), in the order of registration.
 
     Args:
         table: the table that contains this group.
 
     Attributes:
-        on_close: called with each life that closes, unless it is None.
+        on_close: called with each entry that closes. None: not called.
     """
 
     __slots__ = ("_emptied", "_entries", "_table", "_timer", "_until_s", "on_close")
@@ -193,7 +196,7 @@ class Lives(Generic[LifeT]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[LifeT]:
-        """Iterate over a copy, because ending an entry can remove it."""
+        """Iterate over a copy of the group, because ending an entry can remove it."""
         return iter(list(self._entries))
 
     def _remove(self, life: LifeT) -> None:
@@ -211,13 +214,14 @@ class Lives(Generic[LifeT]):
             await self._emptied.wait()
 
     def review(self, event: Event, reason: str = "", *, concerned: Callable[[LifeT], bool] | None = None) -> None:
-        """Apply the table's action for an event to each entry. The first :data:`SLICE` entries are handled before
-        this returns.
+        """Apply the action of :data:`TABLE` for an event to each entry. The first :data:`SLICE` entries are
+        handled before this returns.
 
         Args:
             event: the event that occurred.
-            reason: the reason for connections that the event itself ends. A verdict has its own reason.
-            concerned: returns whether the event concerns a life. ``None``: the event concerns all lives.
+            reason: the reason recorded for connections that the event itself ends. A policy's verdict has its own
+                reason.
+            concerned: returns whether the event concerns an entry. ``None``: it concerns all entries.
         """
         self._table._start(self._walk(event, reason, concerned))
 
@@ -227,7 +231,8 @@ class Lives(Generic[LifeT]):
                 if concerned is None or concerned(life):
                     self._meet(life, event, reason)
             except Exception:
-                # Continue after any error, for example a lack of memory: policies can deny other connections.
+                # Continue after any error, even a lack of memory, because the event must still end other
+                # connections.
                 log.exception("a connection cannot be ended")
             yield
 
@@ -243,7 +248,7 @@ class Lives(Generic[LifeT]):
             life.end(reason)
 
     def judge(self, life: LifeT) -> None:
-        """Judge one life by the current policies, like a review."""
+        """Check one connection against the current policies, like a review does."""
         self._judge(life)
 
     def _judge(self, life: LifeT) -> None:
@@ -260,7 +265,7 @@ class Lives(Generic[LifeT]):
             self._look_again(verdict.until_s)
 
     def _look_again(self, until_s: float) -> None:
-        """Schedule a review of all entries at ``until_s``, replacing the scheduled time."""
+        """Schedule a review of all entries at ``until_s``. This replaces an earlier schedule."""
         self._stop_timer()
         self._until_s = until_s
         self._timer = asyncio.get_running_loop().call_at(until_s, self._time_is_over)
@@ -277,7 +282,7 @@ class Lives(Generic[LifeT]):
         self._until_s = math.inf
 
     def dissolve(self) -> None:
-        """Remove the group of a removed pod from the table. Idempotent."""
+        """Remove this group from the table, because its pod was removed. Idempotent."""
         self._stop_timer()
         self._table._groups.pop(self, None)
 
@@ -295,25 +300,25 @@ class LiveTable:
         return sum(map(len, self._groups))
 
     def __iter__(self) -> Iterator[Life]:
-        """Iterate over a snapshot of all groups."""
+        """Iterate over all entries, in a snapshot of the groups."""
         for group in list(self._groups):
             yield from group
 
     def review(self, event: Event, reason: str = "") -> None:
-        """Apply the table's action for an event to every life; see :meth:`Lives.review`."""
+        """Apply the action of :data:`TABLE` for an event to every connection; see :meth:`Lives.review`."""
         for group in list(self._groups):
             group.review(event, reason)
 
     async def reviewed(self) -> None:
-        """Wait until every running review has visited all its lives."""
+        """Wait until every running review has visited all its entries."""
         while self._walks:  # noqa: ASYNC110  each sleep lets the review continue
             await asyncio.sleep(0)
 
     def _start(self, walk: Iterator[None]) -> None:
-        # The first slice runs at once: in a small mesh, ended lives are closed before the update is acknowledged.
-        # Earlier reviews finish first, so that each life receives events in order.
+        # The first slice runs at once, so that in a small mesh connections are ended before the update is
+        # acknowledged. Earlier reviews finish first, so that each connection meets events in order.
         self._walks.append(walk)
-        # If a review is already scheduled or running, it also processes this walk.
+        # If a review is already scheduled or running, it also processes this one.
         if self._handle is None and not self._walking:
             self._continue()
 
@@ -329,7 +334,7 @@ class LiveTable:
         self._handle = asyncio.get_running_loop().call_soon(self._continue)
 
     def _step(self) -> bool:
-        """Handle the next life of a running review. Return whether there was one."""
+        """Handle the next entry of the oldest unfinished review. Return False if all reviews are finished."""
         while self._walks:
             try:
                 next(self._walks[0])
@@ -341,7 +346,9 @@ class LiveTable:
 
 
 async def all_emptied(*groups: Lives[Any]) -> None:
-    """Wait until all groups are empty at once. A life in one group can create a life in another group."""
+    """Wait until all groups are empty at the same time: an entry in one group can create an entry in another
+    group.
+    """
     while any(groups):
         for group in groups:
             await group.emptied()

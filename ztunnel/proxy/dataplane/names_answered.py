@@ -1,4 +1,5 @@
-"""Remembers which names pods resolved to an address, to name connections to this address. Pure.
+"""Remembers which names each pod's DNS queries resolved to an address, so that connections to this address can be
+given a name. Pure.
 
 One address can have many names, and one name many addresses. Names are untrusted input, so all tables are bounded.
 A full table evicts a pod's oldest addresses, or the pod that has sent no query for the longest time.
@@ -18,7 +19,7 @@ _NAMES: Final = 8
 
 
 class NamesAnswered:
-    """The names that pods have resolved, by pod (namespace and name) and address."""
+    """The names that pods have resolved, by pod (its namespace and name) and by address."""
 
     def __init__(self) -> None:
         self._pods: OrderedDict[PodKey, OrderedDict[str, tuple[str, ...]]] = OrderedDict()
@@ -29,7 +30,7 @@ class NamesAnswered:
         return bool(self._pods)
 
     def note(self, pod: PodKey, name: str, addresses: Iterable[str]) -> None:
-        """Remember that a name resolved to these addresses for a pod."""
+        """Record that a pod has resolved a name to these addresses."""
         known = self._pods.get(pod)
         if known is None:
             known = self._pods[pod] = OrderedDict()

@@ -1,6 +1,4 @@
-"""The key of a connection pool (tunnels with equal keys can share a connection), and the function that dials a
-connection.
-"""
+"""Defines the key of pooled tunnel connections, and dials one. Tunnels with equal keys can share a connection."""
 
 import socket
 from collections.abc import Awaitable, Callable
@@ -24,8 +22,8 @@ class PoolKey(NamedTuple, Generic[CredentialsT, OptionsT]):
     Attributes:
         address: the address of the far end.
         credentials: the source of the connection's TLS context, compared by identity. ``None`` for cleartext.
-        generation: the credentials' generation. After a certificate rotation, new tunnels open a new connection,
-            and tunnels on old connections stay.
+        generation: the credentials' generation. After a certificate rotation, new tunnels use a new connection,
+            while existing tunnels stay on theirs.
         options: further properties: expected identities (Istio), socket options (Envoy).
     """
 
@@ -55,7 +53,7 @@ async def dial_connection(
         Exception: any error of ``context_for`` and ``open_socket``. TlsError, PeerSilent, ConnectionBroken: the
         handshake failed.
     """
-    # Create the context before the socket: if this fails (OpenSSL refuses a key), there is no socket to close.
+    # The TLS context is created before the socket. If OpenSSL refuses the key, there is then no socket to close.
     context = context_for()
     sock = await open_socket()
     began_s = poller.loop.time()

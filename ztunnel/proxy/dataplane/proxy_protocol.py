@@ -1,4 +1,4 @@
-"""The PROXY protocol, versions 1 and 2, as received and sent in front of a connection."""
+"""Parses and formats PROXY protocol headers, versions 1 and 2, which precede a connection's bytes."""
 
 import ipaddress
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class ProxyHeader:
     Attributes:
         version: 1 or 2.
         size: the header's length in bytes.
-        source: the original source. ``None`` for LOCAL and UNKNOWN: use the socket's own addresses.
-        destination: the original destination. ``None`` in the same cases.
+        source: the original source. ``None`` for LOCAL and UNKNOWN, which stand for the socket's own addresses.
+        destination: the original destination, or ``None`` for LOCAL and UNKNOWN.
     """
 
     version: int

@@ -1,7 +1,7 @@
-"""Names why connections fail, and at which stage: the labels of ``ztunnel_connection_errors_total``.
+"""Defines the reasons and stages of connection failures, which are labels of ``ztunnel_connection_errors_total``.
 
-Errors raised by the front ends have a reason. For errors raised by libraries, :func:`reason_of` returns the
-reason. docs/troubleshooting.md explains each value.
+The front ends' own errors have a reason. For errors raised by libraries, :func:`reason_of` returns it.
+docs/troubleshooting.md explains each value.
 """
 
 import errno
@@ -54,14 +54,14 @@ class Reason(StrEnum):
     OTHER = "other"
 
 
-#: The reasons that are deliberate refusals, by this proxy or by the peer.
+#: The reasons that mean a deliberate refusal, by this proxy or by the peer.
 REFUSALS: Final = frozenset(
     {
         *(Reason.POLICY, Reason.POLICY_MISSING, Reason.POLICY_CHANGE, Reason.PEER_DENIED),
         *(Reason.ADDON, Reason.REVOKED),
     }
 )
-#: The prefix of the reason for connections that an addon has cut.
+#: Begins the reason of each connection that an addon has ended.
 CUT_BY_ADDON: Final = "connection cut by addon"
 _BY_CODE: Final = {
     errno.ECONNREFUSED: Reason.REFUSED,
@@ -71,19 +71,19 @@ _BY_CODE: Final = {
 }
 
 
-#: Errors that count as an ordinary end of an application's connection, as in the Rust ztunnel.
+#: The errors that count as an ordinary end of an application's connection, as in the Rust ztunnel.
 _ORDINARY: Final = (errno.ECONNRESET, errno.EPIPE, errno.ENOTCONN)
 
 
 def is_ordinary(error: Exception) -> bool:
-    """Return whether an error of a relay is an ordinary end: a reset by an application, here or at the far end."""
+    """Return whether an error that ended a relay is ordinary: a reset by the application on either side."""
     if isinstance(error, OSError):
         return error.errno in _ORDINARY
     return isinstance(error, TunnelBroken) and error.code == ErrorCode.CONNECT_ERROR
 
 
 def reason_of(error: BaseException | None) -> Reason:
-    """Return the reason for a library's error from dialling or from opening a tunnel."""
+    """Return the reason for an error that a library raised when dialling or opening a tunnel."""
     match error:
         case ConnectTimedOut() | PeerSilent():
             return Reason.TIMEOUT

@@ -71,8 +71,8 @@ class Rendezvous:
         self._sending = asyncio.Lock()
 
     async def send(self, message: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send a message with duplicates of the descriptors. A cancelled call leaves an incomplete frame, after
-        which the connection must be closed.
+        """Send a message with duplicates of the descriptors. If the call is cancelled, it leaves an incomplete
+        frame, and the connection must be closed.
 
         Raises:
             OSError: the other process is gone.
@@ -140,7 +140,7 @@ class Rendezvous:
         return Parcel(data, [self._descriptors.popleft() for _ in range(count)])
 
     def end(self) -> None:
-        """Shut the connection down, so that both sides read EOF; idempotent. :meth:`close` releases the socket."""
+        """Shut the connection down, so that both sides read EOF. :meth:`close` releases the socket. Idempotent."""
         with contextlib.suppress(OSError):  # the other side has closed it already
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,4 +1,4 @@
-"""Reports the result of an awaitable to a callback. Never compiled, like :mod:`hbone.aio.waits`."""
+"""Reports the result of an awaitable to a callback. This module is never compiled, like :mod:`hbone.aio.waits`."""
 
 from __future__ import annotations
 

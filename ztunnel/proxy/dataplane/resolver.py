@@ -1,7 +1,7 @@
 """Resolves host names to addresses with their time to live, for STRICT_DNS and LOGICAL_DNS clusters.
 
-The DNS library is imported when a name is resolved for the first time: it takes 2 MiB, and configurations of
-ambient meshes have no such clusters.
+The DNS library takes 2 MiB, and configurations of ambient meshes have no such clusters. So it is imported only
+when the first name is resolved.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 
 #: The time to live of names from a hosts file, in seconds. The file itself contains no time to live.
 _HOSTS_TTL_S: Final = 5.0
-#: Envoy's value for answers of getaddrinfo(3).
+#: The time to live, in seconds, if the answers' own are not used. Envoy assumes this value for getaddrinfo(3).
 _NO_TTL_S: Final = 60.0
-#: Defaults from Envoy's documentation of ``CaresDnsResolverConfig``, used if only the other value is set.
+#: The query timeout and number of tries used if only the other one is configured. They are the defaults in Envoy's
+#: documentation of ``CaresDnsResolverConfig``.
 _QUERY_TIMEOUT_S: Final = 5.0
 _TRIES: Final = 4
 
@@ -45,8 +46,8 @@ class ResolveFailed(Exception):
     """A name could not be resolved.
 
     Attributes:
-        absent: whether the servers answered that the name, or an address of the name, does not exist. After other
-            failures, earlier results can be kept.
+        absent: whether the servers answered that the name does not exist or has no address. After other failures,
+            the caller can keep earlier results.
     """
 
     def __init__(self, reason: str, *, absent: bool = False) -> None:
@@ -58,8 +59,7 @@ class Resolver:
     """Resolves names like other programs of the host: by ``/etc/hosts``, then by the name servers and the search
     list of ``/etc/resolv.conf``.
 
-    As in glibc, the look-up continues with the next name of the search list if a query fails, is refused or gets
-    no answer.
+    As in glibc, the look-up continues with the next search domain if a query fails, is refused or gets no answer.
 
     Args:
         hosts: the file with the addresses of names, read again whenever it changes.
@@ -88,7 +88,7 @@ class Resolver:
         self._lifetime_s = lifetime_s
 
     def with_settings(self, settings: DnsResolver) -> Resolver:
-        """Return a resolver for the same host with other settings."""
+        """Return a resolver that uses the same files, but other settings."""
         return Resolver(
             self._hosts, self._resolv_conf, port=self._port, lifetime_s=self._lifetime_s, settings=settings
         )
@@ -168,11 +168,11 @@ class Resolver:
         return loaded
 
     async def _first(self, name: str, kind: RdataType) -> DnsAnswer:
-        """Return the answer for the first candidate of the search list that has an answer.
+        """Return the answer for the first search-list candidate that the servers can resolve.
 
         Raises:
             dns.exception.DNSException, OSError: no server has an answer. The first failure other than NXDOMAIN is
-                raised, because the name of a failed query can exist.
+                raised, because that name can exist.
         """
         import dns.exception
         import dns.name

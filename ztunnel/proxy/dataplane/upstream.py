@@ -1,4 +1,6 @@
-"""An open connection to an upstream host: the endpoint of the relay, and the resources to release at its close."""
+"""Holds an open connection to an upstream host: the relay's endpoint, and the resources to release
+when it closes.
+"""
 
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -22,10 +24,10 @@ class Upstream(Generic[LifeT]):
 
     Attributes:
         end: the endpoint that the relay reads and writes.
-        hops: the further connection-table entries of the same connection in this process, outermost first. They
-            end with this upstream.
-        ended_by_peer: whether the host, not this proxy, closed the connection, by a reset or by ending last. Set
-            before the upstream closes.
+        hops: further entries of the same connection in this process's connection table, outermost first. They end
+            together with this upstream.
+        ended_by_peer: whether the host closed the connection, not this proxy: by a reset, or by ending its
+            direction last. Set before the upstream closes.
         in_use: whether the upstream was still carrying a request when it ended.
         moved: whether the connection continues in another process, which counts its end.
     """
@@ -42,7 +44,7 @@ class Upstream(Generic[LifeT]):
         self._closing: list[Callable[[], object]] = list(closing)
 
     def on_close(self, callback: Callable[[], object]) -> None:
-        """Call ``callback`` once, after ``end`` has closed."""
+        """Register ``callback``, which is called once, after ``end`` has closed."""
         self._closing.append(callback)
 
     def relayed(self, ended: RelayEnd, downstream: End) -> bool:
@@ -58,7 +60,9 @@ class Upstream(Generic[LifeT]):
         return cut or not in_order
 
     def close(self, error: Exception | None = None) -> None:
-        """Close the end, optionally with ``error`` as the reason, and run the callbacks. Idempotent."""
+        """Close the connection to the host, optionally with ``error`` as the reason, and run the callbacks.
+        Idempotent.
+        """
         if self._closed:
             return
         self._closed = True

@@ -1,1 +1,1 @@
-"""The front end for an Istio mesh: workloads, services, policies. Start reading at outbound.py and inbound.py."""
+"""The proxy's front end for an Istio mesh. Start reading at path/outbound.py and path/inbound.py."""

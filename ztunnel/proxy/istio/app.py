@@ -1,9 +1,9 @@
 """The node proxy of an Istio mesh: creates and owns its components, and starts and stops them in order.
 
 The order is the same as in the Rust ztunnel. Admin, readiness and metrics pages are served from the start. Once
-the control plane has described the mesh, the proxy connects to the node agent and serves pods. At the end all
-listeners close at once, so that a successor on the same ports accepts new connections. Open connections can
-continue until the deadline.
+the control plane has described the mesh, the proxy connects to the node agent and serves pods. When the process
+ends, all listeners close at once, so that a successor on the same ports accepts new connections. Open connections
+can continue until a deadline.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ log = logging.getLogger(__name__)
 
 STATE_MANAGER, PROXY, DNS_PROXY, POD_MANAGER = "state manager", "proxy", "dns proxy", "workload proxy manager"
 WORKERS, CERTIFICATES, POLICIES, REVOCATIONS = "workers", "certificates", "policies", "revocation lists"
-#: How often to check whether this process carries all its pods, in seconds.
+#: How often to check whether all pods are captured, in seconds.
 _READY_S = 0.02
 
 
 class IstioProxy:
     """One proxy process; :meth:`run` serves until :meth:`shut_down`.
 
-    Its public attributes serve the admin pages and tests.
+    Public attributes are for the admin pages and tests.
 
     Args:
         config: the proxy's configuration.
@@ -228,10 +228,10 @@ class IstioProxy:
 
     def _last_configuration(self) -> LastConfiguration | None:
         holder = held_sockets.holder()
-        # With on-demand configuration, this process would not know which names the previous process requested.
+        # With on-demand xDS, this process would not know which resources the previous process had requested.
         if holder is None or self.config.xds_on_demand:
             return None
-        # Imported here to save memory: most proxies have no holder of sockets.
+        # Imported only here to save memory: most proxies have no socket holder.
         from ztunnel.proxy.istio.xds.last_configuration import LastConfiguration
 
         return LastConfiguration(holder, self.clock)
@@ -321,7 +321,7 @@ class IstioProxy:
         self.node.live.review(Event.REVOCATIONS)
 
     def _revocations_readable(self) -> None:
-        """Delay readiness until the revocation lists can be read: every peer is refused before."""
+        """Become ready only once the revocation lists can be read. Until then, every peer is refused."""
         assert self.revocations is not None
         if not self.revocations.current.unreadable:
             self._complete(REVOCATIONS)
@@ -340,7 +340,9 @@ class IstioProxy:
     # Running
 
     def shut_down(self) -> None:
-        """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
+        """Make :meth:`run` drain all connections and return. Idempotent. SIGTERM, SIGINT and ``/quitquitquit``
+        call it.
+        """
         self._stop.set()
 
     def send_goaway(self) -> int:
@@ -461,13 +463,13 @@ class IstioProxy:
         log.info("version: %s", build_info(self.config.version_tag))
         mode = self.config.proxy_mode.value.lower()
         log.info("starting mode=%s node=%s files=%d", mode, self.config.node, limit_of_process())
-        # JSON on one line, which is also valid YAML.
+        # The log line has the configuration as JSON, which is also valid YAML.
         log.info("running with config: %s", json.dumps(logged_config(self.config), sort_keys=True))
         for warning in self.config.warnings:
             log.warning("%s", warning)
 
     async def _start_serving(self, stack: AsyncExitStack) -> None:
-        """Start capturing pods, once the control plane has described the mesh."""
+        """Start capturing the pods' connections, once the control plane has described the mesh."""
         config = self.config
         if config.proxy_mode is ProxyMode.SHARED:
             check_privileges()
@@ -492,7 +494,7 @@ class IstioProxy:
         self.readiness.done(DNS_PROXY)
         holder = held_sockets.holder()
         if holder is not None or self.handover is not None:
-            # Wait for the pods, because the predecessor's connections and sockets belong to pods.
+            # Wait until all pods are captured: the sockets and connections to take over belong to pods.
             while self.readiness.pending:  # noqa: ASYNC110  readiness has no event, and this runs once
                 await asyncio.sleep(_READY_S)
         if holder is not None:
@@ -505,12 +507,12 @@ class IstioProxy:
     async def _await_certificates(self) -> None:
         """Delay readiness until the workloads of this node have certificates.
 
-        Otherwise a rollout would end a predecessor with valid certificates for a successor that cannot get any.
+        Otherwise a rollout could replace a proxy that has valid certificates by a proxy that cannot get any.
         """
         if self.config.proxy_mode is ProxyMode.DEDICATED:
             for pod in self._own:
                 if isinstance(pod, PodProxy):
-                    # The control plane can describe a new pod later than the mesh.
+                    # The control plane may describe a new pod only some time after the rest of the mesh.
                     with contextlib.suppress(EarlyDeny):
                         self.certificates.prefetch({(await pod.context.local.get()).identity})
         lacking = await self.certificates.first_certificates(SETTLE_S)
@@ -519,7 +521,7 @@ class IstioProxy:
         self._complete(CERTIFICATES)
 
     async def _await_policies(self, policies: LivePolicies) -> None:
-        """Delay readiness until the policies are complete, for the reason of :meth:`_await_certificates`."""
+        """Delay readiness until all policies have arrived, for the same reason as :meth:`_await_certificates`."""
         await policies.complete()
         self._complete(POLICIES)
 
@@ -538,7 +540,7 @@ class IstioProxy:
         log.info("shutdown complete component=proxy")
 
     async def _hand_over(self) -> asyncio.Task[None] | None:
-        """Hand open connections over to the successor. Return the task that hands over the rest later."""
+        """Hand open connections over to the successor. Return a task that later hands over the remaining ones."""
         handover = self.handover
         if handover is None:
             return None

@@ -1,4 +1,5 @@
-"""Reads Rust ztunnel's environment variables into one :class:`IstioConfig`; reports all bad values together.
+"""Reads the Rust ztunnel's environment variables into an :class:`IstioConfig`, and reports all bad values
+together.
 
 Names, defaults and meanings are those of the Rust ztunnel. Additional variables are ``ZTUNNEL_CONNECT_RETRIES``,
 ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_OPEN_AHEAD``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``,
@@ -70,7 +71,7 @@ MESH_CONFIG = "./etc/istio/config/mesh"
 ISTIOD = "https://istiod.istio-system.svc:15012"
 #: The largest ``KEEPALIVE_TIME`` and ``_INTERVAL`` accepted by Linux (``MAX_TCP_KEEPIDLE`` in include/net/tcp.h).
 _KEEPALIVE_LONGEST_S = 32767.0
-#: The largest number of worker processes, and the largest default.
+#: The largest number of worker processes that is accepted, and the largest number that is used by default.
 MOST_WORKERS = 64
 _MOST_BY_DEFAULT = 8
 
@@ -100,7 +101,7 @@ def _quantity(text: str) -> int:
 
 
 def _address(text: str) -> str:
-    """Return an address of the control plane with its scheme. An empty text, for no address, is returned as is."""
+    """Return a control plane address with its scheme. Empty text (no address) is returned unchanged."""
     if not text:
         return text
     endpoint = Endpoint.parse(text)
@@ -108,7 +109,7 @@ def _address(text: str) -> str:
 
 
 class _Environment:
-    """Reads variables, and collects their names, faults and warnings."""
+    """Reads environment variables, and collects faults, warnings and the names that were read."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self.environment = env
@@ -131,7 +132,7 @@ class _Environment:
         return self.get(name, str, default)
 
     def prefixed(self, prefix: str) -> list[tuple[str, str]]:
-        """Return the variables with a name prefix, as (rest of the name, value)."""
+        """Return the variables whose names begin with ``prefix``, as (rest of the name, value)."""
         return [
             (name[len(prefix) :], value)
             for name, value in sorted(self.environment.items())
@@ -139,7 +140,7 @@ class _Environment:
         ]
 
 
-#: Variables that other code reads, or that Istio's chart sets without an effect in this proxy.
+#: Variables that are known but not read here: other code reads them, or Istio's chart sets them without effect.
 _OTHER_VARIABLES = frozenset(
     (
         "INPOD_ENABLED",
@@ -235,7 +236,7 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
 
 
 def _proxy_config(seen: _Environment, read_file: Callable[[str], str | None]) -> dict[str, Any]:
-    """Return ``defaultConfig`` of the mesh file, with ``PROXY_CONFIG`` merged over it."""
+    """Return ``defaultConfig`` of the mesh configuration file, overridden by ``PROXY_CONFIG``."""
     merged: dict[str, Any] = {}
     given = False
     for place, text, key in (
@@ -330,7 +331,8 @@ def _metadata(seen: _Environment, proxy_config: dict[str, Any], values: dict[str
         try:
             parsed[key] = json.loads(text, parse_constant=_no_constant)
         except ValueError as error:
-            # As in the Rust ztunnel, the value is omitted from the node's metadata, and the proxy starts.
+            # As in the Rust ztunnel, an invalid value is left out of the node's metadata, but does not prevent the
+            # start.
             seen.warnings.append(f"environment variable ISTIO_METAJSON_{key} is ignored: not JSON: {error}")
     values["metadata_json"] = parsed
     return metadata
@@ -358,7 +360,7 @@ def _control_plane(seen: _Environment, values: dict[str, Any], proxy_config: dic
         headers = []
         for key, value in seen.prefixed(prefix):
             lower = key.lower()
-            # Values can be credentials, so messages do not contain them.
+            # Header values can be credentials, so error messages do not contain them.
             if not re.fullmatch(r"[0-9a-z_.-]+", lower) or lower.endswith("-bin") or lower.startswith("grpc-"):
                 seen.faults.append(f"invalid env var {prefix}{key} (not the name of a gRPC header)")
             elif not re.fullmatch(r"[\x20-\x7e]*", value):
@@ -390,7 +392,7 @@ def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
     )
     wanted = seen.get("ENABLE_ORIG_SRC", _one_of("true", "false", "auto"), "auto")
     if values["sidecar"]:
-        # These settings need CAP_NET_ADMIN, which a sidecar does not have.
+        # The following settings need CAP_NET_ADMIN, which a sidecar does not have.
         for name, given in (("ENABLE_ORIG_SRC", wanted == "true"), ("PACKET_MARK", bool(mark))):
             if given:
                 seen.faults.append(f"{name} cannot be used with ZTUNNEL_SIDECAR=true, whose rules match the user")
@@ -400,10 +402,11 @@ def _sockets(seen: _Environment, values: dict[str, Any]) -> None:
 
 
 def _keepalive_s(seen: _Environment, name: str) -> float:
-    """Return the seconds of a keepalive timer, limited to the values that Linux accepts.
+    """Return a keepalive setting in seconds, limited to the range that Linux accepts.
 
-    Linux refuses other values with EINVAL (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in ``include/net/tcp.h``).
-    Rust ztunnel ignores this error, so its connections have the system's default of two hours.
+    Linux refuses values outside this range with EINVAL (``MAX_TCP_KEEPIDLE``, ``MAX_TCP_KEEPINTVL`` in
+    ``include/net/tcp.h``). The Rust ztunnel ignores this error, so its connections keep the system's default of
+    two hours.
     """
     wanted = seen.get(name, duration_s, 180.0)
     taken = min(max(wanted, 1.0), _KEEPALIVE_LONGEST_S)
@@ -551,8 +554,8 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int,
         count = _number(0, 4096)(text)
         return count or available
 
-    # Unlike Rust ztunnel's threads, each process holds the mesh in its own memory. So the default is low: one
-    # process per four CPUs, and one for a dedicated workload.
+    # Each worker process holds its own copy of the mesh, unlike a thread of the Rust ztunnel. So the default is
+    # low: one process per four CPUs, and one for a dedicated proxy.
     default = 1 if available <= 2 or dedicated else min(math.ceil(available / 4), _MOST_BY_DEFAULT)
     concurrency = proxy_config.get("concurrency")
     if isinstance(concurrency, int) and not isinstance(concurrency, bool) and concurrency >= 0:
@@ -606,13 +609,13 @@ def _nearest(name: str, names: list[str]) -> list[str]:
 
 
 def _unknown(env: Mapping[str, str], names: set[str]) -> list[str]:
-    """Return warnings about unknown ``ZTUNNEL_*`` variables, and about misspelt names of other variables."""
+    """Return warnings about unknown ``ZTUNNEL_*`` variables, and about other names that look misspelt."""
     known = names | _OTHER_VARIABLES
     warnings = []
     for name in sorted(env.keys() - known):
         if name.startswith(_PREFIXES) or is_service_link(name, env[name]):
             continue
-        # Matching against all names would take 20 ms where Kubernetes sets the variables of thirty services.
+        # Comparing with all known names would take 20 ms if Kubernetes has set the variables of thirty services.
         like = [
             each
             for each in known

@@ -9,7 +9,7 @@ from ztunnel.proxy.istio.settings.config import ROOT_CERT, IstioConfig
 
 
 class Findings:
-    """The result of checking the files. No file is kept open.
+    """The result of checking the files named in the environment.
 
     Attributes:
         faults, warnings: one line per finding, starting with the variable. A missing file is a warning, because

@@ -1,4 +1,4 @@
-"""The readiness conditions of a proxy in an Istio mesh: the tasks that must be complete."""
+"""Tracks the tasks that must be complete before a proxy in an Istio mesh is ready."""
 
 import asyncio
 import logging
@@ -39,7 +39,7 @@ class Readiness:
                 log.info("Task '%s' complete (%.3fs), marking server ready", task, took_s)
 
     def set(self, task: str, ready: bool) -> None:
-        """Mark a task as complete or as pending, if it can become pending again. Idempotent."""
+        """Mark a task as complete or as pending, for tasks that can become pending again. Idempotent."""
         if ready:
             self.done(task)
         else:

@@ -1,5 +1,6 @@
-"""Hands open connections over to the process that replaces this one: the code shared by both dialects.
+"""Hands open connections over to the process that replaces this one.
 
-Each front end supplies the units that move together (:class:`~ztunnel.proxy.dataplane.handover.giver.Unit`), a
-message type for their state, and a receiver (:class:`~ztunnel.proxy.dataplane.handover.taker.Pending`).
+This code is shared by both dialects (Istio and Envoy). Each front end supplies the units of connections that move
+together (:class:`~ztunnel.proxy.dataplane.handover.giver.Unit`), a message type for their state, and a receiver
+(:class:`~ztunnel.proxy.dataplane.handover.taker.Pending`).
 """

@@ -1,4 +1,4 @@
-"""Counts of connections that moved between processes, for the metrics page and ``ztunnel handover``."""
+"""Counts the connections that moved between processes, for the metrics page and ``ztunnel handover``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -14,7 +14,7 @@ class HandoverCounts:
         connections: the number of pod connections, and of tunnel connections without tunnels, by result and
             reason. The result is ``given`` or ``kept`` for connections offered by this process, and ``taken`` or
             ``declined`` for connections offered to this process.
-        paused_s: the sum of all pauses.
+        paused_s: the total time for which moved connections were paused.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,14 @@ class HandoverCounts:
         self._pauses = [0] * (len(PAUSE_BUCKETS) + 1)  # the last bucket counts longer pauses
 
     def count(self, result: str, reason: str, number: int) -> None:
-        """Count connections by result and reason. A reason is cut at its first colon, to have few label values."""
+        """Count connections by result and reason. A reason is cut at its first colon, so that there are few label
+        values.
+        """
         key = result, reason.partition(":")[0]
         self.connections[key] = self.connections.get(key, 0) + number
 
     def offered(self, result: str, reason: str, number: int, pause_s: float) -> None:
-        """Count the connections of an offer, which were paused for ``pause_s``."""
+        """Count the connections of one answered offer, and the ``pause_s`` seconds for which they were paused."""
         self.count(result, reason, number)
         self.paused_s += pause_s
         self._pauses[sum(pause_s > bound for bound in PAUSE_BUCKETS)] += 1
@@ -43,16 +45,16 @@ class HandoverCounts:
 
     @property
     def pauses(self) -> tuple[int, ...]:
-        """The number of pauses per bucket, not cumulative. The last bucket counts longer pauses."""
+        """The number of pauses per histogram bucket, not cumulative. The last bucket has no upper bound."""
         return tuple(self._pauses)
 
     @property
     def offers(self) -> int:
-        """The number of answered offers."""
+        """The number of offers that were answered."""
         return sum(self._pauses)
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
-        """Iterate over pairs: an upper bound, and the number of pauses up to this bound."""
+        """Iterate over the histogram's buckets: an upper bound, and the number of pauses up to this bound."""
         seen = 0
         for bound, count in zip(PAUSE_BUCKETS, self._pauses, strict=False):
             seen += count

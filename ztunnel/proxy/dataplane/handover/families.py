@@ -1,4 +1,4 @@
-"""The metrics of hand-overs, for the pages of both dialects."""
+"""Creates the metrics of hand-overs, for the metrics pages of both dialects (Istio and Envoy)."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -12,7 +12,7 @@ _CONNECTIONS: Final = "Connections that moved to a successor or from a predecess
 
 
 def handover_families(counts: HandoverCounts) -> Iterator[Family]:
-    """Yield the counter of results and, after the first offer, the histogram of pauses."""
+    """Yield the counter of hand-over results and, once there was an offer, the histogram of pauses."""
     results = list(counts.connections.items())
     yield family("ztunnel_handover_connections", "counter", _CONNECTIONS, results, ("result", "reason"))
     if counts.offers:

@@ -1,4 +1,6 @@
-"""The giving side of a hand-over: offers open connections unit by unit, and releases accepted units."""
+"""The old process's side (the giver) of a hand-over: offers open connections to the new process (the taker) unit
+by unit.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,14 @@ ANSWER_S: Final = 2.0
 #: The pause before units that could not move yet (opening requests, incomplete TLS records) are offered again, in
 #: seconds.
 _AGAIN_S: Final = 0.02
-#: The number of slices in a row with an unanswered offer after which the taker is considered stuck.
+#: If so many consecutive slices have an unanswered offer, the taker is considered stuck.
 _MOST_UNANSWERED: Final = 3
 _NO_ANSWER: Final = "no answer in time"
 _NO_TAKER: Final = "no taker"
 
 
 class TakerGone(Exception):
-    """The other process has ended, or does not answer."""
+    """The process that takes over connections has ended, or does not answer."""
 
 
 class Unit(Protocol):
@@ -65,7 +67,7 @@ class Unit(Protocol):
 
     @property
     def key(self) -> int:
-        """Identifies this unit: equal in every list that :data:`MovableUnits` returns."""
+        """An identifier of this unit, equal in every list that :data:`MovableUnits` returns."""
 
     def freeze(self) -> Frozen:
         """Stop the unit and read its state.
@@ -76,19 +78,21 @@ class Unit(Protocol):
         """
 
     def offer(self, number: int, state: UnitState, now_s: float) -> Offer:
-        """Return the offer of a frozen unit; ``now_s`` is monotonic."""
+        """Return the message that offers this unit, which must be frozen. ``now_s`` is monotonic."""
 
     def went(self) -> None:
-        """Complete the accounting of this process. The other process writes the access log lines."""
+        """Count the unit's traffic in this process. The other process continues, and writes the
+        access log lines.
+        """
 
 
-#: Returns the current units, and the number of connections without a unit, by reason.
+#: Returns the units that can move now, and the number of connections that cannot move, by reason.
 MovableUnits: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 
 @dataclass(slots=True)
 class _Offering:
-    """A unit, and the outcome of its offer.
+    """A unit that is being offered, and the outcome of the offer.
 
     Attributes:
         reason: why the unit stays in this process. Empty if it was handed over.
@@ -121,7 +125,7 @@ class Result:
     stays: Counter[str] = field(default_factory=Counter)
 
     def add(self, offering: _Offering) -> None:
-        """Count an offer's connections."""
+        """Add the outcome of one offer."""
         if offering.reason:
             self.stays[offering.reason] += offering.connections
         else:
@@ -131,11 +135,13 @@ class Result:
 
     @property
     def left(self) -> int:
-        """The number of connections that stayed."""
+        """The number of connections that stayed in this process."""
         return self.stays.total()
 
     def pause_ms(self, part: float) -> float:
-        """Return a quantile of the moved units' pauses, in milliseconds. ``part`` is from 0 to 1, the longest."""
+        """Return a quantile of the moved units' pauses, in milliseconds. ``part`` is from 0 to 1; 1 returns the
+        longest pause.
+        """
         ordered = sorted(self.pauses_s)
         return ordered[min(len(ordered) - 1, int(len(ordered) * part))] * 1000 if ordered else 0.0
 
@@ -151,9 +157,9 @@ class Giver:
 
     Args:
         channel: the channel to the taker, whose greeting was already read.
-        taker: the taker's greeting.
+        taker: the greeting received from the taker.
         movable_units: returns the units that can move.
-        poller: serves this process's connections, except during a slice.
+        poller: serves this process's connections. It is paused during a slice.
         clock: measures ages and pauses.
         statistics: receives the counts.
     """
@@ -177,8 +183,8 @@ class Giver:
         self._answers: dict[int, asyncio.Future[str]] = {}
         self._ready: asyncio.Future[None] | None = None
         self._size = SliceSize()
-        # Units that an earlier call of give() could not hand over. They are offered outside of slices, because a
-        # slice pauses all other connections.
+        # The keys of units that an earlier call of give() could not hand over. These units are offered outside of
+        # slices, because a slice pauses all other connections.
         self._stayed: set[int] = set()
         self._ended_s = clock.monotonic()
         self._unanswered = 0
@@ -202,9 +208,10 @@ class Giver:
                 future.exception()
 
     async def give(self, again_s: float) -> Result:
-        """Offer every movable unit once. Then, for ``again_s``, repeatedly offer the units that have stayed.
+        """Offer every movable unit once. Then, for ``again_s`` seconds, repeatedly offer the units that could not
+        move yet.
 
-        The time ``again_s`` begins after the first pass, which takes longer with many connections.
+        This time begins after the first pass, which takes longer with many connections.
 
         Returns:
             Which connections moved, and which stay after the last pass.
@@ -245,7 +252,7 @@ class Giver:
             await asyncio.sleep(_AGAIN_S)
 
     async def finish(self, result: Result) -> None:
-        """Send the taker :class:`Finished`: no more offers follow for now.
+        """Send :class:`Finished` to the taker, because no more offers follow for now.
 
         Raises:
             TakerGone: the taker has ended.
@@ -254,7 +261,7 @@ class Giver:
             await self._send(Finished(given=result.given, left=result.left))
 
     def _next_slice(self, waiting: deque[_Offering]) -> list[_Offering]:
-        """Remove the offers of the next slice from the queue: at least one."""
+        """Remove the offers of the next slice from the queue, at least one, and return them."""
         offers = [waiting.popleft()]
         count = offers[0].connections
         while waiting and (count := count + waiting[0].connections) <= self._size.connections:
@@ -262,7 +269,7 @@ class Giver:
         return offers
 
     async def _give_slice(self, offers: list[_Offering]) -> None:
-        """Offer units concurrently, while neither process serves other connections."""
+        """Offer the units of one slice, during which neither process serves other connections."""
         began_s = self._clock.monotonic()
         try:
             await self._begin_slice()
@@ -280,7 +287,7 @@ class Giver:
         self._ended_s = ended_s
 
     async def _offer_all(self, offers: list[_Offering]) -> None:
-        """Offer units concurrently, and note the results."""
+        """Offer units concurrently, and count the results."""
         async with asyncio.TaskGroup() as group:
             for each in offers:
                 group.create_task(self._offer(each), name="offer")
@@ -296,7 +303,8 @@ class Giver:
             self._lose()
 
     async def _begin_slice(self) -> None:
-        """Wait until the taker reads only offers. Until then, no connection is paused.
+        """Begin a slice: wait until the taker has stopped serving its connections and reads only offers. Nothing
+        is paused here before that.
 
         Raises:
             TakerGone: the taker has disconnected, or does not answer.
@@ -314,12 +322,14 @@ class Giver:
             raise TakerGone from None
 
     def _lose(self) -> None:
-        """Disconnect the taker, which then closes its descriptors of units that stay in this process."""
+        """Disconnect the taker. It then closes its copies of the descriptors of units that stay in
+        this process.
+        """
         self.gone = True
         self._channel.end()
 
     async def _offer(self, offering: _Offering) -> None:
-        """Offer one unit to the taker, and note the result."""
+        """Freeze one unit, offer it to the taker, and store the outcome in ``offering``."""
         unit, began_s = offering.unit, self._clock.monotonic()
         if self.gone:
             return

@@ -1,6 +1,6 @@
 """The messages between the two processes of a hand-over, in both dialects. Pure.
 
-The *giver* has connections, and the *taker* continues them::
+The *giver* is the old process, which has connections. The *taker* is the new process, which continues them::
 
     taker                             giver
     Greeting, perhaps TakeNow  --->
@@ -17,7 +17,7 @@ The *giver* has connections, and the *taker* continues them::
 A unit (a tunnel connection with its relays, or a single relay) is paused between its offer and the giver's
 :class:`Go` or :class:`Keep`. After :class:`Go` the taker owns the unit. If the taker does not answer in time, the
 giver keeps the unit and sends :class:`Keep`. If the giver ends before sending either message, the taker discards
-the unit. During a slice neither process serves other connections, so that offers are not delayed by their bytes.
+the unit. During a slice neither process serves other connections, so that their traffic does not delay the offers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCHEMA: Final = 1
 OLDEST_SCHEMA: Final = 1
 """The oldest schema version that this version can read."""
 SLICE_S: Final = 0.1
-"""The longest time in seconds for which either process serves no other connections during a slice."""
+"""The longest time, in seconds, that a slice can keep a process from serving its other connections."""
 
 
 class Greeting(Struct, frozen=True, kw_only=True, tag=True):
@@ -47,8 +47,8 @@ class Greeting(Struct, frozen=True, kw_only=True, tag=True):
             read.
         pods: the number of pods that the sender serves. In Envoy's dialect, the number of listeners.
         dialect: the dialect of the sender's configuration, Istio or Envoy.
-        slices: whether the sender can read :class:`SliceBegins` and :class:`SliceEnds`. If a taker cannot, the
-            giver sends neither.
+        slices: whether the sender can read :class:`SliceBegins` and :class:`SliceEnds`. The giver does not send
+            these to a taker that cannot read them.
     """
 
     version: str
@@ -64,7 +64,9 @@ class TakeNow(Struct, frozen=True, tag=True):
 
 
 class Busy(Struct, frozen=True, kw_only=True, tag=True):
-    """The giver has another taker, or cannot hand over to this taker. The channel closes."""
+    """The giver already serves another taker, or cannot hand over to this one. The channel closes after this
+    message.
+    """
 
     reason: str
 
@@ -87,8 +89,8 @@ class Offer(Struct, frozen=True, kw_only=True):
 
 
 class SliceBegins(Struct, frozen=True, tag=True):
-    """Begins a slice. The taker answers :class:`Ready` and reads only offers until :class:`SliceEnds`, at most for
-    :data:`SLICE_S`.
+    """Begins a slice. The taker answers :class:`Ready`, and reads only offers until :class:`SliceEnds`, but at
+    most for :data:`SLICE_S`.
     """
 
 
@@ -101,7 +103,7 @@ class SliceEnds(Struct, frozen=True, tag=True):
 
 
 class Taken(Struct, frozen=True, tag=True):
-    """The taker can continue a unit, and waits for :class:`Go`."""
+    """The taker has rebuilt a unit, and waits for :class:`Go` before it continues it."""
 
     number: int
 
@@ -147,12 +149,12 @@ class Unreadable(Exception):
 
 
 def encode(message: FromGiver | FromTaker) -> bytes:
-    """Return the bytes of a message."""
+    """Encode a message."""
     return _encoder.encode(message)
 
 
 def reader_of(offer: type[Offer]) -> ReadGiver:
-    """Return a parser of a giver's messages with this type of offer."""
+    """Return a parser for messages from a giver. ``offer`` is the front end's type of :class:`Offer`."""
     decoder = msgspec.msgpack.Decoder(Greeting | Busy | SliceBegins | offer | Go | Keep | SliceEnds | Finished)
 
     def read(data: bytes) -> FromGiver:

@@ -1,4 +1,6 @@
-"""``/handover`` of the admin servers: shows whether open connections can be handed over; POST hands them over."""
+"""Serves the admin page ``/handover``, which shows whether open connections can be handed over. A POST hands them
+over.
+"""
 
 import json
 from collections.abc import Callable
@@ -11,11 +13,11 @@ class Shown(Protocol):
     """Moves open connections between processes; see :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
 
     def status(self) -> dict[str, Any]:
-        """The hand-over state, as the admin page shows it."""
+        """The state of the hand-over, as the admin page shows it."""
 
     @property
     def successor_waits(self) -> bool:
-        """Whether a successor is connected."""
+        """Whether a successor process is connected."""
 
 
 def page(handover: Shown | None, shut_down: Callable[[], object], request: PageRequest) -> Page:

@@ -1,4 +1,4 @@
-"""Both sides of a hand-over in one process: it takes connections from its predecessor, and later gives its
+"""Runs both sides of a hand-over: a process takes connections from its predecessor, and later gives its
 connections to its successor.
 
 The processes connect through a Unix socket in a shared folder. When a process is ready, it connects to this
@@ -55,17 +55,17 @@ log = logging.getLogger(__name__)
 #: For this many seconds, connections that cannot move yet are offered again. Then they are drained.
 GIVE_S: Final = 2.0
 _GREETING_S: Final = 5.0
-#: The delay before a busy predecessor is asked again.
+#: The delay before another try with a predecessor that was busy.
 _BUSY_S: Final = 1.0
-#: The delay before the process tries again to listen in an unusable folder.
+#: The delay before another try to create the socket, if the folder is unusable.
 _UNUSABLE_S: Final = 15.0
-#: The delay before connections that could not move are offered again while this process drains.
+#: While this process drains, connections that could not move are offered again at this interval.
 _AGAIN_S: Final = 0.25
 _BACKLOG: Final = 4
 
 
 def protect_secrets() -> None:
-    """Exclude the TLS keys of movable connections from core dumps of this process."""
+    """Forbid core dumps of this process, because its memory has the TLS keys of movable connections."""
     try:
         forbid_core_dumps()
     except OSError as error:
@@ -74,13 +74,13 @@ def protect_secrets() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """The functions with which a front end hands over its connections and continues received connections.
+    """The functions with which a front end gives its connections to another process and continues received ones.
 
     Attributes:
         dialect: the dialect's name. Connections never move between processes of different dialects.
         read: parses a giver's messages.
         movable_units: returns the units that can move from this process.
-        make: rebuilds the unit of an offer.
+        make: rebuilds the unit that an offer describes.
         carried: returns the number of this process's pods or listeners, for the other process's log.
     """
 
@@ -92,7 +92,7 @@ class Kinds:
 
 
 class Handover:
-    """Runs both roles of a hand-over, from :meth:`begin` to :meth:`close`.
+    """Runs both sides of hand-overs in this process, from :meth:`begin` to :meth:`close`.
 
     Args:
         folder: the shared folder with the Unix socket where the processes meet.
@@ -142,9 +142,10 @@ class Handover:
         self._tasks.keep(self._run, "rendezvous")
 
     async def close(self) -> None:
-        """End both roles. Connections that the predecessor has not released stay in the predecessor."""
+        """Stop giving and taking. Connections that the predecessor has not released stay in the predecessor."""
         if self._listener is not None:
-            # Remove the socket now: once the channel closes, the successor binds its own socket at this path.
+            # Remove the socket from the folder before the channel closes, because the successor then binds its own
+            # socket there.
             self._listener.remove()
         await self._tasks.close()
         if self._listener is not None:
@@ -173,7 +174,7 @@ class Handover:
 
     @property
     def generations(self) -> int:
-        """The number of this proxy's processes: this one, and a predecessor that still drains."""
+        """The number of running processes of this proxy: this one, and perhaps a predecessor that still drains."""
         return 1 if self._predecessor is None else 2
 
     # As the successor
@@ -199,7 +200,9 @@ class Handover:
                 await asyncio.sleep(_UNUSABLE_S)
 
     async def _take_from_predecessor(self) -> bool:
-        """Take connections from the listening process. Return True once no process listens there any more."""
+        """Take connections from the process that listens on the socket. Return True once there is
+        no such process.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
             sock.connect(str(self.path))
@@ -299,7 +302,7 @@ class Handover:
             self._tasks.start(self._serve(sock), "successor")
 
     async def _serve(self, sock: socket.socket) -> None:
-        """Serve one taking process until it disconnects."""
+        """Serve a successor that has connected, until it disconnects."""
         try:
             channel = Rendezvous(sock)
         except RendezvousError as error:
@@ -353,7 +356,7 @@ class Handover:
             giver.answered(message)
 
     async def give(self, seconds: float = GIVE_S) -> Result | None:
-        """Give the open connections to the successor, if one waits; see :meth:`Giver.give`."""
+        """Give the open connections to the successor, if one is connected; see :meth:`Giver.give`."""
         giver = self._giver
         if giver is None or giver.gone:
             return None
@@ -374,7 +377,7 @@ class Handover:
         )
 
     async def give_late(self) -> None:
-        """Offer the remaining connections again and again, to this or a later successor, until cancelled."""
+        """Until cancelled, repeatedly offer the remaining connections to this successor or a later one."""
         while True:
             await asyncio.sleep(_AGAIN_S)
             giver = self._giver

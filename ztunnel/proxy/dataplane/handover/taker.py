@@ -1,4 +1,6 @@
-"""The taking side of a hand-over: rebuilds offered units, and continues them once the giver has released them."""
+"""The new process's side (the taker) of a hand-over: rebuilds offered connections, and continues them once the old
+process (the giver) has released them.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,21 @@ class Declining(Exception):
 
 
 class Pending(Protocol):
-    """An offered unit that has been rebuilt but not started. Either :meth:`start` or :meth:`discard` is called,
-    once.
-    """
+    """An offered unit, rebuilt but not started. The caller calls either :meth:`start` or :meth:`discard`, once."""
 
     @property
     def entries(self) -> int:
         """The number of pod connections in this unit."""
 
     def start(self) -> None:
-        """Continue the unit: it belongs to this process from now on."""
+        """Start to carry the unit's connections, which belong to this process from now on."""
 
     def discard(self) -> None:
-        """Discard the unit, because the other process keeps it."""
+        """Discard the rebuilt connections, because the giver keeps the unit."""
 
 
-#: Builds the unit described by an offer from its non-blocking sockets. The unit owns them, unless this raises
-#: ``Declining``, ``ValueError``, ``OSError`` or ``KeyError``.
+#: A function that rebuilds the unit described by an offer, from the offer's non-blocking sockets. The unit becomes
+#: their owner, unless this raises ``Declining``, ``ValueError``, ``OSError`` or ``KeyError``.
 Make: TypeAlias = Callable[[Offer, list[socket.socket]], Awaitable[Pending]]
 
 
@@ -43,7 +43,7 @@ class Taker:
     """Answers the offers of one giver.
 
     Args:
-        make: builds the unit described by an offer.
+        make: rebuilds the unit described by an offer.
         statistics: receives the counts.
 
     Attributes:
@@ -57,10 +57,10 @@ class Taker:
         self.taken = 0
 
     async def consider(self, offer: Offer, parcel: Parcel) -> str:
-        """Build the unit described by an offer. The unit then waits until the giver releases it.
+        """Rebuild the unit described by an offer. It is started only when the giver has released it.
 
         Returns:
-            The reason why the unit cannot be built, or an empty string if it was built.
+            The reason why the unit cannot be rebuilt, or an empty string if it was rebuilt.
         """
         socks: list[socket.socket] = []
         try:
@@ -79,7 +79,7 @@ class Taker:
         return ""
 
     def begin(self, number: int) -> None:
-        """Continue a unit, because the giver has released it."""
+        """Start a rebuilt unit, because the giver has released it."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             self.taken += pending.entries
@@ -87,12 +87,12 @@ class Taker:
             pending.start()
 
     def forget(self, number: int) -> None:
-        """Discard a unit, because the giver keeps it."""
+        """Discard a rebuilt unit, because the giver keeps it."""
         pending = self._pending.pop(number, None)
         if pending is not None:
             pending.discard()
 
     def close(self) -> None:
-        """Discard the units that the giver has not released. Idempotent."""
+        """Discard all rebuilt units that the giver has not released. Idempotent."""
         for number in list(self._pending):
             self.forget(number)

@@ -1,1 +1,1 @@
-"""Accounting of a connection in an Istio mesh: log lines, metrics, outcomes."""
+"""Accounts for connections in an Istio mesh: their access log lines, metrics and outcomes."""

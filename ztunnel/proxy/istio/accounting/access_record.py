@@ -1,7 +1,7 @@
 """The record of one user connection, from accept to its access log line.
 
-A record is opened once and completed once, or denied early. A connection between two pods of the node has two
-records, one per reporter, which count the same bytes.
+A record is either opened once and completed once, or denied before it was opened. A connection between two pods of
+the node has two records, one per reporter, which count the same bytes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +31,7 @@ from ztunnel.runtime.clock import Clock
 
 _UNKNOWN: Final = PeerLabels()
 _DEBUG, _INFO, _WARN, _ERROR = 10, 20, 30, 40
-#: The reasons for failures that end a request before its response. Later failures have other reasons.
+#: The failure reasons that can only occur before a request is answered.
 _BEFORE_ANSWER = frozenset(
     {
         *(Reason.POLICY, Reason.POLICY_MISSING, Reason.HTTP2, Reason.CLIENT_GONE),
@@ -41,7 +41,7 @@ _BEFORE_ANSWER = frozenset(
 
 
 class Direction(StrEnum):
-    """The side of a connection that this record reports, as named in access log lines."""
+    """The side of a connection that an access record reports, as named in access log lines."""
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
@@ -57,11 +57,11 @@ class Reporter(Protocol):
 
     @property
     def clock(self) -> Clock:
-        """The clock that times and durations are read from."""
+        """The clock for times and durations."""
 
     @property
     def metrics(self) -> Metrics:
-        """The counters."""
+        """The process's metrics."""
 
     @property
     def logs(self) -> LogStream:
@@ -69,7 +69,7 @@ class Reporter(Protocol):
 
     @property
     def warns_unmatched(self) -> bool:
-        """Whether access lines of connections that match no service or workload are logged as warnings."""
+        """Whether the access line of a connection that matches no service or workload is logged at level warn."""
 
     @property
     def addons(self) -> "Observer | None":
@@ -87,27 +87,30 @@ class Asked(Protocol):
     """Whether the relay has run."""
 
     def opened(self, life: Life, counts: ByteCounts) -> None:
-        """Inform the addons that the relay of ``life`` runs."""
+        """Notify the addons that the connection's relay has started. ``life`` is the connection's table entry."""
 
 
 class Observer(Protocol):
     """The addons of this process: :class:`ztunnel.proxy.istio.path.addons.PodAddons`."""
 
     def taken_over(self, record: "Record") -> Asked:
-        """Return an object without verdicts, for a connection that no addon of this process was asked about."""
+        """Return an empty set of verdicts for a connection taken over from another process, whose addons were
+        asked.
+        """
 
     def ended(self, record: "Record", reason: str, duration_s: float) -> None:
-        """Inform the addons that a connection has ended, with the error text of its access line."""
+        """Notify the addons that a connection has ended. ``reason`` is the error text of its access line."""
 
 
 class Described:
-    """The attributes that the records of many connections have in common, computed once.
+    """The attributes that are equal in the records of many connections, computed once for all of them.
 
     Attributes:
         shown: the fields in access lines after the source's address.
         references: see :func:`ztunnel.proxy.istio.accounting.flows.references`.
-        series: the series that counts the connections. ``None`` until the first connection is counted.
-        forgotten: :attr:`Metrics.forgotten` when ``series`` was found.
+        series: the metric series that counts these connections. ``None`` until the first one is counted.
+        forgotten: the value of :attr:`Metrics.forgotten` when ``series`` was looked up. If that value has changed
+            since, the series may have expired and is looked up again.
 
     The other attributes have the meaning given in :class:`Record`.
     """
@@ -154,16 +157,17 @@ class Record:
 
     Attributes:
         source, destination: addresses for the log. The destination becomes the next hop once it is known.
-        hbone_authority: the tunnel's authority, if there is a tunnel.
+        hbone_authority: the ``:authority`` of the tunnel's CONNECT. Empty without a tunnel.
         source_workload, destination_workload: the workloads as described by the control plane.
         source_labels, destination_labels: the two sides' labels in metrics and logs.
         source_identity, destination_identity: the remote side's authenticated identity, and this pod's own.
         dry_run: the decision that dry-run policies would make, if it differs from the actual decision.
-        http_left: a policy's rule about HTTP requests, and the waypoint that evaluates this rule.
-        described: the source of the attributes set by :meth:`describe`. Code that changes such an attribute sets
-            this to ``None``.
+        http_left: text that names a policy rule about HTTP requests, which ztunnel cannot evaluate, and the
+            waypoint that evaluates it. Usually empty.
+        described: the shared attributes that :meth:`describe` copied into this record. Code that changes one of
+            the copies sets this to ``None``.
         opened_s: when the connection was counted as opened, in monotonic seconds. 0 before that time.
-        trace: the ``traceparent`` of the tunnel's request, ours or the peer's. Empty without one.
+        trace: the ``traceparent`` header of the tunnel's CONNECT, whichever side sent it. Empty without one.
         addons: this process's addons, if any.
         asked: the addons' verdicts. ``None`` if no addon was asked.
         counts: bytes moved, from the requesting side to the answering side and back.
@@ -229,7 +233,7 @@ class Record:
         self.opened_s = 0.0
 
     def describe(self, described: Described) -> None:
-        """Copy the attributes shared by many connections."""
+        """Copy the shared attributes of a :class:`Described` into this record."""
         self.described = described
         self.destination = described.destination
         self.destination_identity = described.destination_identity
@@ -248,8 +252,8 @@ class Record:
         """Count the connection as opened, and log the opening at debug level. Called once.
 
         Args:
-            settled: whether the far side is final. If it can still change, the connection is counted later, by
-                :meth:`settled` or at its end, because a counter must not decrease.
+            settled: whether the destination is final. If it can still change, the connection is counted later, by
+                :meth:`settled` or at its end, because a counter cannot be corrected downwards.
         """
         node = self._node
         self._opened = True
@@ -272,13 +276,15 @@ class Record:
         return [workload.uid for workload in both if workload is not None]
 
     def _has_foreign_labels(self) -> bool:
-        """Whether a side has labels from the peer's baggage, because the mesh has no workload for this side."""
+        """Whether the labels of one side come from the peer's baggage, because the mesh has no workload for this
+        side.
+        """
         return (self.source_workload is None and self.source_labels.known) or (
             self.destination_workload is None and self.destination_labels.known
         )
 
     def settled(self) -> None:
-        """Count the connection now that its far side is final; idempotent."""
+        """Count the connection as opened, now that its destination is final. Idempotent."""
         if self._series is not None:
             return
         node, described = self._node, self.described
@@ -294,7 +300,9 @@ class Record:
             described.series, described.forgotten = self._series, metrics.forgotten
 
     def taken_over(self) -> Asked | None:
-        """Register the connection, opened by another process, with the addons. ``None`` without addons."""
+        """Register the connection, which another process opened, with this process's addons. Return their
+        verdicts, or ``None`` without addons.
+        """
         addons = self.addons
         if addons is not None:
             self.asked = addons.taken_over(self)
@@ -380,7 +388,7 @@ class Record:
         outbound = self.direction is Direction.OUTBOUND
         return outbound and self.destination_workload is None and self.service is None and not self.secured
 
-    # Moving to another process, which writes the access line: see ztunnel.proxy.istio.handover
+    # Moving a connection to another process, which then writes its access line: see ztunnel.proxy.istio.handover
 
     def went(self) -> None:
         """Count the bytes carried so far, because the connection moves to another process. A later
@@ -395,7 +403,9 @@ class Record:
             series.went(self.counts)
 
     def came(self, age_s: float) -> None:
-        """Continue the record of a connection that another process opened ``age_s`` seconds ago."""
+        """Open the record of a connection taken over from another process, which accepted it ``age_s`` seconds
+        ago.
+        """
         node, now_s = self._node, self._node.clock.monotonic()
         self.started_s = now_s - age_s
         self._opened = True
@@ -466,7 +476,7 @@ class Record:
         )
 
     def fields(self) -> list[Field | Recurring]:
-        """Return the fields of access lines, source address first, without the fields known only at the end."""
+        """Return the access line's fields that are known before the connection ends, source address first."""
         if self.described is not None:
             return [("src.addr", Bare(self.source)), self.described.shown]
         source, destination = self.source_labels, self.destination_labels

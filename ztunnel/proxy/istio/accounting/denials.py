@@ -1,4 +1,4 @@
-"""The counting key of a denied connection in an Istio mesh; :mod:`ztunnel.policy.ledger` counts."""
+"""Defines the key under which denied connections of an Istio mesh are counted, by :mod:`ztunnel.policy.ledger`."""
 
 from typing import NamedTuple
 

@@ -18,7 +18,7 @@ from ztunnel.proxy.istio.accounting.metrics import DECISIONS, PORT_LABELS, SIDE_
 from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.runtime.http.exposition import Family, LabelledValue, family, process_families
 
-#: The labels ``action`` and ``result`` of dry runs, by use.
+#: The metric labels ``action`` and ``result`` of a dry-run policy's decision, by kind of decision.
 _DRY_RUNS = {
     Use.WOULD_ALLOW: ("ALLOW", "allowed"),
     Use.WOULD_DENY: ("DENY", "denied"),
@@ -28,7 +28,7 @@ _FLAGS = TRAFFIC_LABELS.index("response_flags")
 
 
 def families(metrics: Metrics) -> Iterator[Family]:
-    """Yield every metric family; some have no samples."""
+    """Yield every metric family, even those without samples."""
     yield family(
         "istio_build",
         "gauge",
@@ -49,7 +49,7 @@ def families(metrics: Metrics) -> Iterator[Family]:
 
 
 def _traffic_families(metrics: Metrics) -> Iterator[Family]:
-    # Connections open and close while the page is made, so all families use the series that exist now.
+    # The page is rendered while connections open and close, so this copies the list of series for all families.
     every = list(metrics.series)
     kept = [place for place, name in enumerate(TRAFFIC_LABELS) if name not in metrics.removed]
     names = tuple(TRAFFIC_LABELS[place] for place in kept)
@@ -75,14 +75,14 @@ def _traffic_families(metrics: Metrics) -> Iterator[Family]:
 
 
 def _closed(every: Iterable[TrafficSeries]) -> Iterator[LabelledValue]:
-    """Iterate over the samples of closed connections, with their response flags in place of ``-``."""
+    """Iterate over the samples of closed connections, with the label ``response_flags`` filled in."""
     for series in every:
         for flags, count in list(series.closed.items()):
             yield (*series.labels[:_FLAGS], flags, *series.labels[_FLAGS + 1 :]), count
 
 
 _Samples = Callable[[Metrics], Iterable[LabelledValue]]
-#: A metric's name, kind, help text without the final "(unstable)", labels and samples.
+#: One row of the table: a metric's name, kind, help text without the final "(unstable)", labels and samples.
 _Row = tuple[str, str, str, tuple[str, ...], _Samples]
 _REPORTER = ("reporter",)
 _DNS = ("request_query_type", "request_protocol", "source_canonical_service", "source_canonical_revision")

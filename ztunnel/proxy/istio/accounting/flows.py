@@ -15,7 +15,7 @@ from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.proxy.flows.settings import Peer
 from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 
-#: The number of references per entry: 8 from :func:`references`, and 2 that describe the connection's end.
+#: The number of object references per recorder entry: 8 from :func:`references`, and 2 about the connection's end.
 WIDTH: Final = 10
 
 
@@ -57,11 +57,11 @@ class Recorded(Protocol):
 
 
 def references(record: Recorded, text: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """Return the references of a connection's entry, without the last two, which describe its end.
+    """Return the object references of a connection's recorder entry, except the last two, which describe its end.
 
     Args:
         record: the connection.
-        text: returns an equal value that entries share.
+        text: replaces a value by an equal one that other entries already use, to save memory.
     """
     source, destination = record.source_workload, record.destination_workload
     return (
@@ -77,7 +77,7 @@ def references(record: Recorded, text: Callable[[Any], Any]) -> tuple[Any, ...]:
 
 
 def shape(config: NamedNode) -> Callable[[Entry], dict[str, Any]]:
-    """Return a function that converts an entry to a GetFlowsResponse."""
+    """Return a function that converts a recorder entry to a GetFlowsResponse."""
     node = flow_node(config)
     return lambda entry: _response(entry, node)
 
@@ -92,7 +92,7 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
     service, authority, ended, addon = entry.refs[6:]
     tunnel = ""
     if authority:
-        # Both reporters show the application's address and port, not port 15008 of the tunnel.
+        # The flow's destination is the application's address and port on both sides, not port 15008 of the tunnel.
         tunnel = f"{entry.destination[0]}:{entry.destination[1]}" if entry.outbound else ""
         entry = entry._replace(destination=_address(authority) or entry.destination)
     return response(

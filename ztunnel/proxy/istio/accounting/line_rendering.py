@@ -1,4 +1,6 @@
-"""The fields of log lines, their text in both formats, and whole lines of normally ended connections."""
+"""Renders fields of log lines in both formats (plain and JSON), and whole access lines of normally ended
+connections.
+"""
 
 import json
 from collections.abc import Iterable
@@ -10,7 +12,7 @@ Field = tuple[str, str | int]
 
 
 class Recurring:
-    """Fields shared by many lines, rendered once.
+    """Fields that recur in many log lines, and are rendered only once.
 
     Attributes:
         fields: names and values.
@@ -24,12 +26,12 @@ class Recurring:
         self.plain = self.json = ""
 
     def render_plain(self) -> str:
-        """Set and return :attr:`plain`."""
+        """Render the fields for plain lines, store the text in :attr:`plain` and return it."""
         self.plain = " ".join([plain_field(name, value) for name, value in self.fields])
         return self.plain
 
     def render_json(self) -> str:
-        """Set and return :attr:`json`."""
+        """Render the fields for JSON lines, store the text in :attr:`json` and return it."""
         self.json = ",".join([json_field(name, value) for name, value in self.fields])
         return self.json
 
@@ -37,24 +39,25 @@ class Recurring:
 Fields = Iterable[Field | Recurring]
 
 
-# Shared, because json.dumps creates a new encoder on each call with non-default arguments.
+# These encoders are created once: json.dumps would create one per call, because the arguments are not its
+# defaults.
 _as_it_is = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 _as_ascii = json.JSONEncoder(separators=(",", ":")).encode
 
 
 def encode(value: str | int) -> str:
-    """Return a value as JSON without control characters. JSON itself escapes only a part of these."""
+    """Return a value as JSON. Values with unprintable characters are escaped to ASCII."""
     text = _as_it_is(value)
     return text if text.isprintable() else _as_ascii(value)
 
 
 def plain_field(name: str, value: str | int) -> str:
-    """Return a field of a plain line: texts quoted, numbers and :class:`Bare` as they are."""
+    """Return ``name=value`` for a plain line. Texts are quoted, but not numbers and :class:`Bare` values."""
     return f"{name}={encode(value)}" if type(value) is str else f"{name}={value}"
 
 
 def json_field(name: str, value: str | int) -> str:
-    """Return a member of a JSON object."""
+    """Return a field as a member of a JSON object, ``"name":value``."""
     return f"{encode(name)}:{encode(value)}"
 
 

@@ -23,7 +23,7 @@ from ztunnel.runtime.console.log_form import one_line
 from ztunnel.runtime.line_queue import LineQueue
 from ztunnel.runtime.log_writer import LogFile, LogWriter
 
-#: The first clause of every filter of Rust ztunnel.
+#: The clause with which the Rust ztunnel begins every log filter.
 ALWAYS = "hickory_server::server=off"
 TRACE = 5
 _LEVELS = {
@@ -74,7 +74,9 @@ class InvalidLevel(ValueError):
 
 
 class LogFilter:
-    """A default level and levels of targets, such as ``error,ztunnel::proxy=warn``. The longest prefix wins."""
+    """A log filter such as ``error,ztunnel::proxy=warn``: a default level, and levels by target prefix. The
+    longest matching prefix wins.
+    """
 
     def __init__(self, text: str = "info") -> None:
         self.default = "error"  # like a Rust filter without a default
@@ -238,12 +240,12 @@ class LogStream(logging.Handler):
         root.addHandler(self)
         root.setLevel(self.levels.least)
         logging.addLevelName(TRACE, "TRACE")
-        # At levels that operators enable for our own lines, these libraries log every header field and event.
+        # These libraries would log every header field and event at levels that operators enable for our own lines.
         for library in ("hpack", "asyncio"):
             logging.getLogger(library).setLevel(logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Format and pass on a record of :mod:`logging`; see :class:`logging.Handler`."""
+        """Format a :mod:`logging` record and queue the line for the writer; see :class:`logging.Handler`."""
         known = self._targets.get(record.name)
         if known is None:
             target = target_of(record.name)
@@ -266,13 +268,15 @@ class LogStream(logging.Handler):
         self.write(record.created, _level_name(record.levelno), target, message, fields)
 
     def write(self, time_s: float, level: str, target: str, message: str, fields: Fields) -> None:
-        """Format and pass on one line. The caller has checked the level."""
+        """Format one line and queue it for the writer. The caller has checked the level."""
         self.queue.pass_on(
             self._line(timestamp(time_s), level, target, message, fields).encode(errors="backslashreplace")
         )
 
     def write_access(self, time_s: float, level: str, message: str, fields: Fields, trace: bytes) -> None:
-        """Like :meth:`write`, for an access line. ``trace`` is the ``traceparent`` of the connection's tunnel."""
+        """Format and queue an access line, like :meth:`write`. ``trace`` is the ``traceparent`` of the
+        connection's tunnel.
+        """
         self.write(time_s, level, "access", message, fields)
         if self.export is not None:
             self.export(time_s, level, message, fields, trace)

@@ -67,14 +67,14 @@ TRAFFIC_LABELS = (
     "destination_region",
     "destination_zone",
 )
-#: The labels of the counter for connections by port. ``result`` is ``ok`` or ``failed``.
+#: The labels of the counter of ended connections by port. Its label ``result`` is ``ok`` or ``failed``.
 PORT_LABELS: Final = (
     *("reporter", "destination_workload", "destination_workload_namespace"),
     *("destination_service_name", "destination_port", "result"),
 )
 _SECURITY: Final = TRAFFIC_LABELS.index("connection_security_policy")
 _MUTUAL_TLS: Final = "mutual_tls"
-#: Labels that operators can remove. Always kept: the reporter, the response flags, and whether mTLS was used.
+#: The labels that operators can remove from metrics: all except the reporter, the response flags and mTLS use.
 REMOVABLE_LABELS = frozenset(TRAFFIC_LABELS) - {"reporter", "response_flags", "connection_security_policy"}
 
 
@@ -132,7 +132,9 @@ class PeerLabels(NamedTuple):
 def traffic_labels(
     reporter: str, source: PeerLabels, destination: PeerLabels, service: Service | None, *, secured: bool
 ) -> tuple[str, ...]:
-    """Return the values of :data:`TRAFFIC_LABELS`, without the last four if neither side is known."""
+    """Return the values of :data:`TRAFFIC_LABELS` for a connection, without the last four if neither side is
+    known.
+    """
     named = (service.hostname, service.namespace, service.name) if service is not None else (UNKNOWN,) * 3
     return _labels(reporter, source, destination, named, secured)
 
@@ -160,14 +162,18 @@ def _labels(
 
 @lru_cache(maxsize=4096)
 def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]:
-    """Return label values (:data:`TRAFFIC_LABELS`) with the removed labels set to unknown."""
+    """Return the label values (of :data:`TRAFFIC_LABELS`), in which labels removed by the operator are set to
+    unknown.
+    """
     return tuple(
         UNKNOWN if name in removed else value for name, value in zip(TRAFFIC_LABELS, labels, strict=False)
     )
 
 
 class TrafficCounts(NamedTuple):
-    """A snapshot of the counts in a :class:`TrafficSeries`. ``expires``: it is dropped once it is unused."""
+    """A snapshot of the counts in a :class:`TrafficSeries`. ``expires`` is whether the series is dropped once
+    unused.
+    """
 
     labels: tuple[str, ...]
     opened: int
@@ -182,7 +188,7 @@ class TrafficCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """A part of the counts of another process. The parts add up to the process's total.
+    """One part of another process's counts, as sent between processes. All parts together are the process's total.
 
     Attributes:
         sockets_open: sockets that are open now, by reporter.
@@ -229,7 +235,7 @@ _OF_MAIN = (
     "refused",
     "processes",
 )
-#: The names in :attr:`Metrics.gauges` that connections change. Their values are added up over all processes.
+#: The :attr:`Metrics.gauges` that connections change in every process. The page shows the sum over all processes.
 _SUMMED: Final = (
     "ztunnel_half_open_connections",
     "ztunnel_half_open_turned_away",
@@ -237,13 +243,13 @@ _SUMMED: Final = (
     "ztunnel_log_lines_dropped",
     "ztunnel_baggage_refused",
 )
-#: The only gauge among them; the others are counters.
+#: The only entry of ``_SUMMED`` that is a gauge, which can decrease; the others are counters.
 _HALF_OPEN: Final = _SUMMED[0]
-#: The label ``result`` of decisions, by use.
+#: The metric label ``result`` of a policy decision, by kind of decision.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
 #: The policy name under which a denial is counted if ALLOW policies exist but none matched.
 NONE_MATCHED: Final = "-"
-#: The number of series per message part. Decoding a part takes two milliseconds.
+#: The number of series in each part that a process sends. Decoding one part takes two milliseconds.
 _SERIES_PER_PART = 50
 
 
@@ -279,14 +285,15 @@ class Metrics(ConnectionTimes):
         self._by_workload: dict[str, set[TrafficSeries]] = defaultdict(set)
         self._gone: set[TrafficSeries] = set()
         self.over_budget = 0
-        #: The number of dropped series. The next attribute holds the connections and bytes that these counted.
+        #: The number of series dropped so far. ``forgotten_traffic`` holds the connections and bytes that they
+        #: counted.
         self.forgotten = 0
         self.forgotten_traffic = (0, 0)
         self.sockets_open = {"source": 0, "destination": 0}
         self.crl_rejections = {"source": 0, "destination": 0}
         self.crl_untracked = {"source": 0, "destination": 0}
         self.on_demand_dns: BoundedCounts[tuple[str, ...]] = BoundedCounts()
-        #: Ended connections by :data:`PORT_LABELS`. None if disabled.
+        #: The number of ended connections by :data:`PORT_LABELS`. None if counting by port is disabled.
         self.ports: BoundedCounts[tuple[str, ...]] | None = BoundedCounts() if ports else None
         #: Returns the number of ended xDS streams by reason; called at each scrape of the metrics page.
         self.xds_terminations: Callable[[], dict[str, int]] = dict
@@ -299,11 +306,11 @@ class Metrics(ConnectionTimes):
         #: The number of dropped DNS queries by :class:`ztunnel.proxy.istio.dns.server.Drop`.
         self.dns_dropped: dict[str, int] = {}
         self.ledger = Ledger[Pair]()
-        #: The flight recorder, with the latest ended connections. It holds none if disabled.
+        #: The flight recorder, which keeps the latest ended connections. It stays empty if disabled.
         self.flows = flows if flows is not None else FlowRing(0)
         self.connect_retries = 0
         self.loop = LoopDelays()
-        #: Tunnel connections closed because the peer exceeded a protocol limit.
+        #: The number of tunnel connections closed because the peer exceeded a protocol limit.
         self.closed_for_abuse = 0
         #: Returns the number of items dropped by this process's export, by signal.
         self.dropped_here: Callable[[], Mapping[str, int]] = dict
@@ -339,12 +346,13 @@ class Metrics(ConnectionTimes):
 
         Args:
             labels: see :func:`traffic_labels`.
-            workloads: uids of the mesh's workloads at the connection's ends.
+            workloads: the uids of the source and destination workloads, if the mesh has them.
             counts: the byte counts of the connection's relay.
             now_s: monotonic seconds.
-            foreign: whether some labels come from a peer's baggage. The series then expires once it is unused,
-                because the mesh has no workload whose removal would start its expiry.
-            moved: whether another process has already counted the connection as opened, and the earlier bytes.
+            foreign: whether some labels come from a peer's baggage instead of the mesh. Such a series expires once
+                it is unused; other series only after their workloads were removed.
+            moved: whether another process has already counted the connection as opened, along with its earlier
+                bytes.
         """
         if self.removed:
             labels = without(labels, self.removed)
@@ -392,7 +400,7 @@ class Metrics(ConnectionTimes):
         return series
 
     def changed(self, changes: Changes, exists: Iterable[str]) -> None:
-        """Mark the removed workloads of ``changes`` (those not in ``exists``), so that their series expire."""
+        """Let the series of removed workloads expire: those in ``changes`` but not in ``exists``."""
         for uid in changes.workloads.difference(exists):
             for series in self._by_workload.pop(uid, ()):
                 series.workloads.discard(uid)
@@ -400,7 +408,7 @@ class Metrics(ConnectionTimes):
                     self._gone.add(series)
 
     def expire(self, now_s: float) -> int:
-        """Drop series of removed workloads that were unused for ``expiry_s``. Return their number."""
+        """Drop the series of removed workloads that were unused for ``expiry_s``. Return how many were dropped."""
         if not self._expiry_s:
             return 0
         old = [series for series in self._gone if series.idle and now_s - series.used_s > self._expiry_s]
@@ -435,7 +443,7 @@ class Metrics(ConnectionTimes):
 
     @property
     def addons(self) -> AddonReport:
-        """The addons' counts. Each read calls the addons' ``metrics`` hooks, so a page must read it only once."""
+        """The addons' counts. Reading this calls the addons' ``metrics`` hooks, so a page reads it only once."""
         report = self._addons_elsewhere.copy()
         here = self.addons_here()
         report.add(here.hooks.values(), here.families.values(), here.states)
@@ -444,7 +452,7 @@ class Metrics(ConnectionTimes):
     # Several processes
 
     def counts(self) -> Iterator[Counts]:
-        """Iterate over all counts in parts, for another process."""
+        """Yield all counts of this process in parts, to send them to another process."""
         yield Counts(
             crl_rejections=dict(self.crl_rejections),
             crl_untracked=dict(self.crl_untracked),
@@ -551,7 +559,7 @@ class Metrics(ConnectionTimes):
         self.handovers.add(part.handovers, part.handover_pauses, part.handover_paused_s)
         self.loop.stalls.value += part.loop_stalls
         self.loop.late_s += part.loop_late_s
-        # The gauges and states of a lost process are dropped.
+        # A dead process has no current gauges and states, so only its counters are added.
         families = [each for each in part.addon_families if each.kind == "counter" or not lost]
         self._addons_elsewhere.add(part.addon_hooks, families, () if lost else part.addon_states)
 

@@ -1,4 +1,4 @@
-"""Turns errors that end a connection into the texts and response flags of Rust ztunnel, in one place."""
+"""Turns the errors that end a connection into the Rust ztunnel's error texts and response flags."""
 
 import os
 from enum import StrEnum
@@ -24,7 +24,7 @@ REVOKED = "connection closed: peer certificate revoked by CRL"
 DRAINED = "connection closed due to connection drain"
 REJECTED = "connection closed due to policy rejection"
 RECURSIVE_CALL = "attempted recursive call to ourselves"
-#: Reason phrases (RFC 9110) of the statuses that peers answer with.
+#: The reason phrases (RFC 9110) of HTTP statuses with which peers refuse a CONNECT.
 _STATUS = {
     400: "Bad Request",
     401: "Unauthorized",
@@ -66,7 +66,7 @@ _FLAGS = {
 
 
 class Failure(Exception):
-    """A connection fails or is ended. The text is printed in its access line.
+    """The error with which a connection ends. Its text is printed in the access line.
 
     Attributes:
         reason: the cause, as a metrics label.
@@ -80,17 +80,17 @@ class Failure(Exception):
 
 
 class EarlyDeny(Failure):
-    """The connection fails too early to count as opened. One warning is logged, and only an error is counted."""
+    """A connection failed before it counted as opened. It is logged as a warning and counted only as an error."""
 
     flags = Flags.NONE
 
 
 class Failed(Failure):
-    """An opened connection ends with an error.
+    """An opened connection has ended with an error.
 
     Attributes:
         flags: the response flags for metrics.
-        fields: further fields of the access line, before the error.
+        fields: further access line fields, printed before the field ``error``.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Failed(Failure):
 
 
 def io_text(error: OSError | None) -> str:
-    """Return an error in Rust's form: ``Connection refused (os error 111)``."""
+    """Return the text of an OS error in Rust's form: ``Connection refused (os error 111)``."""
     if error is None or error.errno is None:
         return str(error)
     return f"{os.strerror(error.errno)} (os error {error.errno})"
@@ -164,10 +164,11 @@ def dial_failure(error: BaseException, *, tunnel: bool) -> Failed:
 def worth_another_endpoint(error: BaseException) -> bool:
     """Return whether another endpoint can be tried after this error.
 
-    After a 401 or a TLS alert, no: the peer refuses our identity, and other endpoints would, too. After a wrong
-    identity, no: the peer could belong to an attacker, and trying other endpoints would hide this. If no answer
-    came in time (``TimeoutError``) or the tunnel broke (``perhaps_delivered``), no: the application's first bytes
-    could have been delivered along with the CONNECT, and must not be sent twice.
+    The result is False in three cases. After a 401 or a TLS alert, because the peer refuses our identity, and
+    other endpoints would do the same. After a wrong identity, because the peer could belong to an attacker, and
+    trying other endpoints would hide this. After a missing answer (``TimeoutError``) or a broken tunnel
+    (``perhaps_delivered``), because the application's first bytes could have been delivered along with the
+    CONNECT, and must not be sent twice.
     """
     match error:
         case ConnectRefused():
@@ -185,11 +186,11 @@ def worth_another_endpoint(error: BaseException) -> bool:
 
 
 def of_relay(error: Exception, *, from_client: bool) -> Failed | None:
-    """Return the failure that ended a relay, or None if the end counts as ordinary.
+    """Return the failure that ended a relay, or None if the error is an ordinary way for connections to end.
 
     Args:
         error: the relay's error.
-        from_client: whether the connection's client was the first side to stop.
+        from_client: whether the client's side of the connection stopped first.
     """
     if isinstance(error, TunnelClosed):
         return of_reason(str(error))
@@ -209,7 +210,7 @@ _ENDED = {
 
 
 def of_reason(text: str) -> Failed:
-    """Return the failure for a connection that this proxy ended. ``text`` is the reason, empty for a drain."""
+    """Return the failure for a connection ended by this proxy. ``text`` is the reason, empty for a drain."""
     reason = _ENDED.get(text) or (Reason.ADDON if text.startswith(CUT_BY_ADDON) else Reason.OTHER)
     denied = reason in (Reason.POLICY_CHANGE, Reason.REVOKED)
     return Failed(text or DRAINED, reason, None if denied else Flags.NONE)

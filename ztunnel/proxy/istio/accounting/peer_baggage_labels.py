@@ -1,8 +1,8 @@
 """Limits the labels in metrics and logs that are taken from peers' own baggage. Pure.
 
 A peer that is unknown to the control plane, or behind a gateway, is labelled by its own baggage. Each principal
-has a budget of label sets. Without this limit, a single peer could fill the metrics page, and later peers would
-count as unknown. Beyond the budget, a connection is labelled by its authenticated principal alone.
+has a budget of label sets. Once it is used up, a connection is labelled by its authenticated principal alone.
+Without a budget, a single peer could fill the metrics page, and later peers would count as unknown.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from hbone.tunnel_headers import Baggage
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.istio.accounting.metrics import EXPIRY_S, PeerLabels
 
-#: The budget of label sets per principal. A service account usually has few deployments, revisions and zones.
+#: The most label sets per principal. A service account rarely needs more: it has few deployments and zones.
 SETS_PER_PEER: Final = 64
 PEERS: Final = 2048
-#: The longest value of a label taken from baggage: the longest name in Kubernetes.
+#: The maximum length of a label value taken from baggage, equal to that of a name in Kubernetes.
 VALUE_CHARACTERS: Final = 253
 
 
 class BaggageLabels:
-    """The label sets received as baggage, by principal. A label set unused for :data:`EXPIRY_S` is dropped.
+    """The label sets that peers sent as baggage, by principal. A set unused for :data:`EXPIRY_S` is dropped.
 
     Attributes:
-        refused: the total number of connections labelled by their principal alone.
+        refused: the total number of connections labelled only by their principal, because the budget was used up.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class BaggageLabels:
 
         Args:
             baggage: the peer's baggage.
-            identity: the identity in the peer's certificate. Its namespace replaces the namespace in the baggage.
+            identity: the identity in the peer's certificate. Its namespace overrides the one in the baggage.
             now_s: monotonic seconds.
         """
         principal = str(identity) if identity is not None else ""

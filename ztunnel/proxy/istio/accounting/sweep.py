@@ -8,9 +8,9 @@ from ztunnel.proxy.flows.history import STEP_S, Totals
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.runtime.clock import Clock
 
-#: Unused series are looked for after every sixth sample, which is once a minute.
+#: The search for unused series runs after every sixth sample, which is once a minute.
 _EXPIRY_SAMPLES: Final = 6
-#: The number of series handled per loop iteration: about a millisecond of work.
+#: The number of series checked per event loop iteration: about a millisecond of work.
 _SLICE: Final = 1000
 
 

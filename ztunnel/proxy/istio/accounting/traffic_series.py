@@ -1,4 +1,4 @@
-"""The counters of one label set of the traffic metrics, which connections look up once and then add to."""
+"""The traffic counters of one label set. A connection looks its counters up once, and then only adds to them."""
 
 from hbone.aio.relay import ByteCounts
 from ztunnel.proxy.flows.times import PathTimes
@@ -8,14 +8,16 @@ class TrafficSeries:
     """Counters of one label set.
 
     Attributes:
-        times: the duration histograms of this series' reporter and path.
+        times: the duration histograms for this series' reporter and kind of path.
         opened: the number of opened connections.
         moved: the number of connections taken over from another process, minus the number handed over.
         closed: numbers of closed connections, by response flags.
-        received: bytes from client to server of finished relays, whichever side reports.
-        sent: bytes from server to client of finished relays, whichever side reports.
-        refused: connections that the peer's policy has refused.
-        running: byte counts of running relays.
+        received: bytes carried from client to server by finished relays. The direction does not depend on the
+            reporter.
+        sent: bytes carried from server to client by finished relays. The direction does not depend on the
+            reporter.
+        refused: the number of connections refused by the peer's policy.
+        running: the byte counts of relays still running.
         workloads: uids of workloads whose connections are counted here.
     """
 
@@ -47,7 +49,7 @@ class TrafficSeries:
         self.workloads: set[str] = set()
 
     def opened_now(self, counts: ByteCounts, now_s: float) -> None:
-        """Count an opened connection whose labels are known to be those of this series.
+        """Count an opened connection. The caller has checked that its labels are those of this series.
 
         Args:
             counts: the byte counts of the connection's relay.
@@ -58,7 +60,9 @@ class TrafficSeries:
         self.running.add(counts)
 
     def moved_here(self, counts: ByteCounts, now_s: float) -> None:
-        """Like :meth:`opened_now`, for a connection that another process has counted as opened."""
+        """Take over a connection that another process has already counted as opened; otherwise like
+        :meth:`opened_now`.
+        """
         self.moved += 1
         self.used_s = now_s
         self.running.add(counts)
@@ -70,17 +74,17 @@ class TrafficSeries:
 
     @property
     def open(self) -> int:
-        """Number of open connections."""
+        """The number of open connections in this series."""
         return self.opened + self.moved - sum(self.closed.values())
 
     @property
     def received_now(self) -> int:
-        """Bytes from client to server, including running relays."""
+        """The number of bytes from client to server, including those of running relays."""
         return self.received + sum([counts.sent_here for counts in self.running])
 
     @property
     def sent_now(self) -> int:
-        """Bytes from server to client, including running relays."""
+        """The number of bytes from server to client, including those of running relays."""
         return self.sent + sum([counts.received_here for counts in self.running])
 
     def went(self, counts: ByteCounts) -> None:

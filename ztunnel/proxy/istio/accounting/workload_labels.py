@@ -12,7 +12,7 @@ class WorkloadLabels(NamedTuple):
     """A workload with the labels printed for each of its connections.
 
     Attributes:
-        workload: the workload, in the version that the labels were computed from.
+        workload: the version of the workload from which the labels were computed.
         identity: the identity in the workload's certificate.
         plain: the labels for an unauthenticated connection.
         secured: the labels for an authenticated connection, including the principal.

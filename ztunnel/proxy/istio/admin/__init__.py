@@ -1,1 +1,1 @@
-"""The admin, readiness and metrics pages of an Istio mesh, in the shapes that istioctl reads."""
+"""The admin, readiness and metrics pages of a proxy in an Istio mesh, in the formats that istioctl reads."""

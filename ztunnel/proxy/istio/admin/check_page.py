@@ -1,4 +1,4 @@
-"""``/check``: the facts that ``ztunnel check`` reports, and with ``?reach=ADDRESS`` a test connection to port
+"""Serves ``/check``, the page that ``ztunnel check`` reads. With ``?reach=ADDRESS`` it tests a connection to port
 15008.
 
 The test ends after the TLS handshake, without sending data. It connects only to the mesh's workloads with tunnel
@@ -38,14 +38,14 @@ _NO_ANSWER: Final = f"no answer in {_REACH_S:g} s"
 #: packets even at an MTU of 9,000 bytes.
 _FILLERS: Final = [b"%0255d" % number for number in range(48)]
 _MOST_BYTES: Final = 65_536
-#: The number of mesh entries handled per loop iteration.
+#: The number of mesh entries hashed per event loop iteration.
 _SLICE: Final = 64
-#: The largest number of refused resources to list.
+#: At most this many refused xDS resources are listed.
 _MOST_REFUSED: Final = 100
 
 
 async def check_page(proxy: InspectedProxy, request: PageRequest) -> Page:
-    """Return the page: the facts, or with ``reach`` the result of a test connection."""
+    """Return the page: facts about the proxy, or with the parameter ``reach`` the result of a test connection."""
     wanted = request.query.get("reach")
     if wanted is None:
         return text(json.dumps(await facts(proxy), indent=1) + "\n", content_type=JSON)
@@ -113,7 +113,7 @@ def token_facts(setting: str | None) -> dict[str, Any]:
 
 
 async def fingerprint(entries: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the number of a dump's entries, and a hash of the entries that does not depend on their order.
+    """Return the number of entries in a part of the config dump, and a hash that does not depend on their order.
 
     Yields to the event loop after each :data:`_SLICE` entries.
     """

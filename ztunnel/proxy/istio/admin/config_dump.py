@@ -44,9 +44,9 @@ def pieces(
 
     Args:
         proxy: the proxy to show.
-        connections: the open connections of pods that workers carry.
-        metrics: the sum of all processes' counts. ``None`` without workers: use the proxy's own counts.
-        part: the only key to show. Empty: all keys.
+        connections: the open connections that worker processes carry, by pod.
+        metrics: the sum of all processes' counts. ``None`` without workers: the proxy's own counts are used.
+        part: the only top-level key to show. Empty: all keys.
         name: show only entries of ``part`` with this name. Empty: all entries.
 
     Raises:
@@ -73,7 +73,9 @@ def _pieces(parts: Mapping[str, Callable[[], object]], name: str) -> Iterator[st
 def _parts(
     proxy: InspectedProxy, connections: Mapping[RunningPod, object], counted: Metrics
 ) -> dict[str, Callable[[], object]]:
-    """Return, for each part of the dump, a function that creates it. Long parts are iterators of entries."""
+    """Return a function for each part of the dump that creates this part. Long parts are iterators
+    over entries.
+    """
     mesh, config = proxy.mesh, proxy.config
     decisions = cache(lambda: _decisions(counted))
     found: dict[str, Callable[[], object]] = {
@@ -99,7 +101,9 @@ def _parts(
 
 
 def connections(proxy: InspectedProxy, carried: Mapping[RunningPod, object]) -> Iterator[str]:
-    """Yield only the dump's part ``workloadState``. ``carried`` holds the connections that workers carry."""
+    """Yield only the dump's part ``workloadState``. ``carried`` holds the connections carried by
+    worker processes.
+    """
     yield _dumped(_pods(proxy, carried), 0) + "\n"
 
 
@@ -117,7 +121,9 @@ def denials(metrics: Metrics) -> list[Mapping[str, Any]]:
 
 
 def _decisions(metrics: Metrics) -> Mapping[str, Mapping[str, Any]]:
-    """Return the decisions of each policy, by policy key. Those of a dry-run policy are hypothetical."""
+    """Return how often each policy allowed and denied connections, by policy key. A dry-run policy's numbers are
+    hypothetical.
+    """
     found: dict[str, dict[str, Any]] = {}
     for policy, tally, last_s in metrics.ledger.own:
         counts = {result: tally[use] for use, result in DECISIONS.items()}
@@ -197,7 +203,7 @@ def _pods(proxy: InspectedProxy, connections: Mapping[RunningPod, object]) -> Ma
 
 
 def control_plane_entry(proxy: InspectedProxy) -> Mapping[str, Any]:
-    """Return whether the configuration can still change, for the first line of ``ztunnel status``. Rust ztunnel's
+    """Return the state of the control plane connection, for the first line of ``ztunnel status``. Rust ztunnel's
     dump has no such entry.
     """
     address, away_s = proxy.config.xds_address, proxy.control.staleness_s
@@ -207,7 +213,7 @@ def control_plane_entry(proxy: InspectedProxy) -> Mapping[str, Any]:
 
 
 def version_entry(istio_version: str) -> Mapping[str, str]:
-    """Return the version and build of this program, which ``ztunnel version`` prints, too."""
+    """Return the version and build of this program, the same values that ``ztunnel version`` prints."""
     built = revision()
     return {
         "version": __version__,
@@ -227,8 +233,8 @@ def build_info(istio_version: str) -> str:
 
 
 def logged_config(config: IstioConfig) -> Mapping[str, Any]:
-    """Return the current settings for the log, with only the names of headers, because values can
-    be credentials.
+    """Return the settings for the log line at start. It lists only the names of headers: values can be
+    credentials.
     """
     headers = {
         key: [name for name, _ in values]

@@ -71,7 +71,7 @@ def _bad(reason: str) -> Page:
 
 
 def _certificate(proxy: InspectedProxy, identity: SpiffeId) -> dict[str, Any]:
-    """Return the state of the source's certificate. A proxy has only certificates of its own node's pods."""
+    """Return the state of the source's certificate. It is known only if the source is a pod of this node."""
     state = proxy.certificates.states().get(identity)
     if isinstance(state, WorkloadCertificate):
         return certificate("", state.issued.chain[0].not_valid_after_utc, proxy.clock.wall())
@@ -105,22 +105,25 @@ def _handshake(
 
 
 def _of_this_node(proxy: InspectedProxy, workload: Workload) -> bool:
-    """Return whether a workload runs on this node. If so, the proxy has its certificate or requests one."""
+    """Return whether a workload runs on this node, so that this proxy manages the workload's certificate."""
     own_node = not proxy.config.node or workload.node == proxy.config.node
     return own_node and workload.identity in proxy.certificates.states()
 
 
 def _issued(proxy: InspectedProxy, workload: Workload) -> WorkloadCertificate | None:
-    """Return a workload's certificate. None for another node's workload, or while the certificate is requested.
+    """Return a workload's certificate. None if the workload runs on another node, or its first certificate is
+    pending.
 
     Raises:
-        IdentityError: no certificate is available. Connections fail with this error.
+        IdentityError: fetching the certificate has failed. Connections would fail with this error.
     """
     return proxy.certificates.at_once(workload.identity) if _of_this_node(proxy, workload) else None
 
 
 def _ask_calico(policies: LivePolicies, host: str, dialled: SocketAddress, answer: Answer) -> None:
-    """Add the result of Calico's policies to each candidate endpoint (``ways``). A refusal decides the verdict."""
+    """Add the result of Calico's policies to each candidate endpoint (``ways``). A refusal changes the overall
+    verdict.
+    """
     from ztunnel.policy.calico.explain import answer as ask
 
     verdicts = []

@@ -17,7 +17,9 @@ _previews: dict[int, tuple[AddonSettings, list[tuple[LoadedAddon, str]]]] = {}
 
 
 def ask_addons(proxy: InspectedProxy, asked: Question, answer: Answer) -> None:
-    """Add the addons' predicted verdicts to each candidate endpoint (``ways``). A denial decides the verdict."""
+    """Add the addons' predicted verdicts to each candidate endpoint (``ways``). A denial changes the overall
+    verdict.
+    """
     try:
         addons = _addons(proxy)
     except AddonError as error:
@@ -41,7 +43,7 @@ def _addons(proxy: InspectedProxy) -> Sequence[tuple[LoadedAddon, str]]:
         return [(each.loaded, each.suspended) for each in running.host.addons]
     settings = proxy.config.addons
     assert settings is not None
-    # The addons run in workers. Addons whose verdicts depend only on the facts return the same verdict here.
+    # The addons run in worker processes. An addon that decides by the facts alone returns the same verdict here.
     known = _previews.get(id(settings))
     if known is None:
         known = _previews[id(settings)] = (settings, preview_of(settings))

@@ -46,7 +46,7 @@ class InspectedWorkers(Protocol):
         """Return the open connections by pod."""
 
     async def flows(self, after_ns: int, last: int) -> OtherFlows:
-        """Return the last ended connections as (time in nanoseconds, JSON line), oldest first."""
+        """Return the workers' latest ended connections as (time in nanoseconds, JSON line), oldest first."""
 
     def carriers(self) -> list[Carry]:
         """Return one packet-capture function (``Carry``) per worker process."""
@@ -79,7 +79,7 @@ class InspectedProxy(Protocol):
 
     @property
     def readiness(self) -> PendingTasks:
-        """The tasks that readiness waits for."""
+        """The tasks that must be complete before the proxy is ready."""
 
     @property
     def policies(self) -> LivePolicies | None:
@@ -97,10 +97,10 @@ class InspectedProxy(Protocol):
         """Return all pods that this proxy serves, including its own."""
 
     def change_log_filter(self, text: str, *, reset: bool) -> None:
-        """Change the log's filter, in workers, too."""
+        """Change the log filter of this process and its workers."""
 
     def send_goaway(self) -> int:
-        """Ask peers to open new connections elsewhere. Return the number of open connections."""
+        """Send GOAWAY, so that peers open new connections elsewhere. Return the number of open connections."""
 
     def shut_down(self) -> None:
-        """Begin to drain all connections, and then end the process."""
+        """Start to drain all connections. The process ends after the drain."""

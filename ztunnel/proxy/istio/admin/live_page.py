@@ -40,17 +40,17 @@ from ztunnel.proxy.ui.seen import (
     Workload,
 )
 
-#: The number of entries per slice: about a millisecond of work.
+#: The number of table entries read per event loop iteration: about a millisecond of work.
 _SLICE: Final = 100
-#: The number of connections kept while all connections are read. The view shortens the list further.
+#: The number of connections kept while the table is read. The page shows even fewer of them.
 _MOST_CONNECTIONS: Final = 200
-#: The largest number of workloads listed for a certificate.
+#: A certificate's entry lists at most this many workloads that use it.
 _MOST_USERS: Final = 3
 _REPORTER, _SERVICE, _SERVICE_NAMESPACE, _POLICY = map(
     TRAFFIC_LABELS.index,
     ("reporter", "destination_service", "destination_service_namespace", "connection_security_policy"),
 )
-#: For each side, the positions of its workload, namespace and principal in the traffic labels.
+#: The positions of workload, namespace and principal in the traffic labels, for source and destination.
 _SOURCE, _DESTINATION = (
     tuple(TRAFFIC_LABELS.index(f"{side}_{name}") for name in ("workload", "workload_namespace", "principal"))
     for side in ("source", "destination")
@@ -134,7 +134,7 @@ def _facts(proxy: InspectedProxy) -> Facts:
 
 
 def _pods(proxy: InspectedProxy) -> Iterator[Workload]:
-    """Iterate over this node's workloads by their names in metrics. Pods of one deployment are one entry."""
+    """Yield this node's workloads under their names in metrics. The pods of a deployment share a name."""
     if proxy.config.proxy_mode is not ProxyMode.SHARED:
         return
     for status in proxy.pods.states().values():
@@ -181,14 +181,14 @@ def _flow(series: TrafficSeries, workloads: dict[str, Workload]) -> Flow:
 
 
 def _end(labels: tuple[str, ...], side: tuple[int, ...], workloads: dict[str, Workload], *, proven: bool) -> str:
-    """Return the key of a side's workload, and add a new workload to ``workloads``. ``proven`` is false without
-    TLS.
+    """Return the key of the workload on one side of a flow. If it is not in ``workloads``, add it. ``proven`` is
+    whether mTLS has authenticated the principal.
     """
     name, namespace, principal = (labels[place] for place in side)
     identity = principal if proven and principal != UNKNOWN else ""
     if name == UNKNOWN:
-        # Clients outside the mesh have many addresses, which the metrics do not contain. So all clients with equal
-        # identities share one entry, and all clients without an identity share one entry.
+        # The metrics do not contain the addresses of clients outside the mesh. So there is one entry per identity,
+        # and one for all clients without an identity.
         name, namespace = ("outside the mesh", "") if not identity else (identity.rpartition("/")[2], "")
         key = f"?{identity}"
     else:
@@ -293,7 +293,7 @@ def _carried(
     return found, total
 
 
-# Policies, certificates, sources
+# Policies, certificates, configuration sources
 
 
 async def _policies(proxy: InspectedProxy, metrics: Metrics) -> list[Policy]:

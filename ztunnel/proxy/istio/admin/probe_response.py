@@ -14,14 +14,14 @@ from typing import Final
 
 #: Go's default for Transport.MaxResponseHeaderBytes, which here also limits a single line.
 LONGEST_HEAD: Final = 10 << 20
-#: The number of informational responses that are skipped, as in Go.
+#: The largest number of informational (1xx) responses before the final one, as in Go.
 _MOST_INFORMATIONAL: Final = 5
 _SWITCHING_PROTOCOLS: Final = 101
-#: The longest line with a chunk's size, as in Go.
+#: The longest accepted chunk-size line, as in Go.
 _LONGEST_CHUNK_LINE: Final = 4096
 _VERSION: Final = re.compile(rb"HTTP/([0-9])\.([0-9])")
 _STATUS: Final = re.compile(rb"\+?[0-9]+")
-#: Token characters of RFC 9110, 5.6.2, and the space.
+#: The characters accepted in field names: those of tokens (RFC 9110, 5.6.2), and the space.
 _NAME: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z -]+")
 _BAD_VALUE: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _DIGITS: Final = re.compile(rb"[0-9]{1,18}")
@@ -40,7 +40,7 @@ class Head:
     Attributes:
         status: the status code.
         modern: whether the HTTP version is 1.1 or later.
-        fields: by field name in lower case, the values in the order received.
+        fields: the values of each field, in the order received, by field name in lower case.
     """
 
     status: int
@@ -201,7 +201,7 @@ async def _until_line_end(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _exactly(reader: asyncio.StreamReader, count: int) -> bytes:
-    """Return ``count`` bytes, or fewer if the connection ends earlier."""
+    """Read ``count`` bytes. Return fewer only if the connection ends earlier."""
     try:
         return await reader.readexactly(count)
     except asyncio.IncompleteReadError as error:

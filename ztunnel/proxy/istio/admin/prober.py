@@ -23,12 +23,12 @@ from ztunnel.runtime.http.page import PLAIN, Page, text
 from ztunnel.runtime.settings import plain_reason
 
 _BODY: Final = 10 * 1024
-#: The same limit as kubelet's.
+#: The largest number of redirects to follow, equal to kubelet's.
 _REDIRECTS: Final = 10
 
 
 _REDIRECTING: Final = (301, 302, 303, 307, 308)
-#: Scheme, port, and path with query.
+#: The target of a probe or redirect: scheme, port, and path with query.
 _Target: TypeAlias = tuple[str, int, str]
 
 
@@ -46,8 +46,8 @@ async def answer(probe: AppProbe, address: str, source: str | None) -> Page:
     """
     host = probe.host or address
     if host != address:
-        # Another host needs no special source: only a connection to the pod's own address could be mistaken for a
-        # call of the application to itself.
+        # A connection to another host needs no special source address. It cannot be mistaken for a call of the
+        # application to itself, like a connection to the pod's own address.
         source = None
     try:
         async with asyncio.timeout(probe.timeout_s):

@@ -101,7 +101,7 @@ class Servers:
     async def _serve(self, stack: AsyncExitStack, name: str, hosts: list[str], port: int, pages: Pages) -> None:
         for host in hosts:
             address = SocketAddress(host, port)
-            # The ports are reusable, like the pods' ports, so that a new proxy can start beside the old one.
+            # SO_REUSEPORT lets a new proxy start while the old one still listens, as on the pods' ports.
             server = PageServer(name, address, pages, self._proxy.clock, product=_PRODUCT, reuse_port=True)
             try:
                 await stack.enter_async_context(server)
@@ -114,7 +114,9 @@ class Servers:
         await self._stack.aclose()
 
     async def stop_listening(self) -> None:
-        """Close the servers so that a successor gets the ports. Requests in progress are answered. Idempotent."""
+        """Close the servers, so that new requests reach a successor. Requests in progress are answered.
+        Idempotent.
+        """
         await self._stack.aclose()
 
     # Pages
@@ -148,7 +150,7 @@ class Servers:
         probe = config.app_probes.get(request.path)
         if probe is None:
             return not_found([*_METRICS_PATHS, *config.app_probes])
-        # needed only by a proxy that answers an application's probes
+        # imported here, because only a proxy that answers an application's probes needs it
         from ztunnel.proxy.istio.admin.prober import answer
 
         ipv6 = ":" in config.instance_ip
@@ -157,7 +159,9 @@ class Servers:
         return answer(probe, address, source)
 
     def _sidecar(self, request: PageRequest) -> Page:
-        """Begin the pod's shutdown at the request of one of its containers, such as that of a finished job."""
+        """Shut down a sidecar at the request of another container of the pod, such as the container of a finished
+        job.
+        """
         if request.method != "POST":
             return text("POST it\n", 405, PLAIN)
         if not request.local:
@@ -259,7 +263,7 @@ class Servers:
         return self._live.answer(request)
 
     async def _connections(self) -> Page:
-        """Return the pods with their open connections, the part of the config dump that changes all the time."""
+        """Return the pods with their open connections: the most frequently changing part of the config dump."""
         workers = self._proxy.workers
         carried = await workers.connections() if workers is not None else {}
         return Page(content_type=JSON, body=config_dump.connections(self._proxy, carried))
@@ -275,7 +279,7 @@ class Servers:
         return text(json.dumps(config_dump.denials(metrics), indent=2) + "\n", content_type=JSON)
 
     async def _policies(self) -> Page:
-        """Return Calico's policies with the counts of this process and its workers."""
+        """Return the page about Calico's policies, with the decision counts of this process and its workers."""
         policies, workers = self._proxy.policies, self._proxy.workers
         if policies is None:
             return text(_NO_POLICIES, 404, PLAIN)

@@ -1,4 +1,4 @@
-"""Finds a node's pods and their connections for taps. Imported only where taps are permitted."""
+"""Finds a node's pods and their connections for packet captures (taps). Imported only where taps are permitted."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ class TappedPods:
         return found
 
     def carriers(self) -> list[Carry]:
-        # This process carries the proxy's own pod, even if workers carry all other pods.
+        # Even with workers, this process itself carries the connections of the proxy's own pod.
         taps, workers = self._proxy.node.taps, self._proxy.workers
         return [*([taps.carry] if taps is not None else []), *(workers.carriers() if workers is not None else [])]

@@ -1,1 +1,1 @@
-"""Requests workload certificates from the mesh's CA, caches and renews them."""
+"""Requests workload certificates from the mesh's CA, and caches and renews them."""

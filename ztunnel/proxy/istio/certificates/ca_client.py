@@ -1,4 +1,4 @@
-"""Requests certificates from istiod over gRPC; ``manager.py`` decides which certificates, and when."""
+"""Requests certificates from istiod over gRPC. ``manager.py`` decides which certificates to request, and when."""
 
 import logging
 from typing import Final
@@ -34,13 +34,14 @@ class IstioCertificateAuthority:
     Args:
         endpoint: the authority's address.
         credentials: sent with every request.
-        roots: the root certificates that verify the authority. They are read for each request, and a change opens
-            a new connection. While the roots are unreadable, the old connection stays in use.
-        impersonate: whether to request other workloads' identities (as a node proxy) instead of the token's.
+        roots: the root certificates that verify the authority. They are read for each request, and a new
+            connection is opened if they have changed. While they are unreadable, the old connection stays in use.
+        impersonate: whether to request certificates for other workloads' identities, as a node proxy does, instead
+            of for the token's identity.
         lifetime_s: the requested lifetime of certificates. The authority can issue a shorter lifetime.
-        alternative_name: a further name accepted in the server's certificate.
+        alternative_name: a name accepted in the server's certificate in addition to the endpoint's host.
         tls_1_2: whether TLS 1.2 is accepted.
-        groups: the groups for key exchange, in order. None: OpenSSL's default.
+        groups: the groups for key exchange, in order of preference. None: OpenSSL's default.
         timeout_s: the time limit of one attempt, including connecting.
 
     Raises:

@@ -28,7 +28,7 @@ _MANY_BYTES: Final = 1 << 20  # a larger file is neither a token nor a root bund
 
 
 class CredentialsError(XdsError):
-    """A token or root certificate is unusable. The text states which and why, and never contains a secret."""
+    """A token or root certificate is unusable. The text says which one and why, and never contains a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Endpoint:
 
     @classmethod
     def parse(cls, address: str) -> "Endpoint":
-        """Parse ``https://host:port``, ``host:port`` or ``unix:/path``; ``http://`` for loopback addresses.
+        """Parse ``https://host:port``, ``host:port`` or ``unix:/path``. Loopback addresses may have ``http://``.
 
         Raises:
-            ValueError: the text has another form, or requests plain text to another host, which would expose the
+            ValueError: the text has another form, or asks for plain text to a remote host, which would expose the
                 token on the network.
         """
         if address.startswith("unix:"):
@@ -138,7 +138,7 @@ class Credentials:
 
     Attributes:
         token: identifies this node. Without a token, no ``clusterid`` is sent either, as in the Rust ztunnel.
-        cluster_id: the cluster where istiod searches for an impersonated pod's node.
+        cluster_id: the cluster in which istiod looks up the node of an impersonated pod.
         headers: further headers, names in lower case (``XDS_HEADER_*``, ``CA_HEADER_*``).
     """
 
@@ -170,7 +170,7 @@ class Roots:
 
     @property
     def kind(self) -> str:
-        """``File``, ``Default`` or ``Static``, as dumps show it."""
+        """The kind of source, as shown in config dumps: ``File``, ``Default`` or ``Static``."""
         if self.value == "SYSTEM":
             return "Default"
         return "Static" if "-----BEGIN" in self.value else "File"
@@ -179,8 +179,8 @@ class Roots:
         """Return the current roots, in PEM.
 
         Raises:
-            CredentialsError: the roots are unreadable or contain no certificate. Without this error, an empty
-                store would make every handshake fail with a misleading error.
+            CredentialsError: the roots are unreadable or contain no certificate. Otherwise every handshake would
+                fail against an empty store, with a misleading error.
         """
         match self.kind:
             case "Static":

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class FakeCertificateAuthority:
-    """A ``CertificateAuthority`` whose root no other process trusts."""
+    """A ``CertificateAuthority`` for tests. No other process trusts its root."""
 
     def __init__(self, *, now: Callable[[], datetime], lifetime_s: float = 86400.0) -> None:
         self._now = now

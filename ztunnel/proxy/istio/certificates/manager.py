@@ -1,4 +1,5 @@
-"""Requests workloads' certificates on first need, renews them at half their lifetime, and drops unneeded ones.
+"""Requests workloads' certificates when they are first needed, renews them at half their lifetime, and drops
+unneeded ones.
 
 :class:`CertificateManager` owns one task per fetch. ``schedule.py`` decides which fetches are due, and their
 order.
@@ -41,15 +42,15 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-#: The number of client contexts cached per certificate, one per set of expected identities. Creating a context
-#: takes 0.4 ms and 26 KiB. A pod connects to fewer services than this.
+#: The number of client TLS contexts cached per certificate, one for each set of expected identities. It exceeds
+#: the number of services that a pod usually connects to. Creating a context takes 0.4 ms and 26 KiB.
 _CLIENT_CONTEXTS: Final = 256
 
-#: Timers use the monotonic clock, but the validity of certificates uses the wall clock, which can be set. So the
-#: manager checks at least this often which fetches are due.
+#: The manager checks at least this often which fetches are due: timers use the monotonic clock, but the validity
+#: of certificates depends on the wall clock, which can be set.
 _LONGEST_SLEEP_S: Final = 60.0
 
-#: How far this host's clock can lag behind the authority's. A guess, equal to the skew allowed by Istio's tests.
+#: How far this host's clock may lag behind the authority's clock. A guess: Istio's tests allow the same skew.
 _CLOCK_SKEW: Final = timedelta(minutes=10)
 
 _FORGOTTEN: Final = "the identity is no longer needed"
@@ -62,7 +63,7 @@ class CertificateAuthority(Protocol):
         """Create a key, and return it with its certificate.
 
         Raises:
-            AuthorityUnreachable: the authority could not be asked, or did not answer.
+            AuthorityUnreachable: the authority could not be reached, or did not answer.
             IdentityError: the authority refused, or sent an unusable answer.
         """
 
@@ -113,11 +114,11 @@ class TlsPolicy:
     def for_compliance(cls, policy: str, *, tls_1_2: bool = False) -> "TlsPolicy":
         """Return the parameters for ``COMPLIANCE_POLICY``.
 
-        The policy is empty, ``pqc`` for post-quantum key exchange only, or ``fips-140-2`` for the groups approved
-        by this standard. The standard approves all our cipher suites.
+        The value is empty, ``pqc`` for post-quantum key exchange only, or ``fips-140-2`` for only those groups
+        that this standard approves. It approves all our cipher suites.
 
         Raises:
-            ValueError: an unknown policy, which must not be ignored, or ``pqc`` with TLS 1.2.
+            ValueError: the policy is unknown (it must not be ignored), or it is ``pqc`` and TLS 1.2 is accepted.
         """
         match policy:
             case "":
@@ -171,8 +172,8 @@ class WorkloadCertificate:
 
     @property
     def credentials(self) -> Credentials:
-        """This certificate's credentials for checking a node-local tunnel without a handshake. Created on first
-        use.
+        """The certificate and revocation lists in the form that checks a node-local tunnel without a TLS
+        handshake. Created on first use.
         """
         if self._credentials is None:
             revoked = self._revoked
@@ -184,7 +185,7 @@ class WorkloadCertificate:
         return self._credentials
 
     def is_revoked_by(self, lists: RevocationLists) -> bool:
-        """Return whether a peer with these revocation lists would refuse this certificate."""
+        """Return whether a peer that uses these revocation lists would refuse this certificate."""
         return any(lists.is_revoked((*self.issued.chain, root)) for root in self.issued.roots)
 
     def server_context(self) -> TlsContext:
@@ -212,7 +213,7 @@ class WorkloadCertificate:
         return context
 
     def prepare(self) -> None:
-        """Build the contexts in advance for the first connection in either direction.
+        """Build the TLS contexts for the first connection in each direction in advance.
 
         Raises:
             ValueError: chain, key or roots cannot be used.
@@ -245,7 +246,7 @@ class WorkloadCertificate:
 def disagreement(
     client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...], now: datetime
 ) -> str:
-    """Return why a handshake between two certificates would fail at ``now``, by the rules of both TLS contexts.
+    """Return why a handshake between a client and a server with these certificates would fail at ``now``.
 
     Args:
         expected: the identities that the client accepts.
@@ -262,7 +263,8 @@ def disagreement(
 
 
 class Moments(NamedTuple):
-    """When certificates expire, in Unix seconds, and how many fetches succeeded and failed.
+    """The metrics of the certificates: when they expire, in Unix seconds, and how many fetches succeeded and
+    failed.
 
     Attributes:
         ends: the expiry time of the current certificate, by identity.
@@ -312,7 +314,7 @@ class CertificateManager:
         self._timer: asyncio.TimerHandle | None = None
         self._generation = 0
         self._closed = False
-        #: Finished fetches by result.
+        #: The number of finished fetches, by result.
         self.fetches = {"ok": 0, "failed": 0}
         if revocations is not None:
             revocations.watch(self._revocations_changed)
@@ -360,8 +362,8 @@ class CertificateManager:
     async def first_certificates(self, limit_s: float) -> list[SpiffeId]:
         """Wait until each identity in use has a certificate; return the identities that have none.
 
-        An authority that cannot be reached is waited for without limit. An identity that the authority refuses is
-        waited for until ``limit_s`` after the call, because the authority may not know a new pod yet.
+        While the authority cannot be reached, this waits without limit. If the authority refuses the missing
+        identities, this waits only until ``limit_s`` after the call: the authority may not know a new pod yet.
         """
         loop = asyncio.get_running_loop()
         end_s = loop.time() + limit_s
@@ -391,10 +393,10 @@ class CertificateManager:
         self._proceed()
 
     def watch(self, changed: Callable[[SpiffeId, WorkloadCertificate], None]) -> None:
-        """Call ``changed`` with the requested identity and its certificate, for each new certificate.
+        """Call ``changed`` with each new certificate and the identity that it was requested for.
 
-        A change of the revocation lists creates all certificates' objects anew, so ``changed`` is then called for
-        each certificate.
+        A change of the revocation lists replaces the objects of all certificates, so ``changed`` is then called
+        for each of them.
         """
         self._watchers.append(changed)
 
@@ -412,7 +414,7 @@ class CertificateManager:
         return states
 
     def moments(self) -> "Moments":
-        """Return when certificates and roots expire, for metrics."""
+        """Return when certificates and roots expire, and the numbers of fetches, for metrics."""
         held = self._certificates
         ends = {str(identity): certificate.not_after.timestamp() for identity, certificate in held.items()}
         roots = {root for certificate in held.values() for root in certificate.issued.roots}
@@ -441,7 +443,7 @@ class CertificateManager:
         self._proceed()
 
     def _proceed(self) -> None:
-        """Start due fetches, and set the timer for the next fetches."""
+        """Start the fetches that are due, and set the timer for the next ones."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -475,8 +477,8 @@ class CertificateManager:
                 f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
             )
             return
-        # Peers check validity by their own clocks, and this host's clock can be wrong. So if there is no other
-        # certificate, one that becomes valid slightly later is used.
+        # This host's clock can be slow, and peers check validity by their own clocks. So without another
+        # certificate, a certificate that is not valid for some minutes yet is used at once.
         current = self.current(fetch.identity)
         if issued.not_before > now + (timedelta() if current is not None else _CLOCK_SKEW):
             self._failed(

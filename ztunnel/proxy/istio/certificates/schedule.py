@@ -31,7 +31,7 @@ _AT_ONCE: Final = 0.0  # earlier than any clock's time
 
 
 class Priority(IntEnum):
-    """The urgency of a fetch; smaller values start first."""
+    """The urgency of a fetch. Fetches with smaller values start first."""
 
     REAL_TIME = 0
     WARMUP = 1
@@ -39,13 +39,13 @@ class Priority(IntEnum):
 
 
 class Phase(Enum):
-    """Whether a request for an identity's certificate waits, succeeds or fails."""
+    """The state of an identity, which decides whether a request for its certificate waits, succeeds or fails."""
 
     INITIALIZING = "Initializing"
-    """There is no certificate yet: the request waits."""
+    """There is no certificate yet, so the request waits."""
     AVAILABLE = "Available"
     UNAVAILABLE = "Unavailable"
-    """Fetching failed: the request fails at once with the last error."""
+    """Fetching has failed, so the request fails at once with the last error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,9 @@ class Schedule:
         return identity in self._entries
 
     def want(self, identity: SpiffeId, priority: Priority) -> None:
-        """Keep a certificate for an identity available from now on. Further calls can only raise the priority."""
+        """Add an identity, whose certificate is kept available from now on. Further calls can only raise the
+        priority.
+        """
         entry = self._entries.get(identity)
         if entry is None:
             self._entries[identity] = _Entry(priority, _AT_ONCE)
@@ -137,9 +139,9 @@ class Schedule:
             return False
         half_s = max(0.0, not_after_s - not_before_s) / 2
         entry.expires_s, entry.error, entry.unreachable, entry.failures = not_after_s, None, False, 0
-        # Three limits prevent a loop of renewals when clocks disagree. If our clock is far ahead of the
-        # authority's clock, half the lifetime has already passed, so the renewal waits a minute, or a quarter of a
-        # short lifetime. The renewal is never later than the expiry, and never sooner than a second from now.
+        # If our clock is far ahead of the authority's, half the lifetime of a new certificate has already passed.
+        # To prevent a loop of renewals, the renewal then waits a minute, or a quarter of a short lifetime. It is
+        # never later than the expiry, and never sooner than a second from now.
         refresh_s = not_before_s + half_s * (1 - _REFRESH_SPREAD * jitter)
         sensible_s = max(refresh_s, now_s + min(_SOONEST_REFRESH_S, half_s / 2))
         entry.due_s = max(min(sensible_s, not_after_s), now_s + _LEAST_WAIT_S)
@@ -161,7 +163,7 @@ class Schedule:
         spread = 1 - _BACKOFF_SPREAD + 2 * _BACKOFF_SPREAD * jitter
         backoff_s = min(_FIRST_BACKOFF_S * 2**exponent * spread, _LONGEST_BACKOFF_S)
         entry.error, entry.failures = error, entry.failures + 1
-        # Requests start to fail when the certificate expires. An attempt at this time, even within a long
+        # Connections start to fail when the certificate expires. An attempt at that time, even during a long
         # back-off, shortens the outage if the authority has recovered.
         entry.due_s = now_s + backoff_s
         if entry.expires_s is not None and entry.expires_s > now_s:
@@ -169,7 +171,9 @@ class Schedule:
         return True
 
     def authority_answered(self) -> None:
-        """Let identities whose last attempt did not reach the authority be due at once: it answers now."""
+        """Retry at once for all identities whose last attempt did not reach the authority, because it answers
+        again.
+        """
         for entry in self._entries.values():
             if entry.unreachable and entry.fetch is None:
                 entry.due_s = _AT_ONCE
@@ -183,7 +187,7 @@ class Schedule:
         return entry
 
     def next_due_s(self, now_s: float) -> float | None:
-        """Return the time for the next call of :meth:`start`. None: call it when a running fetch has ended."""
+        """Return when to call :meth:`start` next. None: only after a running fetch has ended."""
         waiting = [entry.due_s for entry in self._entries.values() if entry.fetch is None]
         if not waiting or len(self._entries) - len(waiting) >= self._concurrency:
             return None
@@ -199,7 +203,7 @@ class Schedule:
         return Phase.INITIALIZING if entry.error is None else Phase.UNAVAILABLE
 
     def is_refused(self, identity: SpiffeId) -> bool:
-        """Return whether the last attempt failed although the authority answered."""
+        """Return whether the authority answered the identity's last attempt with an error."""
         entry = self._entries.get(identity)
         return entry is not None and entry.error is not None and not entry.unreachable
 

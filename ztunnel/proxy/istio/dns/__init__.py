@@ -1,1 +1,3 @@
-"""The DNS proxy in each pod: answers queries for names of the mesh, and forwards all other queries."""
+"""The DNS proxy in each pod: answers queries for names of the mesh, and forwards all other queries to name
+servers.
+"""

@@ -1,10 +1,10 @@
 """Answers DNS questions about services of the mesh, and leaves all other names to the name servers. Pure.
 
-Clients complete short names from their search list, so one question can mean several names: the question's name,
-its expansions by Kubernetes' search list and, if it ends in a search domain, the part before this domain and the
-expansions of this part. The answer is for the first of these names that is a service in the mesh. A service
-without addresses of its own counts only if its name is in the cluster's domain, because it is then headless. Other
-names are forwarded.
+Clients complete short names from their search list, so a question can mean several names. They are the question's
+name and its expansions by Kubernetes' search list. If the name ends in a search domain, the part before this
+domain and the expansions of this part are added. The answer is for the first of these names that is a service in
+the mesh. A service without addresses of its own counts only if its name is in the cluster's domain, because it is
+then headless. Queries for other names are forwarded.
 
 Names are compared in lower case (RFC 4343), because resolvers vary the case to protect against forged answers.
 """
@@ -30,7 +30,7 @@ class DnsSettings:
     Attributes:
         cluster_domain: the domain of Kubernetes' services.
         search: the clients' search list. None: Kubernetes' search list for the client's namespace.
-        ipv6: whether questions for AAAA get addresses.
+        ipv6: whether AAAA questions are answered with IPv6 addresses.
         preferred_namespace: the namespace to prefer if several services share a name, and none of them is in the
             client's namespace.
         ttl_s: the time to live of our own records. It is short, because the mesh changes.
@@ -43,7 +43,7 @@ class DnsSettings:
     ttl_s: int = 30
 
     def search_for(self, namespace: str) -> tuple[str, ...]:
-        """Return the search list of clients in a namespace."""
+        """Return the search list that clients in a namespace use."""
         if self.search is not None:
             return self.search
         domain = self.cluster_domain
@@ -64,10 +64,11 @@ class Alias:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """The mesh's answer: the addresses of a service, possibly none.
+    """An answer from the mesh: the addresses of a service, possibly none.
 
     Attributes:
-        canonical: the name for a CNAME record, if the question's name is an alias. Otherwise None.
+        canonical: the service's name, for a CNAME record, if the question's name is an alias of it. Otherwise
+            None.
     """
 
     service: Service
@@ -111,7 +112,7 @@ def _find(name: str, client: Workload, mesh: Mesh, settings: DnsSettings) -> tup
 
 
 def aliases(name: str, namespace: str, settings: DnsSettings) -> Iterator[Alias]:
-    """Iterate over a question's possible names, best first, without duplicates."""
+    """Yield the names that a question can mean, most likely first, without duplicates."""
     seen: set[str] = set()
     for alias in _aliases(name, namespace, settings):
         if alias.name not in seen:
@@ -133,7 +134,7 @@ def _aliases(name: str, namespace: str, settings: DnsSettings) -> Iterator[Alias
 
 
 def expansions(name: str, namespace: str, domain: str) -> Iterator[str]:
-    """Iterate over a name's expansions by Kubernetes' search list that can name a service.
+    """Yield the full names to which Kubernetes' search list can expand a name, if they can be a service's name.
 
     A service's full name is ``name.namespace.svc.domain``, so the number of labels in ``name`` decides which
     expansions are possible.
@@ -155,7 +156,7 @@ def expansions(name: str, namespace: str, domain: str) -> Iterator[str]:
 
 
 def wildcards(name: str) -> Iterator[str]:
-    """Iterate over the wildcards that match a name, narrowest first: ``*.b.c`` and ``*.c`` for ``a.b.c``."""
+    """Yield the wildcards that match a name, most specific first: ``*.b.c`` and ``*.c`` for ``a.b.c``."""
     labels = name.split(".")
     for index in range(1, len(labels)):
         yield ".".join(("*", *labels[index:]))

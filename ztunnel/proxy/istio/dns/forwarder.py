@@ -1,9 +1,9 @@
 """Forwards queries that the mesh does not answer to the name servers of ``resolv.conf``, and caches their answers.
 
-Two servers are queried at a time, and the first NOERROR or NXDOMAIN response is used. A failure or refusal is used
-only if no other server answers. Each attempt has its own socket, with a random port and a random id (RFC 5452). A
-response is accepted only if it comes from the queried server, with the query's id and question. After a truncated
-response, the query is repeated over TCP.
+Two servers are queried at a time, and the first NOERROR or NXDOMAIN response is used. A response with another
+code, such as REFUSED, is used only if no other server answers. Each attempt has its own socket, with a random port
+and a random id (RFC 5452). A response is accepted only if it comes from the queried server, with the query's id
+and question. After a truncated response, the query is repeated over TCP.
 
 The caller creates the sockets, in the pod's namespace.
 """
@@ -35,7 +35,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: Creates an unconnected socket of a family and a type, in the pod's namespace and with the proxy's mark.
+#: A function that creates an unconnected socket in the pod's namespace, marked as the proxy's own traffic.
 OpenSocket = Callable[[socket.AddressFamily, socket.SocketKind], socket.socket]
 
 _PORT: Final = 53
@@ -49,7 +49,7 @@ _AT_A_TIME: Final = 2
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
 
 
-#: The largest number of concurrent queries of one pod. Each query has two sockets.
+#: The largest number of concurrent forwarded queries of one pod. Each query uses two sockets.
 POD_QUERIES: Final = 128
 
 
@@ -74,7 +74,9 @@ class NameServer:
 
 
 def name_servers(resolv_conf: str, *, ipv6: bool) -> tuple[NameServer, ...]:
-    """Return the servers of a ``resolv.conf``, in order, without addresses with a zone (``fe80::1%eth0``)."""
+    """Return the name servers in a ``resolv.conf``, in order. Addresses with a zone (``fe80::1%eth0``) are
+    skipped.
+    """
     found = []
     for line in resolv_conf.splitlines():
         words = line.split("#")[0].split(";")[0].split()
@@ -104,7 +106,7 @@ class Cache:
 
     Args:
         capacity: the largest number of entries.
-        budget_bytes: the largest memory of all entries. Every pod of a node has its own cache.
+        budget_bytes: the most memory that all entries may use. Every pod has its own cache.
     """
 
     def __init__(self, capacity: int = _CACHED, budget_bytes: int = _CACHED_BYTES) -> None:
@@ -117,7 +119,7 @@ class Cache:
         return len(self._kept)
 
     def get(self, query: Query, now_s: float) -> bytes | None:
-        """Return a cached answer with its times to live aged, or None."""
+        """Return a cached answer, with its times to live lowered by its age, or None."""
         key = query.cache_key
         found = self._kept.get(key) if key is not None else None
         if key is None or found is None:
@@ -130,7 +132,7 @@ class Cache:
         return kept.aged(query, now_s - since_s)
 
     def put(self, query: Query, response: bytes, now_s: float) -> None:
-        """Cache a response, unless it must not be cached. It replaces an older response to the same question."""
+        """Cache a response, if caching is permitted. It replaces an older response to the same question."""
         kept = keep(query, response)
         if kept is None or query.cache_key is None:
             return
@@ -156,8 +158,8 @@ class Forwarder:
         timeout_s: time limit of one attempt.
         attempts: the number of attempts, each with two servers.
         port: the servers' port.
-        places: limits the concurrent queries of all pods of a process. Queries above this limit wait. So do this
-            pod's queries above :data:`POD_QUERIES`, so that one pod cannot use up the limit.
+        places: limits the concurrent queries of all pods of a process. Queries above this limit wait. A pod's own
+            limit is :data:`POD_QUERIES`, so that one pod cannot use up the limit of all.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class Forwarder:
         self._cache = Cache()
 
     async def forward(self, query: Query) -> bytes:
-        """Return the servers' answer. The caller truncates it to the size that the client accepts.
+        """Return a name server's answer. The caller truncates it to the size that the client accepts.
 
         Raises:
             ForwardFailed: no server answered.
@@ -240,10 +242,12 @@ class Forwarder:
     async def _ask_all(
         self, query: Query, servers: tuple[NameServer, ...], failures: dict[str, None]
     ) -> bytes | None:
-        """Query servers concurrently. Return the first useful response, else a refusal, else None."""
+        """Query servers concurrently. Return the first NOERROR or NXDOMAIN response, else any other response, else
+        None.
+        """
         refusal: bytes | None = None
         running: set[asyncio.Task[bytes | ForwardFailed]] = set()
-        # A TaskGroup cannot be used: the first answer cancels the other attempts, which a group reports as an
+        # A TaskGroup cannot be used: the first answer cancels the other attempts, and a group would raise an
         # error.
         loop = asyncio.get_running_loop()
         try:
@@ -285,7 +289,8 @@ class Forwarder:
         number = secrets.randbelow(0x10000)
         with self._open_socket(server.family, socket.SOCK_DGRAM) as sock:
             sock.setblocking(False)
-            # The kernel chooses a random port, and a connected socket drops datagrams from other addresses.
+            # The socket is connected, so the kernel chooses a random port and drops datagrams from other
+            # addresses.
             sock.connect((server.host, server.port))
             sock.send(with_id(query.wire, number))
             while True:

@@ -1,6 +1,6 @@
-"""The names in the proxy's own ``/etc/hosts``, which include a pod's ``hostAliases``, and ``localhost``.
+"""Answers names from the proxy's own ``/etc/hosts`` (which has a pod's ``hostAliases``), and ``localhost``.
 
-The Rust ztunnel's resolver also uses the hosts file before name servers.
+Like the Rust ztunnel's resolver, this takes precedence over name servers.
 """
 
 import ipaddress
@@ -16,7 +16,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 log = logging.getLogger(__name__)
 
 _LOCALHOST: Final = "localhost"
-#: Loopback names are never forwarded, even if the hosts file differs (RFC 6761, 6.3).
+#: The addresses of ``localhost`` and names below it, whatever the hosts file contains (RFC 6761, 6.3).
 _LOOPBACK: Final[tuple[IpAddress, ...]] = (ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1"))
 
 
@@ -51,8 +51,8 @@ class Hosts:
         self._names: Mapping[str, tuple[IpAddress, ...]] = {}
 
     def addresses(self, name: str, *, ipv6: bool) -> tuple[IpAddress, ...]:
-        """Return the addresses of a name, without its final dot, in one family. Empty means that the query must be
-        forwarded.
+        """Return a name's addresses in one family. ``name`` has no final dot. Empty: the query must
+        be forwarded.
         """
         name = name.lower()
         known = self._current().get(name, ())

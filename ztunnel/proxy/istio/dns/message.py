@@ -1,4 +1,4 @@
-"""DNS messages as bytes (RFC 1035, 6891): parses queries, builds our answers, adapts forwarded answers. Pure.
+"""Parses DNS queries, builds our answers, and adapts forwarded answers, all as bytes (RFC 1035, 6891). Pure.
 
 Our own answers have few types of records and are built here, which takes 25 microseconds per query instead of 130
 with dnspython. Forwarded answers are not re-encoded, so that records of any type and class arrive as the server
@@ -26,19 +26,19 @@ _OPCODE: Final = 0x7800
 _RCODE: Final = 0x000F
 _A, _CNAME, _SOA, _AAAA, _OPT, _TSIG = 1, 5, 6, 28, 41, 250
 _IN: Final = 1
-#: A compressed name that points to the question's name (RFC 1035, 4.1.4) at offset 12, after the header.
+#: A compression pointer (RFC 1035, 4.1.4) to the question's name, which is at offset 12, after the header.
 _TO_QUESTION: Final = b"\xc0\x0c"
 _NO_ERROR, _FORMERR, _SERVFAIL, _NXDOMAIN = 0, 1, 2, 3
 _BADVERS: Final = 16
 _DO: Final = 0x8000
 _LONGEST_TTL_S: Final = 86_400
 _MOST_NAME_BYTES: Final = 255  # encoded (RFC 1035, 2.3.4)
-#: Record types that applications query.
+#: The names of record types that applications commonly query.
 _COMMON: Final = {_A: "A", _CNAME: "CNAME", _SOA: "SOA", 12: "PTR", 15: "MX", 16: "TXT", _AAAA: "AAAA", 33: "SRV"}
 _PIECE: Final = re.compile(
     rb"(?P<plain>[^\\.]+)|(?P<dot>\.)|\\(?:(?P<number>[0-9]{3})|(?P<octet>[^0-9]))|(?P<bad>\\)"
 )
-#: Octets that are escaped in the text of a name (RFC 1035, 5.1; the same octets as dnspython).
+#: The octets that are escaped in the text form of a name (RFC 1035, 5.1), as in dnspython.
 _SPECIAL: Final = re.compile(r'[^!-~]|["().;\\@$]')
 
 
@@ -61,7 +61,7 @@ class Query:
     Attributes:
         wire: the bytes.
         name: the question's name with its final dot, as spelled. Empty for opcodes other than QUERY.
-        kind: the number of the record type.
+        kind: the number of the question's record type.
         type_name: the type's name, or ``UNKNOWN`` if it has no name. This is a metrics label, so clients must not
             be able to create an unlimited number of values.
         udp_bytes: the largest UDP answer that the client accepts.
@@ -89,7 +89,7 @@ class Query:
 
     @property
     def is_question(self) -> bool:
-        """Whether the opcode is QUERY."""
+        """Whether the request's opcode is QUERY."""
         return self.opcode == 0
 
     @property
@@ -99,7 +99,7 @@ class Query:
 
     @property
     def cache_key(self) -> tuple[object, ...] | None:
-        """The key of cached answers. None if the answer must not be cached."""
+        """The key under which the answer is cached. None if it must not be cached."""
         if not self.is_question or self.edns_options:
             return None
         flags = int.from_bytes(self.wire[2:4], "big") & (_RD | _CD)
@@ -117,7 +117,8 @@ def read_query(wire: bytes) -> Query:
     flags, questions, answers, authority, additional = struct.unpack_from(">5H", wire, 2)
     opcode = (flags & _OPCODE) >> 11
     if flags & _QR:
-        # Responses are never answered: with a forged source address, two servers would answer each other for ever.
+        # A response is never answered. Otherwise, with a forged source address, two servers would answer each
+        # other for ever.
         raise Malformed("a response")
     if opcode != 0:
         return Query(wire=wire, opcode=opcode, type_name=f"OPCODE{opcode}")
@@ -185,7 +186,8 @@ def local_answer(
     if canonical is not None:
         target = _encoded(canonical)
         alias = _TO_QUESTION + struct.pack(">HHIH", _CNAME, _IN, ttl_s, len(target)) + target
-        # Address records belong to the CNAME's target, which follows the CNAME's own name and fixed fields.
+        # The address records' owner is the CNAME's target: a pointer past the CNAME record's own name and fixed
+        # fields.
         owner = (0xC000 | HEADER_BYTES + len(query.question) + 12).to_bytes(2, "big")
     fixed = owner + struct.pack(">HHIH", query.kind, _IN, ttl_s, 16 if query.kind == _AAAA else 4)
     records = [fixed + address.packed for address in addresses]
@@ -205,22 +207,22 @@ def local_answer(
 
 
 def _soa(owner: bytes, ttl_s: int) -> bytes:
-    """Return a SOA record that makes a name without data a zone of its own. ``owner`` is a compressed pointer to
-    the name.
+    """Return the SOA record of a negative answer: the queried name is declared a zone. ``owner`` is a compression
+    pointer to this name.
     """
     values = owner + b"\x0ahostmaster" + owner + struct.pack(">5I", 1, 7200, 1800, _LONGEST_TTL_S, ttl_s)
     return owner + struct.pack(">HHIH", _SOA, _IN, ttl_s, len(values)) + values
 
 
 def server_failure(query: Query) -> bytes:
-    """Return the answer SERVFAIL."""
+    """Return an answer with the code SERVFAIL."""
     if not query.is_question:
         return _error(query.wire, _SERVFAIL)
     return _header(query, _QR | _RA | _SERVFAIL, 0) + query.question + _opt(query)
 
 
 def bad_version(query: Query) -> bytes:
-    """Return the answer BADVERS, with the version of EDNS that is supported (RFC 6891, 6.1.3)."""
+    """Return an answer with the code BADVERS and our EDNS version (RFC 6891, 6.1.3)."""
     opt = struct.pack(">BHHBBHH", 0, _OPT, query.udp_bytes, _BADVERS >> 4, 0, query.edns_flags & _DO, 0)
     return _header(query, _QR | _RA | (_BADVERS & _RCODE), 0) + query.question + opt
 
@@ -246,7 +248,9 @@ def _error(wire: bytes, rcode: int) -> bytes:
 
 
 def fitting(query: Query, response: bytes, limit: int) -> bytes:
-    """Return the response. If it is longer than ``limit``, only header and question, marked as truncated."""
+    """Return the response, or only its header and question, marked as truncated, if it is longer
+    than ``limit``.
+    """
     if len(response) <= limit:
         return response
     if not query.is_question:
@@ -257,12 +261,12 @@ def fitting(query: Query, response: bytes, limit: int) -> bytes:
 
 
 def with_id(wire: bytes, number: int) -> bytes:
-    """Return the message with another id."""
+    """Return the message with ``number`` as its id."""
     return number.to_bytes(2, "big") + wire[2:]
 
 
 def is_answer_to(query: Query, number: int, response: bytes) -> bool:
-    """Return whether bytes from a server answer the query that was sent to it with the id ``number``.
+    """Return whether a server's bytes are the response to a query that was sent with the id ``number``.
 
     A forger who cannot read the query must guess the id (RFC 5452).
     """
@@ -281,7 +285,7 @@ def is_answer_to(query: Query, number: int, response: bytes) -> bool:
 
 
 def _repeats(query: Query, response: bytes) -> bool:
-    """Return whether a response repeats the query's question, in any case of letters."""
+    """Return whether a response contains the query's question, ignoring the case of letters."""
     end = HEADER_BYTES + len(query.question)
     named, asked = response[HEADER_BYTES : end - 4], query.question[:-4]
     return named.lower() == asked.lower() and response[end - 4 : end] == query.question[-4:]
@@ -298,7 +302,9 @@ def is_cut(response: bytes) -> bool:
 
 
 def passed_on(query: Query, response: bytes) -> bytes:
-    """Return a server's response adapted for the client: the query's id and spelling, AA cleared, RA set."""
+    """Return a server's response adapted for the client: with the query's id and spelling, flag AA cleared, RA
+    set.
+    """
     flags = int.from_bytes(response[2:4], "big")
     if not query.is_question:
         return query.wire[:2] + response[2:]
@@ -311,7 +317,8 @@ def passed_on(query: Query, response: bytes) -> bytes:
 
 
 def _with_opt(query: Query, response: bytes) -> bytes:
-    """Return a server's response, with an OPT record added if only the query has one (RFC 6891, 7).
+    """Return a server's response. An OPT record is added if the query has one and the response does not (RFC 6891,
+    7).
 
     A response that is signed, or cannot be read, is returned unchanged.
     """
@@ -336,7 +343,7 @@ class Kept:
     Attributes:
         wire: the bytes as received.
         ttls: offset and value of each time to live in ``wire``.
-        lifetime_s: the age at which it expires.
+        lifetime_s: the age at which the entry expires.
     """
 
     wire: bytes
@@ -344,10 +351,12 @@ class Kept:
     lifetime_s: int
 
     def aged(self, query: Query, age_s: float) -> bytes:
-        """Return the response for another query of the same cache key, with times to live lowered by its age."""
-        # A cache must not return a record with more than its remaining time (RFC 1035, 3.2.1). The entry's
-        # lifetime is the shortest in the answer section, so records of other sections can have expired. These get
-        # 0.
+        """Return the cached response for a query with the same cache key, with times to live
+        lowered by its age.
+        """
+        # A cached record's time to live must not exceed its remaining time (RFC 1035, 3.2.1). The entry lives as
+        # long as the shortest-lived record of its answer section. Records of other sections can expire earlier,
+        # and then get 0.
         message = bytearray(self.wire)
         for offset, ttl_s in self.ttls:
             struct.pack_into(">I", message, offset, max(0, ttl_s - int(age_s)))
@@ -396,7 +405,9 @@ def first_address(response: bytes) -> str | None:
 
 
 def addresses_in(response: bytes) -> list[str]:
-    """Return the addresses of A and AAAA records of class IN in the answer section, up to a malformed record."""
+    """Return the addresses of A and AAAA records of class IN in the answer section, before the first malformed
+    record.
+    """
     found: list[str] = []
     if len(response) < HEADER_BYTES:
         return found
@@ -444,7 +455,7 @@ def _encoded(name: str) -> bytes:
 
 
 def _labels(text: bytes) -> list[bytes]:
-    """Return the labels of a name's text, decoding escaped octets: the inverse of :func:`_escaped`.
+    """Split a name's text into labels and decode escaped octets: the inverse of :func:`_escaped`.
 
     Raises:
         ValueError: an escape sequence is invalid.
@@ -473,7 +484,7 @@ class _Record:
 
 
 def _records(wire: bytes, position: int, count: int) -> Iterable[_Record]:
-    """Iterate over ``count`` records from a position on.
+    """Iterate over the ``count`` records that begin at ``position``.
 
     Raises:
         ValueError, IndexError, struct.error: a record ends outside the message.

@@ -41,7 +41,7 @@ class _Options(TypedDict):
 
 
 class PodDns:
-    """Serves one pod's queries from construction until :meth:`close`.
+    """Answers one pod's DNS queries from construction until :meth:`close`.
 
     Args:
         node: the state shared by the pods.
@@ -63,7 +63,7 @@ class PodDns:
             self._client,
             DnsSettings(
                 cluster_domain=config.cluster_domain,
-                # A node proxy's own search list is unrelated to the pod's.
+                # A node proxy's own search list differs from the pod's.
                 search=search_domains(_RESOLV_CONF.read_text()) if dedicated else None,
                 ipv6=config.ipv6,
                 preferred_namespace=config.preferred_service_namespace,
@@ -75,7 +75,7 @@ class PodDns:
             rng=node.rng,
         )
         if node.names_answered is not None:
-            # Called before the pod receives the answer, so that the name is known when the pod connects.
+            # This hook runs before the pod receives the answer, so that the name is known when the pod connects.
             self._server.answered = partial(node.names_answered, (name.namespace, name.name))
         udp: list[socket.socket] = []
         tcp: list[socket.socket] = []
@@ -89,7 +89,7 @@ class PodDns:
                 except KernelRefused:
                     if host == hosts[0]:
                         raise
-                    # A pod's loopback often has no IPv6, which is no error. Missing IPv4 is an error.
+                    # A pod's loopback interface often lacks IPv6, which is not an error. Missing IPv4 is one.
         except BaseException:
             for sock in (*udp, *tcp):
                 sock.close()
@@ -115,11 +115,11 @@ class PodDns:
         return await self._server.resolve(name, ipv6=ipv6)
 
     def leave(self) -> None:
-        """Leave new queries to a successor, if there is one. Idempotent."""
+        """Let a successor on the same ports, if there is one, receive new queries. Idempotent."""
         self._server.leave()
 
     async def finish(self, limit_s: float) -> None:
-        """Answer the queries that have arrived, for at most ``limit_s``."""
+        """Answer the queries that have already arrived, for at most ``limit_s`` seconds."""
         await self._server.finish(limit_s)
 
     async def close(self) -> None:

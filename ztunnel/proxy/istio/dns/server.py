@@ -50,11 +50,11 @@ QUERIES: Final = 1000
 CONNECTIONS: Final = 100
 _IDLE_S: Final = 5.0
 _MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
-#: The number of datagrams read per loop iteration. Each datagram creates a task of 0.1 ms, which delays
-#: connections of all pods.
+#: The number of datagrams read per event loop iteration. Each of them takes 0.1 ms, which delays all pods'
+#: connections.
 _DATAGRAMS: Final = 16
-#: The largest burst of one pod's queries, and their largest rate per second, which takes a fifth of a core. A
-#: guess: three times the queries of a busy pod that tries its whole search list for each name.
+#: One pod's largest burst of queries, and its largest rate per second, which takes a fifth of a core. These are
+#: guesses: three times the queries of a busy pod that tries its whole search list for each name.
 QUERY_BURST: Final = 4000
 QUERY_RATE: Final = 2000.0
 _PAUSE_S: Final = 0.02
@@ -92,10 +92,12 @@ class QueryReport:
 
 
 class Drop(StrEnum):
-    """The reasons for unanswered datagrams. Used as a label of the metric."""
+    """Why a datagram was not answered. Used as a metric label."""
 
     RATE = "rate"
-    """Counted once per pause. Meanwhile the kernel keeps the datagrams that fit into the socket's buffer."""
+    """The pod has exceeded its query rate. Counted once per pause in reading. During a pause, the kernel keeps the
+    datagrams that fit into the socket's buffer.
+    """
     OWN_ADDRESS = "own-address"
     UNDER_WAY = "under-way"
 
@@ -171,17 +173,17 @@ class DnsServer:
             self._tasks.keep(partial(self._accept, sock), "accept")
 
     def leave(self) -> None:
-        """Direct new queries to a successor on the same ports, if there is one; idempotent. Queries that arrive
-        here are still answered.
+        """Let a successor on the same ports, if there is one, receive new queries. Queries that still arrive here
+        are answered. Idempotent.
         """
         for sock in self._sockets:
             leave_to_newer(sock)
 
     async def finish(self, limit_s: float) -> None:
-        """Answer the queries that have arrived, for at most ``limit_s``. The caller calls :meth:`leave` before,
-        and :meth:`close` afterwards.
+        """Answer the queries that have already arrived, for at most ``limit_s`` seconds. Call :meth:`leave`
+        before, and :meth:`close` afterwards.
 
-        Closing at once would lose them, and clients repeat a query over UDP only after five seconds.
+        Closing at once would lose queries, and clients repeat a query over UDP only after five seconds.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -207,7 +209,9 @@ class DnsServer:
         self._sockets.clear()
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """Return the first address of a name in the answer that the pod would get, or None. Reports no query."""
+        """Return the first address in the answer that the pod would get for a name, or None. No
+        query is reported.
+        """
         try:
             query = read_query(address_query(name, ipv6=ipv6, number=0))
         except (ValueError, Malformed):
@@ -269,8 +273,8 @@ class DnsServer:
             try:
                 sock, _ = await loop.sock_accept(listener)
             except OSError as error:
-                # EMFILE and ENFILE last until other connections end. Meanwhile the queued connection keeps the
-                # listener readable, so without a pause this would loop at full speed.
+                # With EMFILE or ENFILE no connection can be accepted until others end. The listener stays
+                # readable, so without a pause this would loop at full speed.
                 if error.errno != errno.ECONNABORTED:
                     log.warning("dns accept paused error=%s", plain_reason(error))
                     await asyncio.sleep(_FD_PAUSE_S)
@@ -319,7 +323,7 @@ class DnsServer:
 
     @contextlib.contextmanager
     def _query(self) -> Iterator[None]:
-        """Context manager for one query, from its arrival until its answer has been sent."""
+        """A context manager around one query, from its arrival until its answer has been sent."""
         self._answering += 1
         try:
             yield
@@ -385,7 +389,7 @@ class DnsServer:
         except ForwardFailed as error:
             result = f"forwarding failed ({error})"
             return server_failure(query), _Outcome(client, result, forwarded=True, failed=True)
-        # These response codes count as failed, as in the Rust ztunnel: NXDOMAIN, SERVFAIL, REFUSED and the like.
+        # Any code other than NOERROR counts as failed, even NXDOMAIN, as in the Rust ztunnel.
         failed = rcode(response) != _NO_ERROR
         outcome = _Outcome(client, "forwarded", answer_count(response), forwarded=True, failed=failed)
         return fitting(query, response, limit), outcome

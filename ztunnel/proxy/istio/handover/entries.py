@@ -25,7 +25,7 @@ def entry_value(pod: PodKey, entry: PodConnection, now_s: float) -> EntryValue:
 
     Args:
         pod: the connection's pod.
-        entry: the connection's entry in the table.
+        entry: the connection's entry in the connection table.
         now_s: monotonic seconds.
     """
     return EntryValue(
@@ -41,7 +41,7 @@ def entry_value(pod: PodKey, entry: PodConnection, now_s: float) -> EntryValue:
 
 
 def record_value(record: Record, now_s: float) -> RecordValue:
-    """Return a record as a serializable value, without the byte counts, which are sent with the relay."""
+    """Return a record as a serializable value. Its byte counts are not included: they are sent with the relay."""
     source, destination = record.source_workload, record.destination_workload
     return RecordValue(
         direction=str(record.direction),
@@ -106,16 +106,16 @@ def record_of(value: RecordValue, node: Node, counts: ByteCounts) -> Record:
 
 
 def prepared(value: EntryValue, pod: PodProxy, counts: ByteCounts) -> Callable[[Abort], PodConnection]:
-    """Return a function that registers a connection in the pod's table and continues its record. The returned
-    function does not fail.
+    """Prepare to take over a connection: everything that can fail is done here.
 
     Args:
-        value: the value from the previous process.
+        value: the connection as serialized by the previous process.
         pod: the connection's pod.
         counts: the relay's byte counts.
 
     Returns:
-        A function that takes the abort function for the time before the relay runs, and returns the connection.
+        A function that registers the connection in the pod's table, continues its record and returns it. Its
+        argument is called to abort the connection while the relay does not run yet.
 
     Raises:
         ValueError: the value cannot be read.
@@ -147,7 +147,7 @@ def _facts_of(value: FactsValue) -> ConnectionFacts:
 
 
 def _peer_of(value: PeerValue) -> WorkloadCertificate:
-    """Restore a peer's certificate without its key, which is only used to check it against revocation lists."""
+    """Restore a peer's certificate, only to check it against revocation lists. It has no private key."""
     issued = IssuedCertificate(
         identity=value.identity,
         chain=tuple(map(x509.load_der_x509_certificate, value.chain)),

@@ -1,4 +1,6 @@
-"""The Istio front end's functions for :class:`ztunnel.proxy.dataplane.handover.service.Handover`."""
+"""Builds the functions with which :class:`ztunnel.proxy.dataplane.handover.service.Handover` moves Istio
+connections.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from ztunnel.proxy.istio.path.pod import PodProxy
 
 
 def kinds_of(pods: Callable[[], Iterable[PodProxy]]) -> Kinds:
-    """Return the functions that move pods' connections. ``pods`` returns the currently carried pods."""
+    """Return the functions that move pods' connections. ``pods`` returns the pods that this process
+    carries now.
+    """
 
     async def made(offer: messages.Offer, socks: list[socket.socket]) -> Pending:
         return await make({pod_key(pod.name): pod for pod in pods()}, offer, socks)

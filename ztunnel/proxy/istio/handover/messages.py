@@ -1,6 +1,6 @@
-"""The messages that offer a hand-over in an Istio mesh. Pure.
+"""The messages that offer connections of an Istio mesh to a successor process. Pure.
 
-:mod:`ztunnel.proxy.dataplane.handover.messages` has the messages of both front ends.
+Messages for both front ends (Istio and Envoy) are in :mod:`ztunnel.proxy.dataplane.handover.messages`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ PodKey: TypeAlias = tuple[str, str, str]
 
 
 class FactsValue(Struct, frozen=True, kw_only=True):
-    """The facts about an inbound connection that policies evaluate. ``names`` is ``None`` for plain text."""
+    """The facts about an inbound connection that policies evaluate. ``names`` is ``None`` for a
+    plain-text client.
+    """
 
     source: SocketAddress
     destination: SocketAddress
@@ -28,7 +30,7 @@ class FactsValue(Struct, frozen=True, kw_only=True):
 
 
 class PeerValue(Struct, frozen=True, kw_only=True):
-    """The certificate at the other end of a node-local tunnel, in DER, without its key."""
+    """The certificate of the pod at the other end of a node-local tunnel, in DER, without its private key."""
 
     identity: SpiffeId
     chain: tuple[bytes, ...]
@@ -74,9 +76,10 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
 
     Attributes:
         pod: the pod of the connection.
-        dialled: for a dialled connection, its address and the accepted identities. ``None`` if it was accepted.
-        idle_s: the seconds for which a dialled connection has had no tunnels. Sent, because restarting the idle
-            timeout at each replacement of the process could keep idle connections open for ever.
+        dialled: the address and the accepted identities, if the pod's proxy dialled the connection. ``None`` if it
+            accepted the connection.
+        idle_s: the seconds for which a dialled connection has had no tunnels. Sent so that the idle timeout
+            continues. If it restarted with each process, idle connections could stay open for ever.
         source, local: for an accepted connection, the peer's address and the local address.
     """
 
@@ -88,11 +91,11 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
 
 
 class Offer(messages.Offer, frozen=True, kw_only=True, tag=True):
-    """The offer of one unit: a tunnel connection with its relays, or a relay without a tunnel.
+    """The offer of one hand-over unit: a tunnel connection with its relays, or a relay without a tunnel.
 
     Attributes:
         carrier: the state of the unit's tunnel connection, if it has one.
-        entries: the table entries of each relay: one, or two for the halves of a node-local tunnel.
+        entries: for each relay its connection-table entries: one, or the two halves of a node-local tunnel.
     """
 
     carrier: CarrierValue | None

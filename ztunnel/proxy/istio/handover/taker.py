@@ -1,4 +1,4 @@
-"""The taking side of a hand-over in an Istio mesh: rebuilds offered units, and continues the accepted ones."""
+"""The successor's side of a hand-over in an Istio mesh: rebuilds the offered connections and continues them."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ Pods = Mapping[PodKey, PodProxy]
 
 
 class Pending:
-    """An offered unit that has been rebuilt but not started. Either :meth:`start` or :meth:`discard` is called,
-    once.
+    """An offered hand-over unit, rebuilt but not started. The caller calls either :meth:`start` or
+    :meth:`discard`, once.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Pending:
         return sum(map(len, self._halves))
 
     def discard(self) -> None:
-        """Discard the unit, because the other process keeps it."""
+        """Discard the rebuilt connections, because the previous process keeps the unit."""
         self._unit.discard()
 
     def start(self) -> None:
-        """Continue the unit: it belongs to this process from now on."""
+        """Start to carry the unit's connections, which belong to this process from now on."""
         unit = self._unit
-        # Register the connections before checking policies, so that a review finds them and an early end is
+        # Register the connections before checking policies, so that a policy review finds them and an early end is
         # counted.
         found = [[(pod, register(lambda _: None)) for pod, register in halves] for halves in self._halves]
         for halves, (a, b) in zip(found, unit.ends, strict=True):
@@ -129,7 +129,9 @@ class Pending:
 
 
 def _count_socket(pod: PodProxy, entry: PodConnection) -> None:
-    """Count an application's socket as long as the entry exists. Tunnel requests to a pod have no such socket."""
+    """Count the application's socket as open until the entry ends. A tunnel request to a pod has no
+    such socket.
+    """
     record = entry.record
     if record.direction is Direction.OUTBOUND or not record.secured:
         count = pod.context.node.count_sockets
@@ -138,7 +140,9 @@ def _count_socket(pod: PodProxy, entry: PodConnection) -> None:
 
 
 async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, End], relay: Relay | None) -> None:
-    """Wait until a relay ends, close its ends and complete the records, as the inbound and outbound paths do."""
+    """Wait until a relay ends, then close both of its ends and complete the records, as in connections opened
+    here.
+    """
     (_, entry), near = halves[0], ends[0]
     failure: Failed | None = None
     try:
@@ -156,8 +160,8 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
     finally:
         for end in ends:
             end.close()
-        # Over the network, if the server's side ended a tunnel, the client's side would see CANCEL, an ordinary
-        # end.
+        # If this proxy ended the inbound half, the outbound half has no failure: over the network it would see
+        # CANCEL.
         for _, inner in halves[1:]:
             reason = inner.reason
             inner.close()
@@ -168,7 +172,7 @@ async def _carry(halves: list[tuple[PodProxy, PodConnection]], ends: tuple[End, 
 
 
 async def make(pods: Pods, offer: handover.Offer, socks: list[socket.socket]) -> Pending:
-    """Build the unit described by an offer, using the offer's sockets; implements
+    """Rebuild the connections that an offer describes, with the offer's sockets. Implements
     :data:`ztunnel.proxy.dataplane.handover.taker.Make`.
     """
     if not isinstance(offer, Offer):
@@ -206,7 +210,7 @@ async def make(pods: Pods, offer: handover.Offer, socks: list[socket.socket]) ->
 
 
 def _check_entries(offer: Offer) -> None:
-    """Check that the parts of an offer do not contradict each other.
+    """Check that an offer's entries match its relays and its tunnel connection.
 
     Raises:
         ValueError: parts of the offer contradict each other.
@@ -226,10 +230,10 @@ def _check_entries(offer: Offer) -> None:
 async def _ends_of(
     carrier: CarrierValue, pod: PodProxy
 ) -> tuple[WorkloadCertificate | None, tuple[Peer, Requests] | None]:
-    """Return a pool connection's certificate, or an accepted connection's peer and request handler.
+    """Return our certificate for a dialled tunnel connection, or the peer and request handler of an accepted one.
 
     Raises:
-        Declining: no certificate is available.
+        Declining: the pod's certificate is not available.
     """
     if carrier.dialled is None:
         if carrier.source is None or carrier.local is None:

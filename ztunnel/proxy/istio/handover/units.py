@@ -1,4 +1,6 @@
-"""Groups a process's open connections into units that move together; see :func:`movable_units`."""
+"""Groups a process's open connections into units, each of which moves to another process as a whole; see
+:func:`movable_units`.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,13 @@ Half = tuple[PodProxy, PodConnection]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Unit:
-    """A tunnel connection with the relays of its tunnels, or a relay of two plain sockets.
+    """Connections that move together: a tunnel connection with the relays of its tunnels, or a relay of two plain
+    sockets.
 
     Attributes:
         pod: the connection's pod. For a node-local tunnel, the client's pod.
-        carrier: the tunnel connection's entry, if there is one.
-        relays: each relay with its entries.
+        carrier: the connection-table entry of the tunnel connection, if there is one.
+        relays: each relay with its connection-table entries.
     """
 
     pod: PodProxy
@@ -38,7 +41,7 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """Identifies this unit: equal in every list returned by :func:`movable_units`."""
+        """An identifier of this unit, equal in every list returned by :func:`movable_units`."""
         return id(self.carrier or self.relays[0][0])
 
     @property
@@ -52,12 +55,14 @@ class Unit:
         return sum(len(halves) for _, halves in self.relays)
 
     def freeze(self) -> Frozen:
-        """Stop the unit and read its state; see :class:`ztunnel.proxy.dataplane.handover.giver.Unit`."""
+        """Stop the unit's connections and read their state; see
+        :class:`ztunnel.proxy.dataplane.handover.giver.Unit`.
+        """
         self._carrier_value = self.carrier_value()
         return Frozen([relay for relay, _ in self.relays], self.connection)
 
     def carrier_value(self) -> CarrierValue | None:
-        """The proxy's own state of the tunnel connection, in addition to its engine, TLS and socket."""
+        """The state of the tunnel connection that is not part of its HTTP/2 engine, TLS session or socket."""
         carrier = self.carrier
         if carrier is None or carrier.connection is None:
             return None
@@ -70,7 +75,7 @@ class Unit:
         return CarrierValue(pod=key, source=source, local=local)
 
     def offer(self, number: int, state: UnitState, now_s: float) -> Offer:
-        """Return the offer of the frozen unit."""
+        """Return the message that offers this unit, which must be frozen."""
         entries = tuple(
             tuple(entry_value(pod_key(pod.name), entry, now_s) for pod, entry in halves)
             for _, halves in self.relays
@@ -78,7 +83,9 @@ class Unit:
         return Offer(number=number, unit=state, carrier=self._carrier_value, entries=entries)
 
     def went(self) -> None:
-        """Complete the accounting of this process. The other process writes the access log lines."""
+        """Count the unit's traffic in this process. The other process continues, and writes the
+        access log lines.
+        """
         for _, halves in self.relays:
             for _, entry in halves:
                 entry.record.went()
@@ -112,7 +119,7 @@ def movable_units(pods: Iterable[PodProxy]) -> tuple[list[Unit], Counter[str]]:
 
 
 def _relays(pods: list[PodProxy], stays: Counter[str]) -> Iterator[tuple[Relay, list[Half]]]:
-    """Yield the running relays, each with its table entries, the outbound entry first."""
+    """Yield the running relays, each with its connection-table entries, of which the outbound one is first."""
     relays: dict[int, tuple[Relay, list[Half]]] = {}
     groups = [(pod, pod.connections.outbound) for pod in pods] + [(pod, pod.connections.inbound) for pod in pods]
     for pod, group in groups:
@@ -125,7 +132,7 @@ def _relays(pods: list[PodProxy], stays: Counter[str]) -> Iterator[tuple[Relay, 
             else:
                 relays.setdefault(id(relay), (relay, []))[1].append((pod, entry))
     for relay, halves in relays.values():
-        # Either half of a node-local tunnel can belong to a pod that is not in ``pods``.
+        # The other half of this node-local tunnel belongs to a pod that is not in ``pods``, so the tunnel stays.
         if len(halves) == 1 and halves[0][1].peer is not None:
             stays["half of a node-local tunnel"] += 1
         else:

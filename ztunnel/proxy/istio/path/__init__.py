@@ -1,1 +1,1 @@
-"""The path of a connection in an Istio mesh: outbound, inbound, and their decisions."""
+"""Carries connections in an Istio mesh, outbound and inbound, and makes all decisions about them."""

@@ -1,7 +1,7 @@
-"""The labels of a workload as addons see them. Pure.
+"""Builds the workload labels that are passed to addons. Pure.
 
 The control plane sends no pod labels, only values that Istio derived: canonical name, revision and locality. Each
-value is given under the name of the pod label that Istio usually derives it from.
+value is passed under the name of the pod label from which Istio usually derives it.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from xds.model.workload import Locality, Workload
 
 
 def addon_labels(workload: Workload) -> Mapping[str, str]:
-    """Return the labels of a workload, leaving out those with an empty value."""
+    """Return a workload's labels for addons, without empty values."""
     return _labels(workload.canonical_name, workload.canonical_revision, workload.node, workload.locality)
 
 

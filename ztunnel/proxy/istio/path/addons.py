@@ -1,4 +1,4 @@
-"""Asks and informs addons about the connections of an Istio mesh; see :mod:`ztunnel.proxy.addons.host`.
+"""Calls the addons' hooks for the connections of an Istio mesh; see :mod:`ztunnel.proxy.addons.host`.
 
 =================  ===================================================================================
 hook               when
@@ -49,7 +49,7 @@ _MOST_SIDES: Final = 4096
 
 
 class PodAddons:
-    """The addons of this process, for connections of pods.
+    """Calls this process's addons about the connections of pods.
 
     Args:
         host: calls the addons.
@@ -64,7 +64,7 @@ class PodAddons:
         self._sides: dict[WorkloadUid, tuple[Workload, Side, str]] = {}
 
     def connecting_now(self, entry: PodConnection, dialled: SocketAddress, server_name: str = "") -> bool:
-        """Ask about an outbound connection whose record has its route, without waiting.
+        """Ask the addons about an outbound connection whose route is in its record, without waiting for an answer.
 
         Args:
             entry: the connection's entry.
@@ -72,7 +72,7 @@ class PodAddons:
             server_name: the server name in the application's ClientHello, if an addon needs this name.
 
         Returns:
-            True if no addon returned a verdict, so that the connection continues. After False, call
+            True if the connection can continue, because no addon returned a verdict. After False, call
             :meth:`connecting`.
         """
         record = entry.record
@@ -83,9 +83,10 @@ class PodAddons:
     async def connecting(
         self, entry: PodConnection, client: PlainSocket, dialled: SocketAddress
     ) -> tuple[Labels, ...] | None:
-        """Ask about an outbound connection whose record has its route, or continue after :meth:`connecting_now`.
+        """Ask the addons about an outbound connection whose route is in its record, or finish what
+        :meth:`connecting_now` began.
 
-        Later calls for the same connection, before further attempts, only store the new route.
+        It is called again before each further attempt, and then only stores the new route.
 
         Args:
             entry: the connection's entry.
@@ -93,8 +94,8 @@ class PodAddons:
             dialled: the address that the application dialled.
 
         Returns:
-            Labels of the endpoints to prefer when choosing an endpoint again. ``None``: keep the endpoint, because
-            no addon had a preference or waited.
+            The labels of preferred endpoints, with which the caller chooses an endpoint again. ``None``: keep the
+            endpoint, because no addon had a preference or waited.
 
         Raises:
             Failed: an addon denies the connection.
@@ -116,10 +117,10 @@ class PodAddons:
         return asked.outcome.prefer if asked.waited or asked.outcome.prefer else None
 
     def accepting_now(self, entry: PodConnection) -> bool:
-        """Ask about an inbound connection that policy allows, without waiting.
+        """Ask the addons about an inbound connection that policy allows, without waiting for an answer.
 
         Returns:
-            True if no addon returned a verdict, so that the connection continues. After False, call
+            True if the connection can continue, because no addon returned a verdict. After False, call
             :meth:`accepting`.
         """
         record = entry.record
@@ -127,7 +128,8 @@ class PodAddons:
         return self.host.ask_now(self.host.accepting, asked)
 
     async def accepting(self, entry: PodConnection) -> None:
-        """Ask about an inbound connection that policy allows, or continue after :meth:`accepting_now`.
+        """Ask the addons about an inbound connection that policy allows, or finish what :meth:`accepting_now`
+        began.
 
         Raises:
             Failed: an addon denies the connection.
@@ -141,11 +143,11 @@ class PodAddons:
         _raise_denial(asked)
 
     def mesh_changed(self, mesh: Mesh) -> None:
-        """Schedule a notification to the addons that the mesh has changed."""
+        """Notify the addons soon that the mesh has changed."""
         self.host.mesh_changed(lambda: _summary(mesh))
 
     def _rerouted(self, record: Record, protocol: str) -> None:
-        """Store the endpoint of a further attempt, so that later hooks see this endpoint."""
+        """Store the endpoint of a further attempt in the connection's facts, for later hooks."""
         asked = record.asked
         if isinstance(asked, Asked):
             old = asked.facts
@@ -153,14 +155,14 @@ class PodAddons:
             asked.facts = self._outbound(old.connection, record, protocol, dialled, old.server_name)
 
     def taken_over(self, record: Record) -> Asked:
-        """Return an :class:`Asked` without verdicts, for a connection that this process asked no hook about."""
+        """Return an :class:`Asked` without verdicts, for a connection that another process opened."""
         if record.direction.value == "inbound":
             return Asked(self.host, self._inbound(record))
         protocol = "HBONE" if record.hbone_authority else "TCP"
         return Asked(self.host, self._outbound(self.host.next_number(), record, protocol, record.destination))
 
     def ended(self, record: Record, reason: str, duration_s: float) -> None:
-        """Inform the addons that a connection has ended. Called when its access line is written."""
+        """Notify the addons that a connection has ended. Called when its access line is written."""
         asked = record.asked
         if not isinstance(asked, Asked):  # refused before a hook was asked
             asked = self.taken_over(record)
@@ -174,7 +176,7 @@ class PodAddons:
         """Describe one side of a connection to addons, by its workload or else by its metric labels.
 
         Returns:
-            A value used only by the cache, the description, and the identity that this side should have.
+            The workload (used only by the cache), the description, and the identity that this side should have.
         """
         if workload is None:
             return None, _of_labels(labels) if labels.known else _NO_SIDE, ""
@@ -196,7 +198,7 @@ class PodAddons:
         names = self.names.of((near.namespace, near.name), dialled.host) if self.names.known else ()
         if record.secured and record.destination_workload is None:  # the far side of a double tunnel
             theirs = _text(record.destination_identity)
-        # Equal to Facts(...), but twice as fast.
+        # This creates the same object as Facts(...), but twice as fast.
         return tuple.__new__(
             Facts,
             (
@@ -266,13 +268,13 @@ async def _server_name(client: PlainSocket) -> str:
 
 
 def _summary(mesh: Mesh) -> MeshSummary:
-    """Return the size of a mesh."""
+    """Return the numbers of workloads, services and policies in the mesh, for addons."""
     counts = mesh.counts()
     return MeshSummary(counts["workloads"], counts["services"], counts["policies"])
 
 
 def _is_undecided(record: Record) -> bool:
-    """Return whether :meth:`AddonHost.ask_now` left the decision to hooks that have not answered yet."""
+    """Return whether some of the hooks called by :meth:`AddonHost.ask_now` have not answered yet."""
     return isinstance(record.asked, Asked) and record.asked.undecided is not None
 
 
@@ -298,7 +300,7 @@ def would_connect(
         dialled: the address that its application would dial.
         service: the service at ``dialled``, if there is one.
         there: the destination workload, if it is known.
-        way: one candidate endpoint (an entry of ``ways``) in an answer of
+        way: the description of one candidate endpoint (an entry of ``ways``) in an answer of
             :func:`ztunnel.proxy.istio.path.explain.explain`.
         names: the names that the pod has resolved to ``dialled``.
     """

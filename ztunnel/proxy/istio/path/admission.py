@@ -1,4 +1,4 @@
-"""Decides whether the proxy accepts a connection to a pod, and dials the pod's application.
+"""Decides whether the proxy accepts an inbound connection to a pod, and dials the pod's application.
 
 HBONE tunnels from the network, node-local tunnels and captured plain connections all pass through this module.
 """
@@ -35,11 +35,11 @@ from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 
 class Refusal(Exception):
-    """A CONNECT request is answered with an error status instead of being carried.
+    """An error with which a CONNECT request is answered, instead of being carried to the application.
 
     Attributes:
-        status: the status of the answer.
-        failure: the reason for the record.
+        status: the HTTP status of the answer.
+        failure: the reason for the refusal, for the access record.
     """
 
     def __init__(self, status: int, failure: Failed | EarlyDeny) -> None:
@@ -48,8 +48,8 @@ class Refusal(Exception):
         self.failure = failure
 
     def entered(self, record: Record) -> Failed | None:
-        """Count the refusal as an early denial. If the record is already open, instead return the failure with
-        which the caller closes the record.
+        """Write the refusal to a record. A record that is not open yet is counted and logged as an early denial.
+        For an open record, return the failure with which the caller completes it.
         """
         if isinstance(self.failure, Failed):
             return self.failure
@@ -68,8 +68,9 @@ class Admission:
     def describe_peer(self, record: Record, peer: Peer, headers: Headers) -> None:
         """Label the client by the control plane's description of its address, or else by its proxy's baggage.
 
-        A request through a gateway has the gateway's address. But a peer whose certificate belongs to the workload
-        at its own address is that workload, regardless of what it forwards.
+        A request that came through another network's gateway has the gateway's address, so only baggage describes
+        the client. But if the peer's certificate belongs to the workload at its own address, the peer is that
+        workload, and its baggage is ignored.
         """
         node, identity = self._node, peer.identity
         workload = workload_of(peer, first(headers, b"x-forwarded-network"), node)
@@ -138,8 +139,8 @@ class Admission:
         except Denied as denied:
             failure = Failed(f"{REJECTED}: {denied}", denied.reason, fields=denied.fields, policy=denied.policy)
             raise Refusal(401, failure) from denied
-        # The revocation lists can have changed while the connection waited for a policy. (Connections from the
-        # network are checked again by the review.)
+        # The revocation lists can have changed while a node-local tunnel waited for a policy. (Connections from
+        # the network are checked again by a review of the connection table.)
         revocations = self._node.revocations
         if revocations is not None and entry.peer_is_revoked(revocations.current):
             self._node.metrics.crl_rejections["destination"] += 1
@@ -166,8 +167,8 @@ def _of_one_family(peer: Peer, workload: Workload | None, destination: SocketAdd
     family only.
 
     A client can dial a dual-stack service over IPv4 and reach its waypoint over IPv6, or the reverse. With mixed
-    families the Rust ztunnel sends a header without addresses, which Envoy refuses. Sending the peer's own address
-    in the destination's family is equally correct.
+    families the Rust ztunnel sends a header without addresses, which Envoy refuses. The peer's own address in the
+    destination's family is equally correct.
     """
     source = peer.source
     if (":" in source.host) == (":" in destination.host):

@@ -1,4 +1,6 @@
-"""Decides by policy whether to accept a connection. Dry-run policies are only counted and logged."""
+"""Decides by the workload's policies whether to accept a connection. Decisions of dry-run policies are only
+counted and logged.
+"""
 
 import asyncio
 import logging
@@ -21,8 +23,8 @@ from ztunnel.proxy.istio.path.node import Node
 
 log = logging.getLogger(__name__)
 
-#: The wait for policies named by a workload but not yet received. Control planes send them shortly after the
-#: workload.
+#: How long to wait for policies that a workload names but that have not arrived. Control planes send them shortly
+#: after the workload.
 POLICY_GRACE_S: Final = 5.0
 
 
@@ -88,12 +90,12 @@ class Authorizer:
             raise Denied(found.refusal, policy=found.policy, reason=found.reason)
 
     def plan(self, workload: Workload, facts: ConnectionFacts) -> str | None:
-        """Decide once for all connections with these facts. The result is valid until the mesh changes.
+        """Make one decision for all connections with equal facts. The result is valid until the mesh changes.
 
         Returns:
-            The name of the policy that allows these connections, or an empty string if no policy applies. Then
-            call :meth:`note_allowed` for each connection. ``None``: call :meth:`authorize` for each connection,
-            because it is refused, must wait, or must be reported or logged.
+            If the connections are allowed, the name of the allowing policy, or an empty string if no policy
+            applies. The caller then calls :meth:`note_allowed` for each connection. ``None``: the caller calls
+            :meth:`authorize` for each connection, because it is refused, must wait, or must be reported or logged.
         """
         policies = self._node.mesh.policies_for(workload)
         if policies.missing or policies.dry_run_deny or policies.dry_run_allow or log.isEnabledFor(self._level):
@@ -104,19 +106,19 @@ class Authorizer:
         return None if found.refusal else found.policy
 
     def note_allowed(self, policy: str) -> None:
-        """Count a connection that was allowed by the result of :meth:`plan`."""
+        """Count a connection that is allowed by a policy, as returned by :meth:`plan`."""
         if policy:
             self._note(policy, Use.ALLOWED)
 
     def changed(self, workload: Workload) -> bool:
-        """Record that the mesh has changed. Return whether the workload's policies have changed, so that a review
-        is due.
+        """Update the workload's policies after a change of the mesh. Return whether they differ, so that open
+        connections must be checked again.
         """
         policies = self._node.mesh.policies_for(workload)
         if policies is self._policies:
             return False
         self._policies = policies
-        # A missing policy's grace period starts when the policy is first found missing. Other changes do not
+        # The grace period of a missing policy starts when the policy is first missed, and later changes do not
         # prolong it.
         until_s = self._node.poller.loop.time() + POLICY_GRACE_S
         self._missing = {key: self._missing.get(key, until_s) for key in policies.missing}
@@ -141,8 +143,8 @@ class Authorizer:
     def _refusal(
         self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, refused: Use
     ) -> Judgement:
-        """Check a connection. Count a refusal as ``refused``, and for a new connection also the policy that allows
-        it.
+        """Evaluate the policies for a connection. A refusal is counted under ``refused``. For a new connection,
+        the policy that allows it is counted, too.
         """
         if not policies.missing and not policies.enforced.tiers:
             return _ALLOWED  # for most connections no policy applies, and nothing is recorded

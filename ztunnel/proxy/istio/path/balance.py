@@ -18,35 +18,37 @@ from xds.model.service import BalancerMode, LoadBalancing, Scope, Service
 from xds.model.workload import ServiceKey, Workload, WorkloadUid
 from ztunnel.proxy.istio.path.addon_labels import addon_labels
 
-#: Returns a uniformly random number from 0 to below the argument: ``random.randrange`` in production.
+#: Returns a uniformly random integer from 0 up to, but not including, its argument. In production:
+#: ``random.randrange``.
 Choose = Callable[[int], int]
 
-#: A set of labels, as addons see labels (``addon_labels.py``). An endpoint must have all labels of the set.
+#: A preference for endpoints that have all of these labels, which are named as in ``addon_labels.py``.
 Labels = frozenset[tuple[str, str]]
 
-#: The load balancing of a service that does not configure any.
+#: The default load balancing: no preference between endpoints.
 _ANY_ENDPOINT = LoadBalancing()
 
-#: The number of random draws to try before removing the avoided endpoints one by one. If the avoided endpoints
-#: have half of the weight, one call in 256 needs the removal.
+#: Endpoints are drawn at random up to this many times, until the result is not an avoided one. Only then are the
+#: avoided endpoints removed one by one. If they have half of the weight, one choice in 256 gets that far.
 _DRAWS = 8
 
-#: The number of preferences whose matching endpoints are cached, per candidate set.
+#: Per candidate set, the matching endpoints of this many preferences are cached.
 _PREFERENCES = 16
 
-#: The most candidate sets, reached only in a mesh whose pods dial every service.
+#: The largest number of cached candidate sets. Only a mesh whose pods dial every service reaches it.
 _KEPT = 16384
 
 
 class Question(NamedTuple):
-    """The facts that decide which endpoints are candidates, and how they rank.
+    """The key of a candidate set: the facts that decide which endpoints are candidates, and how they rank.
 
     Attributes:
         service: the service.
         port: the service's port.
         network: the client's network.
         waypoint: whether the service is a waypoint, whose endpoints need not have the port if they accept tunnels.
-        preferences: the scopes (such as region, zone) that an endpoint should share with the client, widest first.
+        preferences: the scopes (such as region, zone) in which an endpoint should be equal to the client, widest
+            first.
         client: the client's value for each of these scopes.
         strict: whether an endpoint must match the client in every scope.
     """
@@ -72,7 +74,7 @@ class LeftOut(Enum):
     FAILED = auto()
 
     def because(self, question: Question) -> str:
-        """Return the reason in words, for users."""
+        """Return the reason in words, for ``ztunnel explain``."""
         match self:
             case LeftOut.UNHEALTHY:
                 return "unhealthy"
@@ -93,7 +95,9 @@ class LeftOut(Enum):
 
 
 def question_of(service: Service, port: int, client: Workload, *, waypoint: bool, by_name: bool) -> Question:
-    """Return the question for choosing an endpoint of a service, dialled by its name or one of its addresses."""
+    """Return the key for choosing an endpoint. ``by_name`` is whether the client dialled the service's name, not
+    an address.
+    """
     balancing = service.load_balancing or _ANY_ENDPOINT
     ranks = balancing.mode in (BalancerMode.STRICT, BalancerMode.FAILOVER)
     if balancing.mode is BalancerMode.PASSTHROUGH and by_name:
@@ -132,8 +136,8 @@ def scope_of(workload: Workload, scope: Scope) -> str:
 def rank_of(question: Question, workload: Workload) -> int | None:
     """Return how well an endpoint matches a client (higher is better), or None if it must not be used.
 
-    The rank is the number of leading scopes that are equal. A network in the first place is an exception: an equal
-    network counts as much as all scopes together, and after a different network counting continues. With network,
+    The rank is the number of leading scopes in which both are equal. If the first scope is the network, an equal
+    network counts as much as all scopes together, and a different one does not end the count. With network,
     region, zone the ranks are: all equal 5, network and region 4, network 3, region and zone in another network 2,
     region 1, none 0.
     """
@@ -154,7 +158,7 @@ def rank_of(question: Question, workload: Workload) -> int | None:
 
 
 def _misfit(question: Question, service: Service, endpoint: Endpoint, workload: Workload) -> LeftOut | None:
-    """Return why an endpoint cannot serve the port for this client, or None if it can."""
+    """Return why an endpoint cannot serve the requested port for this client, or None if it can."""
     if question.port not in service.ports:
         if not question.waypoint or workload.application_tunnel is None:
             return LeftOut.NO_PORT
@@ -194,7 +198,7 @@ class Weighted:
         self._names.append(name)
         self._weights.append(0)
         number = len(self._names)
-        # A new node of the tree starts with the sum of the earlier nodes that it covers.
+        # A new node of the binary indexed tree starts with the sum of the earlier nodes that it covers.
         covered, start = 0, number - (number & -number)
         below = number - 1
         while below > start:
@@ -255,18 +259,18 @@ class Weighted:
 
 
 class Candidates:
-    """The candidate endpoints for one question, grouped by rank."""
+    """A candidate set: the usable endpoints for one question, grouped by rank."""
 
     def __init__(self, question: Question) -> None:
         self.question = question
         self._ranks: dict[int, Weighted] = {}
         self._rank_of: dict[WorkloadUid, int] = {}
         self._changed: set[WorkloadUid] | None = None
-        """Endpoints to check again before the next draw. None means all endpoints."""
+        """The endpoints to check again before the next choice. None means all endpoints."""
         self._preferred: dict[tuple[Labels, ...], Weighted | None] = {}
 
     def touch(self, uids: Collection[WorkloadUid] | None) -> None:
-        """Mark endpoints as changed. None marks all."""
+        """Mark endpoints as changed, so that they are checked again before the next choice. None marks all."""
         if uids is None:
             self._changed = None
         elif self._changed is not None:
@@ -275,10 +279,10 @@ class Candidates:
     def pick(
         self, mesh: Mesh, choose: Choose, avoid: Collection[WorkloadUid], prefer: tuple[Labels, ...] = ()
     ) -> WorkloadUid | None:
-        """Draw an endpoint by weight from the best rank. Return None if there are no candidates.
+        """Choose a random endpoint of the best rank, by weight. Return None if there are no candidates.
 
-        Endpoints in ``avoid`` are drawn only if no rank has any other endpoint. With ``prefer``, the best rank
-        with preferred endpoints is used, or ``prefer`` is ignored if no rank has preferred endpoints.
+        Endpoints in ``avoid`` are chosen only if no rank has any other endpoint. With ``prefer``, the best rank
+        that has preferred endpoints is used. If no rank has any, ``prefer`` is ignored.
         """
         if self._changed is None or self._changed:
             self._follow(mesh)
@@ -300,7 +304,7 @@ class Candidates:
         return self._ranks[best[0]].draw(choose)
 
     def best(self, mesh: Mesh) -> list[WorkloadUid]:
-        """Return the endpoints of the best rank. :meth:`pick` draws one of these."""
+        """Return the endpoints of the best rank, from which :meth:`pick` chooses."""
         if self._changed is None or self._changed:
             self._follow(mesh)
             self._preferred.clear()
@@ -358,7 +362,7 @@ class Candidates:
         Args:
             mesh: the current mesh.
             service: the service's current version, or None if it was removed.
-            endpoint: the endpoint, or None if the mesh does not offer it for connections.
+            endpoint: the endpoint, or None if it must not get connections, for example because it is unhealthy.
         """
         if service is None or endpoint is None:
             return None, LeftOut.UNHEALTHY
@@ -374,7 +378,7 @@ class Candidates:
         return workload, LeftOut.OTHER_SCOPE if rank is None else rank
 
     def left_out(self, mesh: Mesh, avoid: Collection[WorkloadUid]) -> Iterator[tuple[WorkloadUid, LeftOut]]:
-        """Yield each endpoint of the service that :meth:`pick` does not draw, and why."""
+        """Yield each endpoint of the service that :meth:`pick` never chooses, with the reason."""
         key = self.question.service
         service, serving = mesh.service(key), mesh.endpoints(key)
         ranked = {uid: self._ranked(mesh, service, serving.get(uid))[1] for uid in mesh.all_endpoints(key)}
@@ -420,7 +424,7 @@ def _draw_but(among: Weighted, choose: Choose, avoid: Collection[WorkloadUid]) -
 
 
 class _Balancer:
-    """The candidate sets of one mesh."""
+    """The cached candidate sets of one mesh."""
 
     def __init__(self) -> None:
         self._kept: dict[Question, Candidates] = {}
@@ -441,8 +445,8 @@ class _Balancer:
             for candidates in self._by_service.get(key, ()):
                 candidates.touch(uids)
         for key in changes.services:
-            # A question contains the service's port and preferences. Those of the old version are not looked up
-            # again, so their candidates are dropped.
+            # A candidate set's key contains properties of the service. The keys of a changed service are never
+            # looked up again, so their candidate sets are dropped.
             for candidates in self._by_service.pop(key, ()):
                 self._kept.pop(candidates.question, None)
 
@@ -451,8 +455,8 @@ _BALANCERS: "WeakKeyDictionary[Mesh, _Balancer]" = WeakKeyDictionary()
 
 
 def candidates_for(mesh: Mesh, question: Question) -> Candidates:
-    """Return the candidates for a question. Changes of endpoints update them; a changed service gets new
-    candidates.
+    """Return the candidate set for a question. It follows changes of endpoints. If the service itself changes, a
+    new set is created.
     """
     balancer = _BALANCERS.get(mesh)
     if balancer is None:

@@ -59,13 +59,14 @@ class CalicoAuthorizer(Authorizer):
         flow = _inbound_flow(workload, facts)
         self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
         await super().authorize(workload, facts, record, grace_s)
-        # Check again: while the connection waited for a policy of the mesh, Calico's policies can have changed,
-        # and their review skips connections that are not yet accepted.
+        # Check Calico's policies again: they can have changed while the connection waited for a policy of the
+        # mesh, and their review skips connections that are not accepted yet.
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
         self._require(decision, workload, facts, record)
 
     def _require(self, decision: Decision, workload: Workload, facts: ConnectionFacts, record: Record) -> None:
-        """Record the results of staged policies, and raise unless the decision is to allow.
+        """Record the results of staged policies in the record, and raise an error if the connection is not
+        allowed.
 
         Raises:
             Denied: the connection is not allowed.
@@ -133,7 +134,9 @@ class CalicoOutbound(Outbound):
         return await super()._dial(call, route, target)
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Check a live connection again. Calico's policies evaluate the flow to the endpoint dialled last."""
+        """Check an open connection again. Calico's policies evaluate its flow to the endpoint that was dialled
+        last.
+        """
         if entry.flow is not None:
             decision = self._calico.guard.check(c.Direction.EGRESS, entry.flow, counted=False)
             if not decision.allowed:
@@ -156,7 +159,7 @@ class CalicoOutbound(Outbound):
 
 
 def _policy_and_rule(decision: Decision) -> tuple[str, str]:
-    """Return ``TIER|POLICY`` and the rule that decided, for the log line about a denial."""
+    """Return ``TIER|POLICY`` and the deciding rule, for the log line about a denial."""
     fields = {name.removeprefix("policy."): value for name, value in decision.fields}
     policy = "|".join(filter(None, (fields.get("tier"), fields.get("name"))))
     return policy, fields.get("rule") or decision.verdict.message
@@ -166,8 +169,8 @@ def _inbound_flow(workload: Workload, facts: ConnectionFacts) -> c.Flow:
     peer = facts.peer
     principal = ""
     if peer is not None:
-        # A tunnel never gets an empty principal, even without an identity: an empty principal means plain text,
-        # which a rule can allow by address alone.
+        # A tunnel's principal is never empty, even without an identity. An empty principal means plain text, which
+        # a rule can allow by address alone.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return connection(facts.source, facts.destination, principal, str(workload.identity))
 
@@ -181,7 +184,7 @@ def _outbound_flow(call: PodCall, route: Route, target: SocketAddress, http_wayp
             port = int(route.authority.rpartition(":")[2])
             there = SocketAddress(target.host, port)
             identity = route.workload.identity
-            # The tunnel proves the identity, so no other workload can take the waypoint's place.
+            # The tunnel's handshake proves this identity, so no other workload can pose as the waypoint.
             waypoint = f"{identity.namespace}/{identity.service_account}"
             judging = isinstance(route, Tunnel) and route.waypoint and waypoint in http_waypoints
             return connection(

@@ -1,4 +1,4 @@
-"""The open connections of one pod by direction, and the tunnel connections that carry them.
+"""Groups one pod's open connections by direction, together with the tunnel connections that carry them.
 
 Each connection has an entry (:mod:`ztunnel.proxy.istio.path.pod_connection`) in the process's connection table
 (:mod:`ztunnel.proxy.dataplane.live_table`), added before policies are checked. Drain and stop wait until the
@@ -21,7 +21,8 @@ from ztunnel.proxy.istio.path.pod_connection import Carrier, PodConnection
 #: How long idle tunnel connections are kept open after GOAWAY: some round trips, and the second during which a
 #: server still accepts requests in flight (``ConnectionSettings.drain_grace_s``). A guess.
 _GOODBYE_S = 2.0
-#: How long a drain waits for a peer that reads none of its streams' last bytes, and how often the drain checks.
+#: How long a drain waits for a peer that has stopped reading the last bytes of ended streams, and how often it
+#: checks.
 _STALLED_S = 2.0  # a guess
 _CHECK_S = 0.02
 
@@ -56,8 +57,8 @@ class PodConnections:
     """
 
     def __init__(self, table: LiveTable) -> None:
-        # A review visits the groups in this order: connections before the tunnel connections that carry them,
-        # because ending a tunnel connection ends its tunnels too.
+        # A review of the connection table visits the groups in this order. Connections come before the tunnel
+        # connections that carry them, because ending a tunnel connection ends its tunnels, too.
         self.arriving: Lives[Life] = Lives(table)
         self.inbound: Lives[PodConnection] = Lives(table)
         self.outbound: Lives[PodConnection] = Lives(table)
@@ -67,12 +68,14 @@ class PodConnections:
 
     @property
     def groups(self) -> tuple[Lives[Any], ...]:
-        """All groups."""
+        """All groups of the pod's table entries."""
         return *self.ended_here, self.dialled
 
     @property
     def ended_here(self) -> tuple[Lives[Any], ...]:
-        """All groups except the dialled tunnel connections, which the pool closes."""
+        """The groups whose connections this object ends: all except the dialled tunnel connections, which the pool
+        closes.
+        """
         return self.arriving, self.inbound, self.outbound, self.carriers
 
     def descriptors(self) -> int:
@@ -83,7 +86,8 @@ class PodConnections:
         """The number of connections that are open now."""
         return len(self.inbound) + len(self.outbound)
 
-    # The order of a drain (see PodProxy.drain): begin_drain, listeners handed over, send_goaway, left, finish_all.
+    # PodProxy.drain calls begin_drain, leaves the ports to a successor, and then calls send_goaway, left and
+    # finish_all.
 
     def begin_drain(self) -> None:
         """Begin a drain: from now on, new tunnel connections send GOAWAY right after their handshake."""
@@ -95,15 +99,15 @@ class PodConnections:
         self.carriers.review(Event.DRAIN)
 
     async def left(self, until_s: float) -> int:
-        """Wait until every connection has ended, but no longer than until ``until_s`` on the event loop's clock.
+        """Wait until every connection has ended, at most until ``until_s`` on the event loop's clock.
 
         Returns:
             The number of remaining connections.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until_s):
-                # A peer can have requested a tunnel before our GOAWAY arrived, or can still be in its handshake:
-                # leave idle tunnel connections and handshakes open for some round trips.
+                # Leave idle tunnel connections and handshakes open for some round trips: a peer can have requested
+                # a tunnel before our GOAWAY reached it, or can still be in its handshake.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_GOODBYE_S):
                         await all_emptied(self.arriving, self.inbound, self.outbound, self.carriers)
@@ -112,10 +116,11 @@ class PodConnections:
         return len(self)
 
     async def _delivered(self) -> None:
-        """Wait until the last bytes of ended streams have arrived, or their peer has read nothing for
-        :data:`_STALLED_S`.
+        """Wait until peers have acknowledged the last bytes of ended streams, except peers that have read nothing
+        for :data:`_STALLED_S`.
 
-        A stream counts as ended once its last bytes are queued. Closing the connection then could discard them.
+        A stream already counts as ended when its last bytes are queued, so closing its connection then could
+        discard them.
         """
         loop = asyncio.get_running_loop()
         open_connections = [each.connection for each in (*self.carriers, *self.dialled) if each.connection]
@@ -140,14 +145,14 @@ class PodConnections:
             group.review(Event.DEADLINE, reason)
 
     def end_all(self, reason: str) -> None:
-        """End all connections now. The pod's phase changes, so that new connections are refused."""
+        """End all connections now, and refuse new ones."""
         self.phase = Phase.ENDED
         for group in self.ended_here:
             group.review(Event.STOP, reason)
 
     async def closed(self) -> None:
-        """Wait until all ended connections are closed. Those without a fiber close in the next iteration of the
-        event loop.
+        """Wait until all ended connections are closed. Some of them close only in the next iteration of the event
+        loop.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):

@@ -1,9 +1,9 @@
-"""Writes a log line about a connection denied by policy if no access line reports it.
+"""Writes a log line about each connection denied by policy, if access log lines are off.
 
 Access logs are often off (``RUST_LOG=info,access=off``), and then denials would be invisible. The line has the
 necessary facts: both workloads, the client's address and authenticated identity, the policy, and the deciding rule
 with its clause. It is rate-limited per pod, so that a retrying client does not fill the disk. Finding the rule
-costs one policy evaluation, and only for written lines.
+costs one policy evaluation, which is done only for lines that are written.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ztunnel.runtime.line_limit import LineLimit
 log = logging.getLogger(__name__)
 
 _NONE = "-"
-#: The number of ALLOW policies to name if none matches. The rest are only counted.
+#: If no ALLOW policy matches, a line names at most this many of them. The rest are only counted.
 _MOST_NAMED = 4
 
 
 class DenialLog:
-    """Writes the lines about the connections of one pod."""
+    """Writes the log lines about one pod's denied connections."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -37,9 +37,9 @@ class DenialLog:
 
     @property
     def wanted(self) -> bool:
-        """Whether the next denial gets a line: access lines are off, or ``AUTHZ_POLICY_INFO_LOGGING`` is set.
+        """Whether denials are logged here, because access lines are off, or ``AUTHZ_POLICY_INFO_LOGGING`` is set.
 
-        In the Rust ztunnel that variable logs each decision at level info.
+        In the Rust ztunnel, this variable makes each decision a line at level info.
         """
         node = self._node
         return node.logs.access_level > logging.ERROR or node.config.authz_info_logging
@@ -47,14 +47,14 @@ class DenialLog:
     def write(
         self, verb: str, workload: Workload | None, facts: ConnectionFacts, policy: str, rule: str | None = None
     ) -> None:
-        """Write a line if lines are enabled and the rate limit permits it.
+        """Write a line about a denial if such lines are enabled and the rate limit permits it.
 
         Args:
             verb: ``denied`` or ``ended``.
             workload: the destination workload, if it is known.
             facts: the connection's facts.
             policy: the deciding policy. Empty if no ALLOW policy matched.
-            rule: the deciding rule in words. ``None`` for a policy of the mesh, whose rule is then looked up here.
+            rule: the deciding rule in words. ``None`` for a policy of the mesh: its rule is looked up here.
         """
         if not (self.wanted and log.isEnabledFor(logging.INFO) and self._limit.admits()):
             return
@@ -90,8 +90,8 @@ class DenialLog:
 def deciding_rule(policy: AuthorizationPolicy, facts: ConnectionFacts) -> str:
     """Name the first rule of a policy that matches a connection, with its position and the deciding clause."""
     condition = policy.condition
-    # The compiled condition has one part per rule, unless the policy has a single rule or could not be fully
-    # understood.
+    # The compiled condition of a policy has one part per rule, unless the policy has only one rule or was not
+    # fully understood when it was compiled.
     parts = condition.conditions if isinstance(condition, AnyOf) and len(policy.rules) > 1 else (condition,)
     if len(parts) == max(1, len(policy.rules)):
         for place, part in enumerate(parts):

@@ -31,7 +31,7 @@ class EarlyDenials:
         self.limit = LineLimit(node.clock, _denials_left_out)
 
     def write(self, source: SocketAddress, local: SocketAddress, denial: EarlyDeny) -> None:
-        """Count the connection, and write a line if the rate limit permits."""
+        """Count a denied connection, and write its access log line if the rate limit permits."""
         node = self._node
         if self.limit.admits():
             Record(node, Direction.INBOUND, source, local).denied_early(denial)

@@ -43,11 +43,11 @@ from ztunnel.proxy.istio.path.route import (
 )
 
 Answer = dict[str, Any]
-#: Predicts the handshake of a client (``None`` if its workload is unknown) with a server that must have one of the
-#: given identities. Returns whether it can succeed, as far as this proxy can know, and why.
+#: Predicts the TLS handshake between a client (``None`` if its workload is unknown) and a server that must have
+#: one of the given identities. Returns whether it can succeed, as far as this proxy can know, and why.
 Handshake = Callable[[Workload | None, Workload, tuple[str, ...]], tuple[bool, str]]
 
-#: The number of endpoints and policies to print. The rest are only counted.
+#: At most this many endpoints and policies are printed. The rest are only counted.
 _MOST_SHOWN: Final = 32
 _DAY_S: Final = 86400
 _REFUSED: Final = "refused: "
@@ -66,11 +66,12 @@ class Question:
     """A hypothetical connection to explain.
 
     Attributes:
-        host: the local address of the source's socket.
-        source: the workload at ``host``. ``None``: a client outside the mesh, without a proxy to ask.
+        host: the client's address.
+        source: the workload at ``host``. ``None``: a client outside the mesh, which has no proxy.
         destination: the dialled address or name.
         identity: the identity in the client's certificate. Empty for plain text.
-        inbound: explain only the destination proxy's decision, for a client with exactly ``identity``.
+        inbound: whether to explain only the destination proxy's decision, about a client with exactly
+            ``identity``.
         captured: whether a ztunnel captures the source's connections. Otherwise the kernel routes them.
     """
 
@@ -89,7 +90,7 @@ class Surroundings:
     Attributes:
         network: the node's network.
         illegal_ports: the proxy's own ports in pods.
-        avoided: recently failed endpoints.
+        avoided: recently failed endpoints, which load balancing avoids.
         handshake: predicts TLS handshakes from certificates and revocation lists. ``None`` if there are none, as
             when explaining from a config dump.
     """
@@ -226,7 +227,7 @@ def _destination(name: str, namespace: str, around: Surroundings) -> str:
 
 
 def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, str]:
-    """Find a service by a name as applications write it; return it with its address in this network."""
+    """Find a service by its full or short name. Return it with its address in this network."""
     mesh = around.mesh
     names = (name, f"{name}{_CLUSTER_SUFFIX}", f"{name}.{namespace}{_CLUSTER_SUFFIX}")
     service = next(filter(None, (mesh.service_named(each, namespace or None) for each in names)), None)
@@ -239,7 +240,7 @@ def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, 
 
 
 def _only_port(name: str, namespace: str, around: Surroundings) -> SocketAddress:
-    """Return the address of a service with a single port."""
+    """Return the address and port of a service that has a single port."""
     if _address(name) is not None or _pod(name, around.mesh) is not None:
         raise BadQuestion(f"destination {name!r}: not HOST:PORT")
     service, host = _service(name, namespace, around)
@@ -250,8 +251,8 @@ def _only_port(name: str, namespace: str, around: Surroundings) -> SocketAddress
 
 
 def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> SocketAddress:
-    """Return the service address that a client must have dialled to reach an application's address, whose port
-    often differs.
+    """Return the service address that a client must have dialled to reach an application at ``endpoint``, IP:PORT.
+    The two ports often differ.
     """
     service, host = _service(name, namespace, around)
     try:
@@ -262,8 +263,8 @@ def _behind(name: str, namespace: str, endpoint: str, around: Surroundings) -> S
         return SocketAddress(host, reached.port)  # a tunnel to a waypoint names the dialled address
     workload = around.mesh.workload_at(around.network, reached.host)
     place = around.mesh.all_endpoints(service.key).get(workload.uid) if workload is not None else None
-    # If the endpoint is no longer in the service, use the service's port table, which has 0 for named target
-    # ports.
+    # If the endpoint has left the service, only the service's own port table remains, where named target ports are
+    # 0.
     for port, target in (*(place.ports.items() if place is not None else ()), *service.ports.items()):
         if target == reached.port:
             return SocketAddress(host, port)
@@ -314,8 +315,8 @@ def _outbound(asked: Question, source: Workload, around: Surroundings) -> Answer
 
 
 def _verdict(ways: list[tuple[bool, Answer]]) -> Answer:
-    """Combine the candidate endpoints (``ways``), each with whether it would accept the connection, into one
-    verdict.
+    """Combine the candidate endpoints (``ways``) into one verdict. Each comes with whether it would accept the
+    connection.
     """
     refused = [way for ok, way in ways if not ok]
     failures = {way.get("handshake", "") for way in refused}
@@ -332,7 +333,9 @@ def _verdict(ways: list[tuple[bool, Answer]]) -> Answer:
 
 
 def _uncaptured(asked: Question, source: Workload, around: Surroundings) -> Answer:
-    """Explain a connection not captured at the source: plain TCP to an endpoint chosen by the kernel."""
+    """Explain a connection that no ztunnel captures at the source: plain TCP to an endpoint chosen
+    by the kernel.
+    """
     mesh, port = around.mesh, asked.destination.port
     dialled = mesh.service_at(source.network, asked.destination.host, source.namespace)
     at = dialled or mesh.workload_at(source.network, asked.destination.host)
@@ -378,7 +381,7 @@ def _routes(
         asked: the connection.
         source: its workload.
         around: the proxy's mesh.
-        draws: receives the questions to the load balancer (:class:`Question`) about this connection.
+        draws: collects the questions to the load balancer (:class:`Draw`) about this connection.
     """
     client = Client(workload=source, host=asked.host, network=around.network)
     yielded: set[tuple[str, ...]] = set()
@@ -396,7 +399,7 @@ def _routes(
             except RouteRefused as refused:
                 return refused
 
-        # Failed endpoints are chosen only if every endpoint has failed. Then all of them are candidates.
+        # Recently failed endpoints are avoided, unless every endpoint has failed. Then all of them are candidates.
         failed = set(around.avoided)
         first = routed(failed)
         avoid = failed if first.workload is None or first.workload.uid not in failed else set()
@@ -412,8 +415,8 @@ def _drawn(
 ) -> Iterator[Route | RouteRefused]:
     """Yield the route for every endpoint that can be chosen.
 
-    Each chosen endpoint is then avoided, as after a failed attempt, so that the next best endpoint is chosen. This
-    ends when the chosen endpoint was already chosen, or had to be avoided.
+    After each choice, the chosen endpoint is avoided, as after a failed attempt, so that another one is chosen.
+    This ends when an avoided endpoint is chosen, because no other is left.
     """
     drawn = set(avoid)
     for _ in range(_MOST_SHOWN):
@@ -424,7 +427,7 @@ def _drawn(
             return
         if workload.uid in drawn:
             return
-        # The workload of a gateway is chosen in the same way.
+        # The gateway of a double tunnel is chosen in the same way.
         gateways = set(drawn)
         if not isinstance(route, DoubleTunnel):
             yield route
@@ -443,7 +446,7 @@ def _key(route: Route | RouteRefused) -> tuple[str, ...]:
 
 
 class _First:
-    """A fixed replacement for random numbers: returns a given number first, then always 0."""
+    """A deterministic replacement for random choices: returns a given number first, then always 0."""
 
     def __init__(self, first: int) -> None:
         self._next = first
@@ -454,7 +457,9 @@ class _First:
 
 
 def _first_draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
-    """Yield, for each waypoint of a service, a first random number that selects this waypoint."""
+    """Yield, for each waypoint of a service, the random number with which the weighted choice selects this
+    waypoint.
+    """
     service = mesh.service_at(source.network, asked.destination.host, source.namespace)
     start = 0
     for waypoint in service.weighted_waypoints if service is not None else ():
@@ -540,7 +545,9 @@ def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> 
 
 
 def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tuple[bool, Answer]:
-    """Return whether the destination's proxy would accept a connection, and why. Ignores the client's proxy."""
+    """Return whether the destination's proxy would accept a connection, and why. What the client's proxy would do
+    is ignored.
+    """
     destination = asked.destination
     if not asked.identity:
         return _plain_inbound(asked, workload, destination, around)
@@ -554,7 +561,7 @@ def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tupl
 def _shakes_hands(
     asked: Question, peer: Workload, expected: tuple[str, ...], around: Surroundings, answer: Answer
 ) -> bool:
-    """Return whether a TLS handshake would succeed, and add the reason to the answer."""
+    """Return whether the TLS handshake with the destination would succeed, and add the reason to the answer."""
     if around.handshake is None or not asked.identity:
         return True
     source = asked.source
@@ -567,7 +574,9 @@ def _shakes_hands(
 def _tunnel_inbound(
     asked: Question, workload: Workload, authority: str, host: str, around: Surroundings
 ) -> tuple[bool, Answer]:
-    """Return whether a workload's proxy would accept a tunnel, and why: handshake, request, policies."""
+    """Return whether a workload's proxy would accept a tunnel, and why. Checks its handshake, request and
+    policies.
+    """
     if not asked.identity:
         return False, {"refused": "tls handshake error: the client has no identity"}
     refused = foreign(workload.trust_domain, (asked.identity,))
@@ -601,7 +610,9 @@ def _plain_inbound(
 
 
 def _source_towards(asked: Question, host: str) -> SocketAddress:
-    """Return the client's address as seen by the next hop. Its family can differ from the dialled address."""
+    """Return the client's address as the next hop sees it. Its address family can differ from the dialled
+    address's.
+    """
     own = source_host(asked.source, asked.host, host) if asked.source is not None else None
     return SocketAddress(own or asked.host, 0)
 
@@ -615,7 +626,7 @@ def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) ->
         return False, answer | {"refused": refused}
     judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
     listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]
-    # Matching policies decide, so they are listed first. The other policies follow, up to the limit.
+    # The policies that match the connection decide, so they are listed first. The others follow, up to the limit.
     listed.sort(key=lambda each: not each["holds"])
     if listed:
         answer["policies"] = listed[:_MOST_SHOWN]

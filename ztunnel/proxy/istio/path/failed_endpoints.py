@@ -1,4 +1,6 @@
-"""Remembers endpoints that failed recently on this node. They are avoided if their service has others. Pure."""
+"""Remembers endpoints that failed recently on this node, so that connections avoid them if the service has others.
+Pure.
+"""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -13,7 +15,7 @@ _NONE: frozenset[WorkloadUid] = frozenset()
 
 
 class _Both(Collection[WorkloadUid]):
-    """A view of two collections as one, without copying them."""
+    """The union of two collections, as a view that copies neither."""
 
     __slots__ = ("_first", "_second")
 
@@ -39,8 +41,8 @@ class FailedEndpoints:
     """The endpoints that failed within :data:`AVOID_S`, at most 10,000."""
 
     def __init__(self) -> None:
-        # All entries are kept equally long, so they expire in the order of failure. A plain dict would be slow:
-        # finding its first key iterates over all keys that were removed before it.
+        # All entries are kept for the same time, so the oldest expires first. In a plain dict, finding the oldest
+        # key would be slow, because it iterates over all keys removed before it.
         self._until_s: OrderedDict[WorkloadUid, float] = OrderedDict()
 
     def __len__(self) -> int:

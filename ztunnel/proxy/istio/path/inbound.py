@@ -2,8 +2,8 @@
 
 The methods for both follow a connection top to bottom: the peer, its request, the policy check, the application,
 the bytes. Each connection has an entry in the connection table (:mod:`ztunnel.proxy.dataplane.live_table`) from
-the time it is accepted. :mod:`ztunnel.proxy.istio.path.admission` decides about requests, and
-:meth:`Inbound.verdict` checks live connections again.
+the time it is accepted. :mod:`ztunnel.proxy.istio.path.admission` decides about new requests, and
+:meth:`Inbound.verdict` checks open connections again after changes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def _seen(
 
 
 class Inbound(PlannedInbound):
-    """Inbound connections of one pod. Also implements ``NodeLocalTarget``, to accept node-local tunnels."""
+    """Serves the inbound connections of one pod. Also implements ``NodeLocalTarget``, to accept node-local
+    tunnels.
+    """
 
     def __init__(self, pod: PodContext, authorizer: Authorizer | None = None) -> None:
         authorizer = authorizer or Authorizer(pod.node)
@@ -95,8 +97,8 @@ class Inbound(PlannedInbound):
         self._node = pod.node
         self._admission = Admission(pod, self.authorizer)
         self._denials = EarlyDenials(pod.node)
-        # Not a method of this object: the handshake limiter outlives the pod's last connection, and would keep
-        # this object in a reference cycle.
+        # This callback is not a method of this object: the handshake limiter outlives the pod's last connection,
+        # and a method would create a reference cycle.
         rejected = partial(account_rejected, self._denials)
         self._limiter = pod.node.half_open.limiter(self._handshake_begins, rejected)
         pod.local.watch(self._mesh_changed)
@@ -114,7 +116,7 @@ class Inbound(PlannedInbound):
         self._pod.tasks.run(self._node.poller, self._plain(sock, peer), "inbound plaintext")
 
     def _count_socket(self, life: Life) -> None:
-        """Count a connection's socket as open until its table entry ends."""
+        """Count a connection's socket as open until the connection's table entry ends."""
         self._node.count_sockets("destination", +1)
         life.own(partial(self._node.count_sockets, "destination", -1))
 
@@ -204,7 +206,7 @@ class Inbound(PlannedInbound):
 
         def aborted(reason: str) -> None:
             if connections.end_carried(connection, reason) == 0 and reason == REVOKED:
-                # The tunnel connection carries no tunnel whose access line reports this, so log it here.
+                # Without tunnels on this connection, no access line reports the revocation, so log it here.
                 self._denials.write(peer.source, peer.local, EarlyDeny(reason, Reason.REVOKED))
             connection.abort(reason)
 
@@ -228,7 +230,7 @@ class Inbound(PlannedInbound):
     # Tunnel connections taken over from another process: see ztunnel.proxy.istio.handover
 
     def requests_of(self, peer: Peer) -> Requests:
-        """Return the function that handles requests on a peer's tunnel connection."""
+        """Return the handler for requests on a peer's tunnel connection."""
         return Requests(lambda request: self._request(peer, request), partial(self.take, peer))
 
     async def serve_moved(self, peer: Peer, requests: Requests, connection: Connection) -> None:
@@ -275,7 +277,8 @@ class Inbound(PlannedInbound):
                 method = head.method.decode("latin-1")
                 raise Refusal(400, EarlyDeny(f"expected method CONNECT, got {method}", Reason.BAD_REQUEST))
             tunnel = TunnelRequest((head.authority or b"").decode("latin-1"), forwarded_host(head.headers))
-            # Use the workload's current state: the tunnel connection can be older than the pod's policies.
+            # Look up the pod's workload for each request, because it can have changed since the tunnel connection
+            # was opened.
             labels = await self._pod.local.get()
             self._admission.describe_peer(record, peer, head.headers)
             enter_pod(record, labels)
@@ -305,8 +308,8 @@ class Inbound(PlannedInbound):
             failure = refusal.entered(record)
             request.refuse(refusal.status)
         except HboneError as error:
-            # The stream ended before the request was accepted. A reason is set if this proxy ended the stream on
-            # purpose.
+            # The stream ended before the request was accepted. If this proxy ended it on purpose, the entry has a
+            # reason.
             failure = of_reason(entry.reason) if entry.reason else broken(error)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason) if entry.reason else gave_up()
@@ -349,8 +352,8 @@ class Inbound(PlannedInbound):
             return None
         if pod.connections.phase is Phase.ENDED:
             return None  # the pod has stopped meanwhile, and a connection registered now would never be ended
-        # Each half keeps the other's certificate for later revocation lists, because there is no TLS connection to
-        # check.
+        # Without a TLS connection, each half keeps the other half's certificate, to check it against later
+        # revocation lists.
         request.outer.peer = there
         client = SocketAddress(host, request.outer.record.source.port)
         identity = own.issued.identity
@@ -394,7 +397,8 @@ class Inbound(PlannedInbound):
             raise ConnectRefused(refusal.status) from refusal
         except asyncio.CancelledError as error:
             failure = of_reason(entry.reason)
-            # After a policy's 401 the client must not try another endpoint. After other errors it can.
+            # The 401 of a policy keeps the client from trying another endpoint. After other errors the client can
+            # try one.
             if entry.reason == POLICY_CHANGE:
                 raise ConnectRefused(401) from error
             raise TunnelBroken(entry.reason or DRAINED, unprocessed=True) from error
@@ -409,7 +413,7 @@ class Inbound(PlannedInbound):
                 record.complete(failure)
 
     def _agree(self, client: WorkloadCertificate, server: WorkloadCertificate, expected: tuple[str, ...]) -> bool:
-        """Return whether a TLS handshake between the two certificates would succeed now."""
+        """Return whether a TLS handshake with these two certificates would succeed now."""
         now = datetime.fromtimestamp(self._node.clock.wall(), UTC)
         return not disagreement(client, server, expected, now)
 
@@ -486,7 +490,7 @@ class Inbound(PlannedInbound):
             self._pod.connections.inbound.review(Event.POLICIES)
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Check a live connection by the current revocation lists and policies."""
+        """Check an open connection again by the current revocation lists and policies."""
         if entry.peer_is_revoked(self._node.revocation_lists()):
             self._rejected()
             return Verdict(REVOKED)
@@ -506,8 +510,8 @@ class Inbound(PlannedInbound):
         return verdict
 
     def close(self) -> None:
-        """Close accepted connections whose handshake has not begun. Idempotent. All other connections are ended by
-        the pod's connection groups.
+        """Close accepted connections whose handshake has not begun. Idempotent. The pod's connection groups end
+        all other connections.
         """
         self._limiter.close()
 

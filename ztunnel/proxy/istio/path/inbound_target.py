@@ -1,4 +1,4 @@
-"""The target of a request that arrived through a tunnel: the application's address, and the service.
+"""Determines the target of an inbound tunnel request: the application's address, and the service.
 
 A CONNECT can name this pod's address or a service's hostname. The proxy dials only this pod. It refuses a request
 for an address other than the tunnel's own destination, unless this pod is the waypoint of the requested address.
@@ -55,7 +55,7 @@ def inbound_target(
     Args:
         authority: the request's authority. None if it was missing.
         workload: the destination pod's workload.
-        host: the pod address that the tunnel connection was opened to.
+        host: the pod's address, to which the tunnel connection was opened.
         mesh: the current mesh.
         network: the proxy's own network.
         illegal_ports: the proxy's own ports in the pod.
@@ -76,7 +76,7 @@ def inbound_target(
         if not _may_name(address.host, workload, host, mesh, network):
             raise RequestRefused(400, f"ip mismatch: {host} != {address.host}")
         target = InboundTarget(SocketAddress(host, wanted.port), address)
-    # The port of an application tunnel is not checked: it comes from configuration, not from the request.
+    # Only the requested port is checked. The port of an application tunnel comes from configuration.
     if target.address.port in illegal_ports:
         raise RequestRefused(503, RECURSIVE_CALL, Reason.RECURSIVE_CALL)
     tunnel = workload.application_tunnel
@@ -126,7 +126,7 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
         or workload.application_tunnel is not None
         or _is_waypoint_of(service, workload, host, mesh, network)
     ):
-        # Without this check, any client could choose the service for which its connections are counted.
+        # Without this check, a client could make its connections count for any service.
         raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)
@@ -142,8 +142,8 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
 
 
 def _may_name(wanted: str, workload: Workload, host: str, mesh: Mesh, network: str) -> bool:
-    """Return whether a tunnel to ``host`` can request another address, ``wanted``. If the application terminates
-    tunnels itself, always true: the application decides.
+    """Return whether a tunnel to ``host`` can request another address, ``wanted``. Always true if the application
+    terminates tunnels itself, because it then decides.
     """
     if wanted == host or workload.application_tunnel is not None:
         return True
@@ -173,8 +173,8 @@ def _is_waypoint(gateway: GatewayAddress, workload: Workload, host: str, mesh: M
 
 
 def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant: str | None) -> Service | None:
-    """Return the service that a connection is attributed to: the requested service, or else a service with the
-    dialled port.
+    """Return the service to which a connection is attributed: the requested service, or else a service of the
+    workload with the dialled port.
 
     Args:
         target: the application's address.

@@ -1,4 +1,4 @@
-"""Evaluates a workload's policies, and gives the text of a denial in access lines and in ``ztunnel explain``."""
+"""Evaluates a workload's policies, and formulates denials for access lines and ``ztunnel explain``."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from ztunnel.proxy.dataplane.reasons import Reason
 
 
 class Judgement(NamedTuple):
-    """The result of a workload's policies for a connection.
+    """The result of evaluating a workload's policies for a connection.
 
     Attributes:
         policy: the deciding or missing policy. Empty if none decided.
@@ -23,7 +23,9 @@ class Judgement(NamedTuple):
 
 
 def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
-    """Check a connection. A policy named by a workload but not yet received refuses every connection."""
+    """Evaluate a workload's policies for a connection. While a policy that the workload names is missing, every
+    connection is refused.
+    """
     if policies.missing:
         return Judgement(
             policies.missing[0], f"policy {policies.missing[0]} has not arrived", Reason.POLICY_MISSING

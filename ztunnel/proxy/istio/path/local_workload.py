@@ -1,4 +1,4 @@
-"""A pod's own workload, as described by the control plane."""
+"""Tracks the control plane's description of a pod's own workload."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _WAIT_S: Final = 5.0
 
 
 def _nothing() -> None:
-    """Do nothing. Stands in for the function that stops watching, while no workload is watched."""
+    """Do nothing. This replaces the function that stops watching the mesh, once it has been called."""
 
 
 class LocalWorkload:
@@ -53,7 +53,9 @@ class LocalWorkload:
         return self._last
 
     def watch(self, changed: Callable[[Workload], None]) -> None:
-        """Call ``changed`` with :attr:`last` after each change of the mesh, once the workload is known."""
+        """Call ``changed`` with :attr:`last` after each change of the mesh, unless the workload was never
+        described.
+        """
         self._watchers.append(changed)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Resolves host names of workloads without addresses on first use, and caches them for their time to live."""
+"""Resolves the host names of workloads that have no addresses, and caches the results for their time to live."""
 
 from collections import OrderedDict
 
@@ -11,7 +11,7 @@ _LEAST_S = 1.0
 
 
 class Names:
-    """A bounded cache in front of the resolver. The least recently used name is evicted first."""
+    """A resolver with a bounded cache. The least recently used name is evicted first."""
 
     def __init__(self, resolver: Resolver, clock: Clock) -> None:
         self._resolver = resolver

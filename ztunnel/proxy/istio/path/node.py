@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 #: The largest number of concurrently forwarded DNS queries of all pods together; each uses two sockets.
 DNS_QUERIES = 512
 
-#: Namespace, name and service account of a pod. Both ZDS and the mesh contain these, so pods can be matched with
+#: Namespace, name and service account of a pod. These are known from both ZDS and xDS, so pods can be matched with
 #: workloads.
 PodKey = tuple[str, str, str]
 
@@ -70,17 +70,18 @@ class Node:
             ``None`` if no addon needs names.
         log_pressure: delays new connections while the log is behind. ``None`` if lines are dropped instead.
         is_ours: see :class:`ztunnel.runtime.accepting.ListeningSocket`.
-        tell_open: called with the number of open sockets whenever it changes, for other processes that accept
-            from the same ports.
-        ask: requests a key from the control plane (on demand). ``None`` if the control plane sends the whole mesh.
+        tell_open: reports the number of open sockets after each change, to other processes that accept on the same
+            ports.
+        ask: requests a resource from the control plane, with on-demand xDS. ``None`` if the control plane sends
+            the whole mesh.
         pods: the pods of this node, for node-local tunnels; see :meth:`register`.
         pod_window_bytes: the budget in bytes for enlarging the windows of a pod's tunnel connections.
-        predecessor_ports: leaves new connections to a predecessor, as long as this process cannot serve them.
+        predecessor_ports: lets a predecessor accept new connections as long as this process cannot serve them.
         half_open: connections to pods whose handshake has not finished.
         descriptors: limits the file descriptors that each pod may use.
         baggage_labels: labels received in peers' baggage, limited per peer.
         dns_places: limits the pods' queries that wait for name servers.
-        asked: on-demand keys that the control plane has answered, including "does not exist".
+        asked: the on-demand resource names that the control plane has answered, including "does not exist".
         live: the table of all open connections of these pods.
         sampled_below: the threshold of trace sampling for :func:`hbone.tunnel_headers.format_traceparent`.
         warns_unmatched: whether access lines of connections that match no service or workload are logged as
@@ -124,7 +125,7 @@ class Node:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Context manager that measures how long a connection waits for ``what``, even if the wait fails."""
+        """A context manager that measures how long a connection waits for ``what``, even if the wait fails."""
         began_s = self.clock.monotonic()
         try:
             yield
@@ -175,14 +176,14 @@ class Node:
         return known
 
     def count_sockets(self, reporter: str, change: int) -> None:
-        """Add ``change``, which can be negative, to the number of open sockets of applications."""
+        """Change the number of open application sockets by ``change``, which can be negative."""
         number = self.metrics.sockets_open
         number[reporter] += change
         if self.tell_open is not None:
             self.tell_open(number["source"] + number["destination"])
 
     def forget(self, uids: Iterable[WorkloadUid]) -> None:
-        """Drop cached labels and failures of changed or removed workloads. Idempotent."""
+        """Drop the cached labels and recorded failures of changed or removed workloads. Idempotent."""
         for uid in uids:
             self._labels.pop(uid, None)
             self.failed_endpoints.clear(uid)
@@ -198,14 +199,15 @@ class Node:
         self.pods[pod_key(name)] = pod
 
     def unregister(self, name: PodName, pod: NodeLocalTarget) -> None:
-        """Remove a pod from :attr:`pods`. Idempotent. A newer pod with the same name stays."""
+        """Remove a pod from :attr:`pods`, but not a newer pod with the same name. Idempotent."""
         if self.pods.get(pod_key(name)) is pod:
             del self.pods[pod_key(name)]
 
     # Resources on demand
 
     async def ask_about(self, key: str) -> bool:
-        """Request a key from the control plane unless it was answered before. Return whether it was requested.
+        """Request a resource from the control plane, unless it has answered for this key before. Return whether it
+        was requested.
 
         Raises:
             TimeoutError: no answer arrived. The next call requests the key again. The caller must not treat the
@@ -247,7 +249,7 @@ def addons_of(node: Node) -> AddonProcess | None:
 
 
 def check_addons(config: IstioConfig) -> None:
-    """Check that the configured addons can be loaded, in a main process whose workers carry the connections.
+    """Check that the configured addons can be loaded. Called in the main process if workers carry the connections.
 
     Loads the addons once and stops them again, so that a faulty addon prevents the start instead of failing in
     every worker.

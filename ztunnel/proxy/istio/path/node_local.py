@@ -1,4 +1,4 @@
-"""Node-local tunnels between two pods: the values that the two halves exchange.
+"""Defines the values that the two halves of a node-local tunnel exchange.
 
 The outbound half sends a :class:`NodeLocalRequest`, and the inbound half of the other pod answers with an open
 connection to the application (:class:`InboundHalf`). Policies, baggage, log lines and metrics are the same as over
@@ -18,7 +18,7 @@ from ztunnel.proxy.istio.path.pod_connection import PodConnection
 
 
 class TunnelRequest(NamedTuple):
-    """The request for a node-local tunnel, the counterpart of a CONNECT.
+    """The request of a tunnel, as a CONNECT would carry it over the network.
 
     Attributes:
         authority: ``:authority``.
@@ -33,8 +33,8 @@ class NodeLocalRequest(NamedTuple):
     """The outbound half's request to open a node-local tunnel.
 
     Attributes:
-        outer: the outbound half's connection-table entry. Both halves count the same bytes, and each keeps the
-            other's certificate.
+        outer: the connection-table entry of the outbound half. The inbound half shares its byte counts, and stores
+            its own certificate there.
         labels: the labels of the client's pod.
         certificate: the client pod's certificate.
         identities: the identities that the client accepts from the server, as over the network.
@@ -65,11 +65,12 @@ class InboundHalf:
         self.entry = entry
 
     def finish(self, failure: Failed | None) -> Failed | None:
-        """Close the half and complete its record after the end of the relay. Called once, by the outbound half.
+        """Close the inbound half and complete its record after the relay has ended. Called once, by the outbound
+        half.
 
         Returns:
             The outbound half's failure. None if the inbound half was ended on purpose: over the network, the
-            client's proxy would then receive CANCEL, which is no failure.
+            client's proxy would receive CANCEL, which is not a failure.
         """
         ended_here = self.entry.reason
         self.entry.close()
@@ -83,7 +84,7 @@ class NodeLocalTarget(Protocol):
     """
 
     async def open_node_local(self, request: NodeLocalRequest) -> InboundHalf | None:
-        """Open the inbound half. Return ``None`` if the tunnel must go over the network.
+        """Open the inbound half of a node-local tunnel. Return ``None`` if the tunnel must go over the network.
 
         Raises:
             ConnectRefused: the request was refused, as it would be over the network.

@@ -22,8 +22,8 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 
 log = logging.getLogger(__name__)
 
-#: The longest delay between a mesh change and the first dial. The delay is random, and at least half as long. All
-#: clients of a service receive the change at the same time, and must not dial the new endpoint simultaneously.
+#: The longest delay between a mesh change and the first dial. The actual delay is random, from half of this: all
+#: clients of a service receive a new endpoint at the same time, and must not dial it simultaneously.
 _SPREAD_S: Final = 1.0
 
 
@@ -34,7 +34,7 @@ class OpenAhead:
         pod: the shared state of the pod.
         plans: the plans of the pod's connections.
         pool: the pool of the pod's tunnel connections.
-        most: while the pod has this many idle tunnel connections, no more are opened ahead.
+        most: no connections are opened ahead while the pod has this many idle tunnel connections.
     """
 
     def __init__(self, pod: PodContext, plans: Plans, pool: Pool, most: int) -> None:
@@ -72,7 +72,8 @@ class OpenAhead:
                 except PoolClosed:
                     return
                 except (HboneError, TproxyError, OSError) as error:
-                    # Debug level: the access line of the first connection to this endpoint will report the error.
+                    # This line is at level debug, because the first connection to this endpoint will report the
+                    # error anyway.
                     log.debug("not opened ahead target=%s error=%s", plan.target, error)
         finally:
             self._runs = False

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: How often to check whether the last bytes of an inner tunnel have been sent, in seconds (a guess).
+#: How often to check whether a double tunnel's last bytes have been sent, in seconds (a guess).
 _CHECK_S = 0.01
 #: The largest number of on-demand requests to the control plane for one routing decision.
 _MOST_QUESTIONS = 8
@@ -74,12 +74,12 @@ _DIAL_ERRORS = (HboneError, TproxyError, IdentityError, OSError)
 
 
 class OutboundUpstream(Upstream[Life]):
-    """The open connection or tunnel to the destination of a pod's connection.
+    """The open next hop of a pod's connection: a plain connection or a tunnel.
 
     Attributes:
         inbound_half: the inbound half, if the tunnel is node-local.
-        flush_inner: delivers bytes that have left ``end`` but are still in this process, inside a double tunnel.
-            ``None`` for other tunnels and connections.
+        flush_inner: for a double tunnel, delivers the bytes that were written to ``end`` but are still in this
+            process. Otherwise ``None``.
     """
 
     __slots__ = ("flush_inner", "inbound_half")
@@ -91,7 +91,7 @@ class OutboundUpstream(Upstream[Life]):
 
 
 class Beginning(NamedTuple):
-    """The decisions and attempts already made for a connection before its coroutine starts.
+    """The decision and the attempt already made for a connection before its coroutine starts.
 
     Attributes:
         route: the route of the first attempt.
@@ -105,7 +105,7 @@ class Beginning(NamedTuple):
 
     @property
     def target(self) -> SocketAddress:
-        """The address to dial first. A planned route never has a name to resolve."""
+        """The address to dial first. Planned routes have an address, never an unresolved name."""
         assert isinstance(self.route.target, SocketAddress)
         return self.route.target
 
@@ -128,7 +128,7 @@ class PodCall(NamedTuple):
 
 
 class Outbound(PlannedOutbound):
-    """Connections that one pod opens.
+    """Carries the connections that one pod opens.
 
     Args:
         pod: the shared state of the pod.
@@ -153,7 +153,7 @@ class Outbound(PlannedOutbound):
     def serve_soon(
         self, client: PlainSocket, source: SocketAddress, destination: SocketAddress, plan: Plan | None
     ) -> None:
-        """See :class:`~ztunnel.proxy.istio.path.planned.PlannedOutbound`."""
+        """Check an open connection again; see :class:`~ztunnel.proxy.istio.path.planned.PlannedOutbound`."""
         self._run(self._captured(client, source, destination, plan))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -217,8 +217,11 @@ class Outbound(PlannedOutbound):
         plan: Plan,
         error: Exception | None,
     ) -> None:
-        """Continue after a planned attempt; see :class:`~ztunnel.proxy.istio.path.planned.PlannedOutbound`."""
-        # A request that the peer has not processed is sent again, perhaps on another connection, as the pool does.
+        """Continue in a coroutine after the planned attempt; see
+        :class:`~ztunnel.proxy.istio.path.planned.PlannedOutbound`.
+        """
+        # If the peer has not processed the CONNECT, it is sent to the same endpoint again, perhaps on another
+        # connection, as the pool also does.
         repeats = isinstance(error, TunnelBroken) and error.unprocessed
         begun = Beginning(plan.route, None if repeats else error, opened=True)
         self._run(self._going_on(entry, client, destination, begun))
@@ -256,7 +259,7 @@ class Outbound(PlannedOutbound):
             record.complete(failure)
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Check a live connection again, by the current revocation lists."""
+        """Check an open connection again by the current revocation lists."""
         if entry.peer_is_revoked(self._node.revocation_lists()):
             self._node.metrics.crl_rejections["source"] += 1
             return Verdict(REVOKED)
@@ -287,8 +290,8 @@ class Outbound(PlannedOutbound):
 
                 near = observed(capture, entry, client, upstream.end, destination)
             running = relay(near, upstream.end, record.counts)
-            # A node-local tunnel has two table entries and one relay. Either half can be ended on purpose, by a
-            # policy or by the drain of its pod. The other half then ends as if CANCEL had arrived.
+            # A node-local tunnel has two table entries and one relay. A policy or the drain of a pod can end
+            # either half. The other half then ends as if CANCEL had arrived.
             entry.carried_by(running)
             if inbound_half is not None:
                 inbound_half.entry.carried_by(running, state=State.JOINED)
@@ -298,8 +301,8 @@ class Outbound(PlannedOutbound):
             if upstream.flush_inner is not None and not entry.reason:
                 await upstream.flush_inner()
         finally:
-            # The relay has forwarded each side's half-close as END_STREAM or FIN, and returned once both sides had
-            # ended. If a side is still open, there was an error, and closing that side reports it to the peer.
+            # The relay has forwarded half-closes as END_STREAM or FIN, and returns once both sides have ended. A
+            # side that is still open was cut short by an error, and closing it reports this to the peer.
             upstream.close()
             if inbound_half is not None:
                 failure = inbound_half.finish(failure)
@@ -308,7 +311,7 @@ class Outbound(PlannedOutbound):
     # Routing
 
     async def _open(self, call: PodCall, destination: SocketAddress, begun: Beginning | None) -> OutboundUpstream:
-        """Route and dial a connection. If an endpoint fails, try another.
+        """Route a connection and dial its next hop. If an endpoint fails, try another.
 
         Args:
             call: the connection.
@@ -322,7 +325,7 @@ class Outbound(PlannedOutbound):
         node, record, labels = self._node, call.entry.record, call.labels
         client = Client(workload=labels.workload, host=record.source.host, network=node.config.network)
         started_s = node.clock.monotonic()
-        # Without a type parameter: ``Attempts[...]()`` takes a microsecond longer.
+        # The type parameter is omitted, because ``Attempts[...]()`` takes a microsecond longer.
         attempts: Attempts[WorkloadUid] = Attempts(
             node.config.connect_retries, worth_another_endpoint, until_s=started_s + RETRY_WINDOW_S
         )
@@ -350,8 +353,8 @@ class Outbound(PlannedOutbound):
                     raise Failed(str(denial), denial.reason) from denial
                 raise
             if failure is not None:
-                # Without other endpoints, an avoided one is chosen again. If its address has already been tried,
-                # report the earlier failure.
+                # If no other endpoint is left, an avoided one is chosen again. If this connection has already
+                # tried its address, report the earlier failure.
                 if target in tried:
                     raise failure
                 node.metrics.connect_retries += 1
@@ -373,7 +376,7 @@ class Outbound(PlannedOutbound):
     def _attempt_failed(
         self, attempts: Attempts[WorkloadUid], error: Exception, route: Route, target: SocketAddress
     ) -> tuple[Failed, frozenset[SocketAddress]]:
-        """Count a failed attempt. Return its failure and its target if another attempt can follow.
+        """Count a failed attempt. If another attempt can follow, return the failure and the failed target.
 
         Raises:
             Failed: no further attempt is allowed.
@@ -383,8 +386,8 @@ class Outbound(PlannedOutbound):
         uid = route.workload.uid if route.workload is not None else None
         now_s = node.clock.monotonic()
         verdict = attempts.failed(error, now_s, uid)
-        # Other connections avoid the failed endpoint as well, unless retries are off: then every choice is final,
-        # as in the Rust ztunnel.
+        # Other connections avoid the failed endpoint, too. With retries off they do not: each choice is then
+        # final, as in the Rust ztunnel.
         if uid in attempts.avoid and node.config.connect_retries:
             node.failed_endpoints.add(uid, now_s)
         if isinstance(verdict, GiveUp):
@@ -474,8 +477,8 @@ class Outbound(PlannedOutbound):
         """Open a tunnel inside a tunnel. The inner HTTP/2 connection has its own TLS with the far side, and
         carries only this tunnel.
 
-        The inner connection uses one socket of a pair, and a relay connects the other socket to the outer tunnel.
-        This costs one more copy through the kernel, which is acceptable for traffic between networks.
+        The inner connection uses one end of a socket pair, and a relay copies between the other end and the outer
+        tunnel. The extra copy through the kernel is acceptable for traffic between networks.
         """
         node, entry = self._node, call.entry
         # The outer CONNECT carries none of the client's first bytes: they belong in the inner tunnel, after its
@@ -494,8 +497,8 @@ class Outbound(PlannedOutbound):
             carried: asyncio.Future[None] = node.poller.loop.create_future()
 
             def carrying_ended(_: RelayEnd) -> None:
-                # After a reset of the outer tunnel, only this close ends the inner connection, which would
-                # otherwise wait for its keepalive. It is scheduled, because this can run in the middle of a read.
+                # Without this close, the inner connection would notice a reset of the outer tunnel only by its
+                # keepalive. The close is scheduled, because this callback can run in the middle of a read.
                 node.poller.loop.call_soon(carrier.close)
                 if not carried.done():  # its waiter was cancelled
                     carried.set_result(None)
@@ -545,11 +548,12 @@ async def _flush_before_close(inner: Connection, near: socket.SocketType, carrie
     """Deliver the last bytes of an ended inner connection before closing the outer tunnel.
 
     Closing at once, like the Rust ztunnel, would lose the bytes in the socket pair, and a gateway drops
-    unforwarded bytes on a reset. Bytes from the far side are still read until it ends. No further bytes are sent.
+    unforwarded bytes on a reset. No further bytes are sent, but bytes from the far side are read until it ends.
     """
     inner.engine.goaway()
     inner.flush()
-    # Polls, because a connection has no callback for the sending of its last byte. Only this tunnel uses it.
+    # This polls, because a connection has no callback for its last sent byte. The inner connection carries only
+    # this tunnel.
     while inner.error is None and (inner.link.unsent_bytes or inner.engine.output.borrows):  # noqa: ASYNC110
         await asyncio.sleep(_CHECK_S)
     if inner.error is None:
@@ -562,7 +566,9 @@ async def _flush_before_close(inner: Connection, near: socket.SocketType, carrie
 
 
 def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> None:
-    """Write a routing decision to the record and the connection table, replacing the previous attempt's values."""
+    """Write a routing decision to the record and the connection-table entry, over the previous
+    attempt's values.
+    """
     entry = call.entry
     enter_route(entry.record, route, target, call.labels, node)
     entry.connection = entry.inner = entry.peer = None
@@ -572,7 +578,7 @@ def _note(call: PodCall, route: Route, target: SocketAddress, node: Node) -> Non
 
 
 def _learned(node: Node, record: Record, inner: Connection, headers: Headers) -> None:
-    """Record the far side of a double tunnel, as described by the headers of its answer."""
+    """Record the destination of a double tunnel, as described in the response headers of the inner CONNECT."""
     names = inner.facts.uri_sans if inner.facts is not None else ()
     record.destination_workload = None
     record.destination_identity = SpiffeId.parse(names[0]) if names else None
@@ -582,7 +588,7 @@ def _learned(node: Node, record: Record, inner: Connection, headers: Headers) ->
 
 
 def _request(authority: str, call: PodCall, node: Node) -> tuple[Header, ...]:
-    """Make the header fields of a CONNECT, in the Rust ztunnel's order."""
+    """Return the header fields of a CONNECT, in the Rust ztunnel's order."""
     record = call.entry.record
     service = record.service
     record.trace = format_traceparent(node.rng.getrandbits(192), node.sampled_below)

@@ -1,5 +1,5 @@
-"""Carries a captured connection as an event-driven object instead of a coroutine, as long as it only waits for the
-tunnel's far end.
+"""Carries a captured connection in an event-driven object instead of a coroutine, as long as it only waits for its
+tunnel.
 
 ===========  =======================================  ==================================================
 step         called when                              what it does
@@ -45,7 +45,7 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_dials import PodDials
 
 log = logging.getLogger("ztunnel.proxy.istio.path.outbound")
-#: Compiled code reads these constants without a look-up.
+#: Copied to module constants, which compiled code reads without an attribute look-up.
 _CLOSED: Final = State.CLOSED
 _DIALING: Final = State.DIALING
 
@@ -79,10 +79,10 @@ class PlannedOutbound:
         self._plans = plans
         self._sockets: PodDials = pod.sockets
 
-    # Implemented by the subclass
+    # Methods that the subclass implements
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Check a live connection again."""
+        """Check an open connection again, after a change of policies or revocation lists."""
         raise NotImplementedError
 
     def go_on(
@@ -95,7 +95,8 @@ class PlannedOutbound:
     ) -> None:
         """Continue with further attempts, in a coroutine that owns ``entry`` and ``client`` from now on.
 
-        Without an error, the first attempt has not been made yet, because an addon must decide first.
+        ``error`` is the failure of the first attempt. ``None``: it has not been made yet, because an addon must
+        decide first.
         """
         raise NotImplementedError
 
@@ -131,7 +132,7 @@ class PlannedOutbound:
     def plan(self, source: SocketAddress, destination: SocketAddress) -> Plan | None:
         """Return the plan for a connection, or ``None`` if it needs a coroutine.
 
-        A subclass overrides this if its decisions depend on more than a plan contains.
+        Subclasses whose decisions depend on facts outside plans override this.
         """
         node = self.node
         if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self._pod.is_tapped):
@@ -144,7 +145,9 @@ class PlannedOutbound:
 
 @final
 class PlannedConnection(PodConnection):
-    """One planned connection; see the module's table of steps. It owns and closes the client's socket."""
+    """One connection with a plan, carried in the steps of the module's table. It owns and closes the client's
+    socket.
+    """
 
     __slots__ = ("_aborted", "_client", "_destination", "_ended", "_error", "_owner", "_plan", "_tunnel")
 
@@ -198,7 +201,7 @@ class PlannedConnection(PodConnection):
         self._tunnel, self.connection = tunnel, tunnel.connection
         owner.answers.register(self, owner.poller.now_s)
 
-    # Events, possibly in the middle of a read
+    # Event callbacks, which can run in the middle of a read
 
     def _answered(self, tunnel: Tunnel | None, error: Exception | None) -> None:
         self._error = error
@@ -220,7 +223,9 @@ class PlannedConnection(PodConnection):
     # Steps
 
     def step(self) -> None:
-        """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
+        """Handle the last event: an answer, an error or the end of the relay; see
+        :class:`hbone.aio.poller.Steppable`.
+        """
         if self.state is _CLOSED or self._tunnel is None:
             return  # already closed, or a coroutine has taken over
         ended = self._ended

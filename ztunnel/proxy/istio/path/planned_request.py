@@ -1,4 +1,4 @@
-"""Carries a tunnel request to this pod as an event-driven object instead of a coroutine, as long as it only waits
+"""Carries a tunnel request to this pod in an event-driven object instead of a coroutine, as long as it only waits
 for the application.
 
 ======  =================================================  ================================================
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.istio.path.addons import PodAddons  # most proxies have no addons, which saves memory
 
 _DIAL_ERRORS: Final = (Failed, TproxyError, OSError)
-#: Compiled code reads these constants without a look-up.
+#: Copied to module constants, which compiled code reads without an attribute look-up.
 _CLOSED: Final = State.CLOSED
 _DIALING: Final = State.DIALING
 _IDENTIFIED: Final = State.IDENTIFIED
@@ -66,7 +66,7 @@ _IDENTIFIED: Final = State.IDENTIFIED
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PlannedInbound:
-    """Starts requests to one pod without a coroutine, if their decision is planned.
+    """Starts the requests to one pod, without a coroutine if there is a plan for the request.
 
     The base class of :class:`~ztunnel.proxy.istio.path.inbound.Inbound`, which carries all other requests.
 
@@ -92,13 +92,15 @@ class PlannedInbound:
         self._plans = plans
 
     def verdict(self, entry: PodConnection) -> Verdict:
-        """Check a live connection again. Implemented by the subclass."""
+        """Check an open connection again, after a change of policies or revocation lists. Implemented by the
+        subclass.
+        """
         raise NotImplementedError
 
     def take(self, peer: Peer, request: Request) -> PlannedRequest | None:
         """Start carrying a request without a coroutine. Return ``None`` if it needs one.
 
-        A subclass overrides this if its decisions depend on more than a plan contains.
+        Subclasses whose decisions depend on facts outside plans override this.
         """
         node = self.node
         if node.logs.access_level <= logging.DEBUG or (node.taps is not None and self.pod.is_tapped):
@@ -113,7 +115,9 @@ class PlannedInbound:
 
 @final
 class PlannedRequest(PodConnection):
-    """One planned request; see the module's table of steps. It owns and closes the application's socket."""
+    """One request with a plan, carried in the steps of the module's table. It owns and closes the application's
+    socket.
+    """
 
     __slots__ = (
         "_aborted",
@@ -177,7 +181,7 @@ class PlannedRequest(PodConnection):
             self._wait_for(dialled)
 
     def _dialled(self) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
-        """Dial the application. Return its connection, or a coroutine that returns it later.
+        """Dial the application. Return the connection if it is accepted at once, else a coroutine that returns it.
 
         Raises:
             TproxyError, OSError: the application cannot be reached.
@@ -210,7 +214,7 @@ class PlannedRequest(PodConnection):
             self._aborted = True
         self.step()
 
-    # Events, possibly in the middle of a read
+    # Event callbacks, which can run in the middle of a read
 
     def cancel(self, msg: str | None = None) -> None:
         """End the request, because the client reset it or its connection ended; see
@@ -256,8 +260,8 @@ class PlannedRequest(PodConnection):
         try:
             accepted = self._request.accept(((b"baggage", baggage),) if self._owner.node.config.baggage else ())
         except HboneError as error:
-            # The stream ended before the request was accepted. A reason is set if this proxy ended the stream on
-            # purpose.
+            # The stream ended before the request was accepted. If this proxy ended it on purpose, there is a
+            # reason.
             self._end(of_reason(self.reason) if self.reason else broken(error))
             return
         running = relay(accepted, application, self.record.counts, on_end=self._relay_ended)

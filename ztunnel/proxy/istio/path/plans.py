@@ -1,16 +1,17 @@
-"""Plans: decisions shared by all connections of a pod to one destination, made once per version of the mesh.
+"""Caches routing decisions as plans, which all of a pod's connections to one destination share, per version of the
+mesh.
 
-A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, with the derived values:
-the CONNECT, the pool's key, the fields of the log line and the metric series. Choosing an endpoint is not part of
-a plan. The plans of a destination form a small tree: each node is a load-balancing choice, each branch an endpoint
-that can be chosen, each leaf a plan. Each connection walks the tree with its own random choices.
+A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, together with values
+derived from it: the CONNECT, the pool's key, the log fields and the metric series. Choosing an endpoint is not
+part of a plan. The plans of a destination form a small tree: each node is a load-balancing choice, each branch an
+endpoint that can be chosen, each leaf a plan. Each connection walks the tree with its own random choices.
 
 A plan depends only on the mesh and the pod's own workload, and every change of the mesh drops all trees. Decisions
-are then made again, and an old plan is reused if its decision has not changed. Facts that change independently of
-the mesh (certificates, endpoints to avoid, pods of this node) are looked up for each connection.
+are then made again, and a plan is reused if its decision comes out equal. Facts that change independently of the
+mesh (certificates, endpoints to avoid, pods of this node) are looked up for each connection.
 
-A decision that waits or differs per connection has no plan: one with a name to resolve, a plain connection, a
-double tunnel, or a service with several waypoints.
+There is no plan for decisions that wait or differ per connection: a name to resolve, a plain connection, a double
+tunnel, or a service with several waypoints.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from ztunnel.proxy.istio.path.route import (
 )
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
-#: The largest number of trees (one per destination) and of plans, per pod.
+#: The largest number of cached trees (one per destination) and of plans, per pod.
 _MOST: Final = 4096
 #: The number of recent destinations per pod that :meth:`Plans.reachable` remembers.
 _MOST_USED: Final = 64
@@ -52,11 +53,11 @@ class Plan:
     """The values shared by all connections that open the same tunnel.
 
     Attributes:
-        route: the decision. Its target is ``target``.
+        route: the routing decision, whose target is an address.
         labels: the pod's labels.
         original: the dialled address as text, for the config dump.
         described: the attributes that the connections' records have in common.
-        here: the key of the destination pod if it can be on this node. ``None`` rules out a node-local tunnel.
+        here: the key of the destination pod, for a node-local tunnel. ``None`` if it cannot be on this node.
     """
 
     __slots__ = ("_block", "_host", "_key", "described", "here", "labels", "original", "route", "target")
@@ -88,7 +89,7 @@ class Plan:
         )
 
     def key(self, certificate: WorkloadCertificate) -> TunnelKey:
-        """Return the key of this tunnel in the connection pool, for the pod's current certificate."""
+        """Return the connection pool's key for this tunnel. It includes the pod's current certificate."""
         key = self._key
         if key is None or key.credentials is not certificate or key.generation != certificate.generation:
             key = self._key = tunnel_key(self.target, self.route.identities, certificate)
@@ -107,7 +108,9 @@ class Plan:
 
 
 class _Drawn:
-    """An inner node of a tree: a load-balancing choice, with a branch for each endpoint chosen so far."""
+    """An inner node of a destination's tree: a load-balancing choice, with a branch for each endpoint chosen so
+    far.
+    """
 
     __slots__ = ("branches", "candidates")
 
@@ -117,7 +120,7 @@ class _Drawn:
 
 
 class _NoPlan:
-    """A leaf for connections that cannot be planned."""
+    """A leaf of a destination's tree, for connections that cannot be planned."""
 
 
 _NO_PLAN: Final = _NoPlan()
@@ -147,12 +150,13 @@ class Plans:
         self._version = -1
         self._labels: WorkloadLabels | None = None
         self._trees: dict[tuple[str, SocketAddress], _Tree] = {}
-        #: The destinations of the latest decisions, for :meth:`reachable`.
+        #: The pod's most recent destinations, for :meth:`reachable`.
         self._used: OrderedDict[tuple[str, SocketAddress], None] = OrderedDict()
         self._made: dict[tuple[SocketAddress, SocketAddress, str], Plan] = {}
 
     def plan(self, host: str, destination: SocketAddress) -> Plan | None:
-        """Choose endpoints for a connection and return its plan, or ``None`` if it must be decided separately.
+        """Choose endpoints for a connection and return its plan, or ``None`` if the connection has to be routed on
+        its own.
 
         Args:
             host: the client's address.
@@ -179,14 +183,16 @@ class Plans:
         return tree if type(tree) is Plan else None
 
     def _follow(self, labels: WorkloadLabels) -> None:
-        """Drop all trees if the mesh or the pod's workload has changed since they were made."""
+        """Drop the cached trees of all destinations if the mesh or the pod's workload has changed since they were
+        made.
+        """
         version = self._node.mesh.version
         if version != self._version or labels is not self._labels:
             self._version, self._labels = version, labels
             self._trees.clear()
 
     def reachable(self) -> Iterator[Plan]:
-        """Yield a plan for each endpoint that new connections to the pod's recent destinations could be sent to.
+        """Yield a plan for each endpoint that new connections to the pod's recent destinations can reach.
 
         If a decision chooses twice (with a waypoint), only one result of the second choice is used.
         """
@@ -194,7 +200,8 @@ class Plans:
             version = self._node.mesh.version
             for uid in self._endpoints(host, destination):
                 labels = self._pod.local.known()
-                # The caller waits between two plans. After a change of the mesh, this list of endpoints is stale.
+                # The mesh can change while the caller waits between two plans. The list of endpoints is then
+                # stale.
                 if labels is None or self._node.mesh.version != version:
                     break
                 self._follow(labels)
@@ -203,7 +210,9 @@ class Plans:
                     yield tree
 
     def _endpoints(self, host: str, destination: SocketAddress) -> list[WorkloadUid | None]:
-        """Return each endpoint that can be a decision's first choice, or ``[None]`` if there is no choice."""
+        """Return the endpoints among which a destination's first load-balancing choice is made, or ``[None]``
+        without a choice.
+        """
         labels = self._pod.local.known()
         if labels is None:
             return []
@@ -221,7 +230,7 @@ class Plans:
             host: the client's address.
             destination: the dialled address.
             labels: the pod's labels.
-            drawn: the endpoints already chosen on the way through the tree. Further endpoints are chosen here.
+            drawn: the endpoints already chosen on the way from the tree's root. Endpoints chosen here are added.
         """
         node = self._node
         asked: list[tuple[Question, WorkloadUid | None]] = []
@@ -285,8 +294,8 @@ class Plans:
 
 
 def _same(one: Tunnel, other: Tunnel) -> bool:
-    """Return whether two decisions for the same target and authority are equal, including the workload's
-    description.
+    """Return whether two decisions with the same target and authority are equal in all other respects, such as the
+    workload.
     """
     return (
         one.workload is other.workload
@@ -299,9 +308,9 @@ def _same(one: Tunnel, other: Tunnel) -> bool:
 def enter_route(record: Record, route: Route, target: SocketAddress, labels: WorkloadLabels, node: Node) -> None:
     """Write a routing decision to a record, replacing the values of a previous attempt.
 
-    The endpoint of a double tunnel is unknown until its far side answers, so only the gateway is written. The
-    control plane names a workload behind the gateway, but it represents the whole remote network, and its identity
-    is not authenticated.
+    For a double tunnel only the gateway is written, because the endpoint is unknown until the far side answers.
+    The control plane names a workload behind the gateway, but that workload represents the whole remote network,
+    and its identity is not authenticated.
 
     Args:
         record: the connection's record.
@@ -318,7 +327,7 @@ def enter_route(record: Record, route: Route, target: SocketAddress, labels: Wor
     record.hbone_authority = "" if isinstance(route, Direct) else route.authority
     record.secured = not isinstance(route, Direct)
     if workload is not None:
-        # The destination's principal is recorded whether or not a handshake has proven it, as in the Rust ztunnel.
+        # As in the Rust ztunnel, the destination's principal is recorded even before a handshake has proven it.
         there = node.labels_of(workload)
         record.destination_labels, record.destination_identity = there.secured, there.identity
     if record.secured:

@@ -1,5 +1,5 @@
-"""Assembles the proxy of one pod from its parts (both directions, tunnels, connection groups, sockets), and stops
-this proxy.
+"""Assembles one pod's proxy from its parts: outbound, inbound, tunnels, connection groups and sockets. Starts and
+stops it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from ztunnel.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 
-#: The longest that a drained pod waits for answers to its last queries: the time after which clients repeat one
-#: (``timeout`` of resolv.conf(5)).
+#: The longest time that a draining pod's DNS proxy spends on its last queries. After this time clients repeat a
+#: query (``timeout`` of resolv.conf(5)).
 _ANSWERING_S = 5.0
 
 
 class Dns(Protocol):
-    """Resolves names for one pod: ``PodDns``, or in a worker an object that asks the main process."""
+    """Resolves names for one pod. Implemented by ``PodDns``, and in workers by an object that asks the main
+    process.
+    """
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
         """Return the first address of a name, or ``None``."""
 
     def leave(self) -> None:
-        """Leave the pod's new queries to a successor, if there is one. Idempotent."""
+        """Let a successor, if there is one, receive the pod's new queries. Idempotent."""
 
     async def finish(self, limit_s: float) -> None:
         """Answer the queries that have arrived, for at most ``limit_s``."""
@@ -82,14 +84,15 @@ class PodProxy:
             self._inbound = Inbound(context)
             self._outbound = Outbound(context, self._tunnels, resolve)
         else:
-            # Imported here to save memory: most proxies have no Calico policies.
+            # Imported only here to save memory: most proxies do not enforce Calico's policies.
             from ztunnel.proxy.istio.path.calico import CalicoInbound, CalicoOutbound
 
             self._inbound = CalicoInbound(context, node.policies)
             self._outbound = CalicoOutbound(context, self._tunnels, resolve, node.policies)
 
     async def start(self, bound: Sequence[Bound] | None = None) -> None:
-        """Start serving the pod's connections, and node-local tunnels to the pod. Stops again if this fails.
+        """Start serving the pod's connections, and node-local tunnels to the pod. If this fails, the pod is
+        stopped again.
 
         Args:
             bound: sockets bound by another process. This object becomes the owner. ``None``: bind here.
@@ -157,7 +160,9 @@ class PodProxy:
         return self.open_connections
 
     async def leave_ports(self) -> None:
-        """Leave new connections and queries to a successor, but accept those already queued. Idempotent."""
+        """Let a successor receive new connections and queries, but accept those already queued
+        here. Idempotent.
+        """
         if self._dns is not None:
             self._dns.leave()
         await self._sockets.hand_over()
@@ -184,8 +189,8 @@ class PodProxy:
     async def stop(self) -> None:
         """End all connections at once. Idempotent.
 
-        The first step prevents other pods from opening node-local tunnels to this pod, because no later step would
-        end a tunnel opened meanwhile.
+        First, other pods are prevented from opening node-local tunnels to this pod: a tunnel opened later would
+        not be ended.
         """
         self._node.unregister(self.name, self._inbound)
         self._sockets.close()
@@ -203,7 +208,9 @@ class PodProxy:
 
 
 def answering_s(left_s: float) -> float:
-    """Return for how long a pod's DNS answers queries that have arrived, ``left_s`` before the deadline."""
+    """Return for how many seconds a pod's DNS proxy may still answer queries, ``left_s`` before the drain's
+    deadline.
+    """
     return max(0.0, min(_ANSWERING_S, left_s))
 
 

@@ -1,4 +1,4 @@
-"""The entries of a pod's connections in the process's connection table."""
+"""Defines the connection-table entries of a pod's connections and tunnel connections."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PodConnection(Life):
     """One connection of a pod: a captured connection, or a request inside a tunnel connection.
 
     Args:
-        judged_by: returns the policies' verdict. Called only once :attr:`state` is past *identified*. ``None`` if
-            a subclass overrides :meth:`judge`.
+        judged_by: returns the policies' verdict on the connection. It is called only after the :attr:`state`
+            *identified*. ``None`` if a subclass overrides :meth:`judge`.
 
     Attributes:
         record: the connection's record for logs and metrics.
@@ -76,14 +76,14 @@ class PodConnection(Life):
         self.relay: Relay | None = None
 
     def carried_by(self, relay: Relay, *, state: State = State.OPEN) -> None:
-        """Enter ``state``. From now on ``relay`` carries the bytes, and ending the connection aborts the relay."""
+        """Record that ``relay`` now carries the bytes. From now on, ending the connection aborts the relay."""
         self.relay = relay
         self.opened(relay.abort, state=state, finish=relay.finish)
         if self.record.addons is not None:
             self.tell_addons()
 
     def tell_addons(self) -> None:
-        """Inform addons that the connection is open and relays bytes."""
+        """Notify the addons that the connection is open and relays bytes."""
         asked = self.record.asked or self.record.taken_over()
         if asked is not None:
             asked.opened(self, self.record.counts)
@@ -93,8 +93,8 @@ class PodConnection(Life):
         return self._judged_by(self)
 
     def peer_is_revoked(self, lists: RevocationLists | None) -> bool:
-        """Return whether the certificate of the inner connection's far end, or of a node-local tunnel's far pod,
-        is revoked. Other peers are checked through the entry of their tunnel connection.
+        """Return whether the peer of a double tunnel's inner connection, or of a node-local tunnel, has a revoked
+        certificate. The peers of other connections are checked in their tunnel connection's entry.
         """
         if lists is None:
             return False
@@ -109,7 +109,7 @@ class Carrier(Life):
 
     Args:
         lists: returns the revocation lists.
-        rejected: called to count a peer whose certificate turns out to be revoked.
+        rejected: called when the peer's certificate turns out to be revoked, to count this.
 
     Attributes:
         connection: the HTTP/2 connection, or ``None`` before its handshake is complete.
@@ -139,7 +139,7 @@ class Carrier(Life):
 
 
 def is_listed(lists: RevocationLists, connection: Connection) -> bool:
-    """Return whether a revocation list contains a certificate of the chain that the peer sent in its handshake."""
+    """Return whether a certificate in the chain that the peer sent in its handshake is revoked."""
     return (
         connection.facts is not None and bool(connection.facts.chain) and lists.is_revoked(connection.facts.chain)
     )

@@ -1,4 +1,4 @@
-"""The state shared by both directions of one pod's proxy."""
+"""Defines the state that the inbound and the outbound half of a pod's proxy share."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class PodContext:
 
     @property
     def client_settings(self) -> ConnectionSettings:
-        """Settings of the pod's outgoing tunnel connections."""
+        """The HTTP/2 settings of the pod's outgoing tunnel connections."""
         return replace(self.node.client_settings, windows=self.windows)
 
     @property
     def server_settings(self) -> ConnectionSettings:
-        """Settings of the tunnel connections that come to the pod."""
+        """The HTTP/2 settings of tunnel connections that peers open to the pod."""
         return replace(self.node.server_settings, windows=self.windows)
 
     @property
     def tap(self) -> Capture | None:
-        """The current tap of this pod, if any. Read once per connection."""
+        """The packet capture (tap) that currently runs for this pod, if any. Read once per connection."""
         taps = self.node.taps
         if taps is None:
             return None
@@ -60,7 +60,7 @@ class PodContext:
 
     @property
     def is_tapped(self) -> bool:
-        """Whether this pod has a tap now."""
+        """Whether a packet capture (tap) runs for this pod now."""
         return self.tap is not None
 
     async def certificate(self, workload: Workload) -> WorkloadCertificate:

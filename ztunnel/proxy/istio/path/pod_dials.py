@@ -20,7 +20,9 @@ from ztunnel.proxy.istio.path.socket_stock import SocketStock
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class PodDials:
-    """The base class of :class:`ztunnel.proxy.istio.path.pod_sockets.PodSockets`, with the same arguments."""
+    """Dials addresses from one pod, without a coroutine where possible. The base class of
+    :class:`ztunnel.proxy.istio.path.pod_sockets.PodSockets`, which describes the arguments.
+    """
 
     def __init__(self, node: Node, netns: Netns | None, *, only_tunnels: bool) -> None:
         config = node.config
@@ -35,18 +37,19 @@ class PodDials:
                 + config.socket.keepalive_retries * config.socket.keepalive_interval_s
             )
             self._options = ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit_s * 1000)),)
-        # A function, not a method: a method would create a reference cycle between the stock and this object.
+        # This is a partial function: a bound method would create a reference cycle between the stock and this
+        # object.
         made = partial(socket_calls.prepared, mark=self._mark, netns=netns, socket_options=self._options)
         self._stock = SocketStock(node.poller, made)
 
-    # Implemented by the subclass
+    # Methods that the subclass implements
 
     def redial(self, address: SocketAddress, source: str) -> Coroutine[Any, Any, PlainSocket]:
-        """Return a coroutine that dials ``address`` with several source ports."""
+        """Return a coroutine that dials ``address``, and tries further source ports if one is in use."""
         raise NotImplementedError
 
     def finished(self, end: PlainSocket, address: SocketAddress) -> Coroutine[Any, Any, PlainSocket]:
-        """Return a coroutine that completes the connect of ``end``, and returns it."""
+        """Return a coroutine that waits until ``end`` is connected to ``address``, and returns ``end``."""
         raise NotImplementedError
 
     # Connections
@@ -66,8 +69,8 @@ class PodDials:
     def dial_now(
         self, address: SocketAddress, *, source: str | None = None
     ) -> PlainSocket | Coroutine[Any, Any, PlainSocket]:
-        """Connect like ``PodSockets.dial``, but without a coroutine if the application accepts before this
-        returns.
+        """Connect like ``PodSockets.dial``, but return the connection itself, not a coroutine, if it is
+        established at once.
 
         This is usual within one machine, where the SYN-ACK arrives before connect(2) returns.
 
@@ -91,7 +94,9 @@ class PodDials:
         return self.finished(end, address)
 
     def when_lasting(self, end: PlainSocket) -> None:
-        """Enable keepalive after :data:`LASTING_S`. A connection that ends earlier saves 4 system calls."""
+        """Enable keepalive once the connection has lasted :data:`LASTING_S`. Shorter connections save 4 system
+        calls.
+        """
         if self._keepalive is None:
             return
         if self._keepalive.idle_s > LASTING_S:

@@ -32,13 +32,13 @@ from ztunnel.runtime.accepting import Accepted, Gate, ListeningSocket, hand_over
 log = logging.getLogger(__name__)
 
 BACKLOG = 1024
-#: The same as :data:`tproxy.sidecar.PASSTHROUGH`, repeated to avoid importing the modules that write nftables
+#: Equal to :data:`tproxy.sidecar.PASSTHROUGH`, which is not imported, to avoid loading the code for nftables
 #: rules.
 PASSTHROUGH4, PASSTHROUGH6 = "127.0.0.6", "::6"
 
 
 class Bound(NamedTuple):
-    """A socket bound to one of a pod's ports, but not listening yet.
+    """A socket that is bound to one of a pod's ports, but does not listen yet.
 
     Attributes:
         transparent: whether connections to applications can use the client's address.
@@ -139,7 +139,7 @@ class PodSockets(PodDials):
 
     Attributes:
         only_tunnels: see the argument.
-        preserves_source: by listening port, whether applications see the client's address.
+        preserves_source: for each listening port, whether applications get connections from the client's address.
     """
 
     def __init__(self, node: Node, netns: Netns | None, *, only_tunnels: bool = False) -> None:
@@ -162,7 +162,7 @@ class PodSockets(PodDials):
         Args:
             accepted: callback for the connections of a port.
             bound: sockets bound by another process. This object becomes the owner. ``None``: bind here.
-            gate: checked before each connection.
+            gate: decides before each connection whether it may be accepted now.
 
         Raises:
             TproxyError: a port is taken, or a capability is missing.
@@ -181,9 +181,9 @@ class PodSockets(PodDials):
             node.predecessor_ports.listening(listener.sock)
 
     async def hand_over(self) -> None:
-        """Leave new connections to a successor, accept already queued connections, then close.
+        """Let a successor receive new connections, accept the queued ones, and only then close the listeners.
 
-        The order matters, because closing a listener resets its queued connections.
+        The order matters, because closing a listener resets the connections in its queue.
         """
         await hand_over(self._listening)
         self.close()

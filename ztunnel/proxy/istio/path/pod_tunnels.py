@@ -24,7 +24,8 @@ from ztunnel.proxy.istio.path.pod_connection import Carrier, is_listed
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_sockets import PodSockets
 
-#: The pool key of a pod's tunnels: its certificate, and the identities accepted from the far end.
+#: The connection pool's key for a tunnel: the target, the pod's certificate, and the identities accepted from the
+#: peer.
 TunnelKey = PoolKey[WorkloadCertificate, tuple[str, ...]]
 
 
@@ -34,7 +35,8 @@ def tunnel_key(target: SocketAddress, identities: tuple[str, ...], certificate: 
 
 
 class PodTunnels:
-    """The tunnels of one pod. Their connections use the pod's certificate and are not shared with other pods.
+    """Opens the tunnels of one pod. The tunnel connections use the pod's certificate and are not shared with other
+    pods.
 
     Attributes:
         pool: the connection pool, keyed by :func:`tunnel_key`.
@@ -44,7 +46,8 @@ class PodTunnels:
         config = pod.node.config
         self._node = pod.node
         self._connections = pod.connections
-        # A function, not a method: a method would create a reference cycle between the pool and this object.
+        # This is a partial function: a bound method would create a reference cycle between the pool and this
+        # object.
         self.pool = Pool(
             partial(_dial, pod.node, pod.connections, pod.sockets, pod.client_settings),
             pod.node.poller,
@@ -62,8 +65,8 @@ class PodTunnels:
         request: Iterable[Header],
         client: PlainSocket | None,
     ) -> Awaitable[Tunnel]:
-        """Open a tunnel, on an existing connection if one has room. Await the result once; the caller closes the
-        tunnel.
+        """Open a tunnel, on an existing tunnel connection if one has room. The caller awaits the result once, and
+        closes the tunnel.
 
         Args:
             target: the address of the tunnel's far end.

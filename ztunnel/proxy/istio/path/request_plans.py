@@ -1,5 +1,5 @@
-"""Plans for requests: one decision serves all requests of a tunnel connection to the same authority, per version
-of the mesh.
+"""Caches decisions about tunnel requests as plans: all requests of a tunnel connection to one authority share a
+plan, per version of the mesh.
 
 All requests of a tunnel connection have the same source address and peer identity. So two requests with equal
 authority, service and network have the same target, policy verdict, labels and metric series. A plan holds these
@@ -37,12 +37,12 @@ _NO_CERTIFICATE: Final = PeerCertificate()
 _MOST: Final = 64
 
 
-#: The parts of a request that a plan depends on: authority, service and network.
+#: The parts of a request on which a plan depends: authority, service and network.
 _Asked: TypeAlias = tuple[bytes | None, str | None, bytes | None]
 
 
 class _Decision(NamedTuple):
-    """The parts of a decision, which are compared one by one."""
+    """The decision about a request. Its parts are compared one by one with those of a later decision."""
 
     address: SocketAddress
     service: Service | None
@@ -66,9 +66,9 @@ class RequestPlan:
         version: the mesh's version at the decision.
         decision: the target, the service, the two workloads, and the policy that allows the requests.
         facts: the facts that policies evaluate.
-        described: the attributes that the requests' records have in common.
+        described: the attributes that are equal in the records of all these requests.
         meant: the host name of the service that the client dialled, for the config dump.
-        source: the address to dial the application from. ``None``: the kernel chooses.
+        source: the source address for dialling the application. ``None``: the kernel chooses.
     """
 
     __slots__ = ("decision", "described", "facts", "meant", "source", "version")
@@ -121,7 +121,7 @@ class RequestPlans:
         self._illegal_ports = illegal_ports
 
     def plan(self, peer: Peer, head: RequestHead) -> RequestPlan | None:
-        """Return the plan of a request, or ``None`` if it must be decided separately."""
+        """Return the plan for a request, or ``None`` if the request has to be decided on its own."""
         if head.method != b"CONNECT" or head.protocol is not None:
             return None
         labels = self._pod.local.known()
@@ -193,8 +193,9 @@ def _asked(head: RequestHead) -> _Asked:
 def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Workload | None:
     """Return the client's workload, or ``None`` if the control plane does not describe it.
 
-    A request through a gateway has the gateway's address. But a peer whose certificate belongs to the workload at
-    its own address is that workload, regardless of what it forwards.
+    Usually this is the workload at the peer's address. ``None`` if the request was forwarded from another network
+    by a gateway, whose address is not the client's. If the peer's certificate belongs to the workload at its
+    address, the peer is that workload, whatever its headers claim.
 
     Args:
         peer: the other end of the tunnel connection.
@@ -226,7 +227,7 @@ def enter_client(record: Record, workload: Workload, identity: SpiffeId | None, 
 
 
 def enter_pod(record: Record, labels: WorkloadLabels) -> None:
-    """Write this pod's side of a tunnel to a record."""
+    """Write this pod's attributes to a record, as the destination of a tunnel."""
     record.secured = True
     record.destination_workload = labels.workload
     record.destination_labels = labels.secured
@@ -234,7 +235,9 @@ def enter_pod(record: Record, labels: WorkloadLabels) -> None:
 
 
 def enter_trace(record: Record, request: Request, node: Node) -> None:
-    """Write a request's trace to its record, and for a connection's first request to the handshake's exemplar."""
+    """Write a request's trace to its record. The trace of a connection's first request also becomes the exemplar
+    of its handshake duration.
+    """
     record.trace = first(request.head.headers, b"traceparent") or b""
     connection = request.connection
     if connection.handshake_s:

@@ -1,12 +1,12 @@
 """Decides where a pod's connection goes in an Istio mesh. Pure.
 
-Follows the Rust ztunnel's routing of outbound connections. The caller resolves host names and dials. If an attempt
-fails before the endpoint answers, the caller calls again with the failed endpoint in ``avoid``.
+Follows the Rust ztunnel's routing of outbound connections. The caller resolves host names and dials. If an
+endpoint fails before it answers, the caller calls :func:`route_for` again with this endpoint in ``avoid``.
 
 :func:`route_for` is the table of decisions, row by row. The functions below it find the object at an address,
-choose a service's endpoint (``balance.py``) with its port and address, and find waypoints and gateways. Two
-look-ups differ on purpose if an address belongs to a workload and a service: the check for a waypoint uses the
-workload, and the choice of an endpoint uses the service.
+choose a service's endpoint (``balance.py``) with its port and address, and find waypoints and gateways. If an
+address belongs to a workload and to a service, the check for a waypoint uses the workload, but the choice of an
+endpoint uses the service. This difference is on purpose.
 """
 
 from collections.abc import Callable, Collection
@@ -79,7 +79,9 @@ class Tunnel:
     waypoint: bool = False
 
     def at(self, host: str) -> "Tunnel":
-        """Return the same tunnel with its target's name resolved. A tunnel to an address is unchanged."""
+        """Return this tunnel with its target's name resolved to ``host``. A tunnel to an address is returned
+        unchanged.
+        """
         if not isinstance(self.target, Named):
             return self
         authority = self.authority
@@ -112,7 +114,7 @@ class DoubleTunnel:
 
 Route = Direct | Tunnel | DoubleTunnel
 
-#: Returns the endpoint of a service for a connection, or None if there is none.
+#: A function that chooses the endpoint of a service for a connection, or returns None if there is none.
 Draw = Callable[[Question], WorkloadUid | None]
 
 
@@ -120,9 +122,8 @@ class RouteRefused(EarlyDeny):
     """No route exists.
 
     Attributes:
-        workload: the unreachable workload, if one was found or chosen. Other endpoints of a service can be
-        reachable.
-        because: a further reason, for an explanation only.
+        workload: the unreachable workload, if one was chosen. Other endpoints of the service can be reachable.
+        because: a more precise reason, shown only by ``ztunnel explain``.
     """
 
     def __init__(self, text: str, reason: Reason, workload: Workload | None = None, because: str = "") -> None:
@@ -132,7 +133,9 @@ class RouteRefused(EarlyDeny):
 
 
 class Missing(Exception):
-    """With on-demand configuration, ``key`` must be requested first (``network/ip``, uid or ``ns/hostname``)."""
+    """With on-demand xDS, the caller must first request the resource ``key`` (``network/ip``, uid or
+    ``ns/hostname``).
+    """
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -180,22 +183,21 @@ def route_for(
         mesh: the current mesh.
         choose: returns a random number below its argument.
         avoid: recently failed endpoints, used only if there are no others.
-        known: returns whether a key was already requested, for on-demand configuration. ``None`` if the mesh is
-            complete.
+        known: with on-demand xDS, returns whether a key was already requested. ``None`` if the mesh is complete.
         prefer: restricts the choice among the dialled service's endpoints; see
             :func:`~ztunnel.proxy.istio.path.balance.pick`.
-        draw: returns the endpoint for each question, instead of a random choice by ``choose`` and ``avoid``.
+        draw: chooses the endpoint for each question, instead of a random choice by ``choose`` and ``avoid``.
 
     Raises:
         RouteRefused: no route exists.
-        Missing: with on-demand configuration, a key must be requested first.
+        Missing: with on-demand xDS, a resource must be requested first.
     """
     search = _Search(client, destination, mesh, choose, avoid, known, prefer, draw)
     source = client.workload
 
-    # A service with a waypoint: the waypoint decides for all workloads of the service. Rows 1 to 3. Exception: a
-    # captured waypoint that dials its own service has already decided (the Rust ztunnel would send its connection
-    # back to itself in an endless loop).
+    # Rows 1 to 3: a service with a waypoint. The waypoint decides for all workloads of the service. The exception
+    # is a captured waypoint that dials its own service, because it has already decided. (The Rust ztunnel would
+    # send this connection back to the waypoint in an endless loop.)
     dialled = search.at(client.network, destination.host)
     gateway = search.waypoint_of(dialled) if isinstance(dialled, Service) else None
     if isinstance(dialled, Service) and gateway is not None and not search.is_client(gateway):
@@ -204,8 +206,8 @@ def route_for(
             return search.through_gateway(waypoint, dialled)
         return _to_waypoint(waypoint, destination, dialled)
 
-    # No workload to connect to: a service without endpoints is down, and an address without a service is outside
-    # the mesh and passes through. Rows 4 and 5.
+    # Rows 4 and 5: no workload is found. Connections to a service without endpoints fail. An address without a
+    # service is outside the mesh, and connections to it pass through.
     found, service = search.upstream()
     if found is None:
         service = service or (dialled if isinstance(dialled, Service) else None)
@@ -214,14 +216,14 @@ def route_for(
             raise RouteRefused(f"no healthy upstream: {destination}", Reason.NO_ENDPOINT, because=because)
         return Direct(target=destination)
 
-    # Another network is reached through its gateway, which accepts only services. Row 6.
+    # Row 6: a workload in another network is reached through that network's gateway, which accepts only services.
     if found.workload.network != source.network:
         if found.service is None:
             raise RouteRefused(f"no service for target address: {destination}", Reason.NO_ROUTE, found.workload)
         return search.through_gateway(found, found.service)
 
-    # Traffic to a service uses the service's waypoint only. A workload's waypoint serves clients that dial the
-    # workload itself. Row 7.
+    # Row 7: a workload with a waypoint, which is used only by clients that dial the workload itself. Traffic to a
+    # service uses only the service's waypoint.
     gateway = found.workload.waypoint
     if found.service is None and gateway is not None and not search.is_client(gateway):
         waypoint = search.waypoint(gateway)
@@ -229,7 +231,7 @@ def route_for(
             raise RouteRefused(f"no service for target address: {destination}", Reason.NO_ROUTE, waypoint.workload)
         return _to_waypoint(waypoint, destination, None)
 
-    # The workload itself. Rows 8 and 9.
+    # Rows 8 and 9: connect to the workload itself.
     target = found.target()
     if found.workload.protocol is not Protocol.HBONE:
         return Direct(target=target, workload=found.workload, service=found.service)
@@ -273,12 +275,12 @@ class _Upstream:
 
     @property
     def service_identities(self) -> tuple[str, ...]:
-        """The identities that the service allows for its endpoints, without names that are no valid identities."""
+        """The identities that the service allows for its endpoints. Invalid SPIFFE ids are left out."""
         return tuple(_identities(self.service.subject_alt_names)) if self.service is not None else ()
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """The identities that the workload can present."""
+        """The identities accepted from the workload: its own, and those that the service allows."""
         return (*self.service_identities, str(self.workload.identity))
 
     def target(self) -> Target:
@@ -301,7 +303,7 @@ class _Upstream:
 
 
 def _no_way(workload: Workload) -> RouteRefused:
-    """Return the refusal of a connection to an unreachable workload."""
+    """Return the error for a connection to a workload that cannot be reached."""
     shown = workload.name or workload.uid
     return RouteRefused(f"no valid routing destination for workload: {shown}", Reason.NO_ROUTE, workload)
 
@@ -322,7 +324,7 @@ def _family(host: str) -> int:
 
 @dataclass(slots=True)
 class _Search:
-    """The mesh look-ups for one routing decision."""
+    """Looks up the mesh's resources for one routing decision."""
 
     client: Client
     destination: SocketAddress
@@ -334,7 +336,7 @@ class _Search:
     draw: Draw | None
 
     def at(self, network: str, host: str) -> Workload | Service | None:
-        """Return the workload at an address, or else the service."""
+        """Return the workload at an address, or else the service at this address."""
         found = self.mesh.workload_at(network, host) or self._service_at(network, host)
         if found is None:
             self._ask(f"{network}/{host}")
@@ -350,7 +352,9 @@ class _Search:
     # The workload to connect to
 
     def upstream(self) -> "tuple[_Upstream | None, Service | None]":
-        """Return the workload to connect to for the dialled address, and the service at this address, if any."""
+        """Return the workload that a connection to the dialled address goes to, and the service at this address,
+        if any.
+        """
         network, destination = self.client.workload.network, self.destination
         if network != self.client.network:
             self.at(network, destination.host)  # raises Missing if the address must be requested first
@@ -378,7 +382,7 @@ class _Search:
         if self.draw is not None:
             uid = self.draw(question)
         else:
-            # Preferences do not apply to waypoints and gateways, whose instances are interchangeable.
+            # Addons' preferences do not apply to waypoints and gateways, whose instances are interchangeable.
             prefer = () if waypoint or by_name else self.prefer
             uid = pick(self.mesh, question, self.choose, self.avoid, prefer)
         workload = self.mesh.workload(uid) if uid is not None else None
@@ -392,7 +396,7 @@ class _Search:
     # Waypoints and gateways
 
     def waypoint_of(self, service: Service) -> GatewayAddress | None:
-        """Return the service's waypoint, chosen by weight if there are several."""
+        """Return a reference to the service's waypoint, chosen by weight if there are several."""
         weighted = service.weighted_waypoints
         total = sum(waypoint.weight for waypoint in weighted)
         if not total:
@@ -405,7 +409,7 @@ class _Search:
         raise AssertionError("a draw lies below the sum of the weights")
 
     def waypoint(self, gateway: GatewayAddress) -> _Upstream:
-        """Return the workload of a waypoint to use.
+        """Return the workload of a waypoint to which the tunnel goes.
 
         Raises:
             RouteRefused: the waypoint has no usable workload.

@@ -1,5 +1,5 @@
-"""Creates a pod's sockets ahead of need, several at a time, because each visit to the pod's network namespace
-costs two system calls.
+"""Creates a pod's sockets in advance, several at a time, because entering the pod's network namespace and leaving
+it costs two system calls.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from hbone.aio.poller import Poller
 
 _FEWEST: Final = 2
 _MOST: Final = 16
-#: The sockets in stock are closed after none was taken for this long, or up to twice as long.
+#: The stock is closed after no socket was taken for this long. The timer can delay this to twice the time.
 _IDLE_S: Final = 10.0
 #: If a batch is used up within this time, the next batch is twice as large.
 _SHORT_S: Final = 0.1
 
-#: Makes sockets. The arguments are their number and the IP version.
+#: A function that creates sockets. Its arguments are their number and the IP version.
 Make = Callable[[int, int], list[socket.SocketType]]
 
 
 class SocketStock:
-    """A stock of unconnected sockets, by IP version. Its owner closes it with the pod.
+    """A stock of unconnected sockets, by IP version. The owner closes it when the pod ends.
 
     Args:
         poller: provides the clock and the timer.

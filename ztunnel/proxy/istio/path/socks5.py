@@ -12,15 +12,16 @@ _VERSION, _NO_AUTHENTICATION, _NONE_ACCEPTABLE = 5, 0, 0xFF
 _CONNECT = 1
 _IPV4, _NAME, _IPV6 = 1, 3, 4
 SUCCEEDED, GENERAL_FAILURE, HOST_UNREACHABLE, COMMAND_NOT_SUPPORTED = 0, 1, 4, 7
-#: Bytes to discard before a close. A greeting and a request are at most 257 and 262 bytes (RFC 1928, 3 and 4).
+#: At most this many unread bytes are discarded before a close. A greeting and a request are at most 257 and 262
+#: bytes (RFC 1928, 3 and 4).
 MOST_BYTES = 4096
 _TIMEOUT_S = 5.0
-#: The time limit for resolving a name. Resolvers take longer to give up on a nonexistent one.
+#: The time limit for resolving a name. A resolver can try for longer if a name does not exist.
 _LOOKUP_S = 5.0
 
 
 class Resolve(Protocol):
-    """Resolves a name like a query from the pod."""
+    """Resolves a name as for a DNS query from the pod."""
 
     async def __call__(self, name: str, *, ipv6: bool) -> str | None:
         """Return the first address, or None if the name has no address or this proxy serves no DNS."""
@@ -33,12 +34,12 @@ class _Refused(Exception):
 
 
 def reply(status: int) -> bytes:
-    """Return the answer to a request, without the bound address."""
+    """Return the reply to a request, with 0.0.0.0:0 as the bound address."""
     return bytes((_VERSION, status, 0, _IPV4)) + bytes(6)
 
 
 async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
-    """Do the handshake and return the requested destination.
+    """Do the SOCKS5 handshake and return the requested destination.
 
     Success is answered before the destination is dialled, like in the Rust ztunnel.
 

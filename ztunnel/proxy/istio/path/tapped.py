@@ -1,4 +1,5 @@
-"""Prepares connections of an Istio mesh for a pod's tap: the addresses, names and comments shown in its packets.
+"""Prepares connections of an Istio mesh for a pod's packet capture (tap): addresses, names and comments in its
+packets.
 
 Imported only for the first tapped connection: the callers check for a tap first
 (:attr:`ztunnel.proxy.istio.path.pod_context.PodContext.tap`).
@@ -36,7 +37,7 @@ def observed(
         capture: the tap.
         entry: the connection's entry, with the far side already known.
         application: the connection's end towards the pod's own application.
-        tunnel: the connection's other end. Shown in comments only if it is a tunnel.
+        tunnel: the connection's other end, which is shown in comments if it is a tunnel.
         dialled: the address that the client dialled (outbound), or the application's (inbound).
         headers: the CONNECT's headers (inbound).
     """
@@ -45,10 +46,11 @@ def observed(
 
 
 def _client(source: SocketAddress, headers: Headers) -> SocketAddress:
-    """Return the client's address, with the port of its own connection if its proxy has sent it.
+    """Return the client's address and port.
 
-    A tunnel connection has the client's address, but a port of the client's proxy. The client's port is in a
-    header field. The address in this field is ignored, because the kernel reports the address.
+    A tunnel connection has the client's address, but a port of the client's proxy. If that proxy sends the
+    client's own port in a header field, this port is used. The address in the field is ignored, because the kernel
+    reports the address.
     """
     for part in (first(headers, b"forwarded") or b"").decode("latin-1").split(";"):
         name, _, value = part.strip().partition("=")

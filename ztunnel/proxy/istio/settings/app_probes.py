@@ -1,4 +1,5 @@
-"""The application's probes that a sidecar answers for kubelet, as written by the injector. Pure.
+"""Parses the application's probes, which the injector has rewritten so that a sidecar answers them for kubelet.
+Pure.
 
 Kubelet has no certificate of the mesh, so policies that require one would deny its probes. The injector rewrites
 probes to paths of the proxy, which gets the original probes in ``ISTIO_KUBE_APP_PROBERS``, a JSON object::
@@ -18,16 +19,17 @@ from typing import Any, Final, Literal
 from urllib.parse import quote
 
 VARIABLE: Final = "ISTIO_KUBE_APP_PROBERS"
-#: The name of the variable for probing the loopback address, as in Istio's sidecar.
+#: The environment variable that makes the prober use the loopback address, as in Istio's sidecar.
 LEGACY_LOCALHOST: Final = "REWRITE_PROBE_LEGACY_LOCALHOST_DESTINATION"
 PREFIXES: Final = ("/app-health/", "/app-lifecycle/")
 _PATH: Final = re.compile(r"/app-(health|lifecycle)/[^/]+/(livez|readyz|startupz|prestopz|poststartz)", re.ASCII)
 _KINDS: Final = ("httpGet", "tcpSocket", "grpc")
-#: Kubernetes' default of timeoutSeconds.
+#: Kubernetes' default for a probe's ``timeoutSeconds``.
 _TIMEOUT_S: Final = 1.0
-#: The characters of a path that kubelet does not escape. It escapes all others, so any text is a path.
+#: The punctuation that kubelet does not escape in a path. It escapes other characters, so any text is a valid
+#: path.
 _SENT_AS_WRITTEN: Final = string.punctuation
-#: The characters that a header must not have (RFC 9110, 5.5). Others are sent in UTF-8, as by kubelet.
+#: Characters that a header value must not contain (RFC 9110, 5.5). All others are sent in UTF-8, as kubelet does.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 #: RFC 9110, 5.6.2.
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)

@@ -17,19 +17,20 @@ from ztunnel.runtime.settings import SPIN_US
 
 OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT, SOCKS_PORT, DNS_PORT = 15001, 15006, 15008, 15080, 15053
 
-#: The default path of root certificates, below the working directory, where Istio's chart mounts this file.
+#: The default path of the root certificates, relative to the working directory. Istio's chart mounts this file
+#: there.
 ROOT_CERT = "./var/run/secrets/istio/root-cert.pem"
 
 
 class ProxyMode(StrEnum):
-    """Whether a proxy serves the pods of a node, or one workload that it runs beside."""
+    """Whether a proxy serves all pods of a node, or runs beside a single workload and serves only this one."""
 
     SHARED = "Shared"
     DEDICATED = "Dedicated"
 
 
 class OriginalSource(StrEnum):
-    """Whether connections keep their client's address. ``AUTO`` keeps it if the kernel permits it."""
+    """Whether applications see the client's address as the source. ``AUTO``: if the kernel permits it."""
 
     REQUIRED = "true"
     OFF = "false"
@@ -61,10 +62,10 @@ class IstioConfig:
 
     Attributes:
         workload: the workload that a dedicated proxy serves.
-        sidecar: whether this pod has the rules of ``ztunnel init``, for a proxy without capabilities.
+        sidecar: whether ``ztunnel init`` has set up this pod's redirect rules, for a proxy without capabilities.
         app_probes: the application's probes by path, answered on the metrics port.
         app_probes_localhost: whether to probe the loopback address instead of the pod's.
-        own_pod: this proxy's pod. If it is set, tunnels to the proxy itself are served.
+        own_pod: this proxy's own pod. If set, tunnels to this pod are served, too.
         xds_address, ca_address: ``https://host:port`` or ``unix:/path``. Empty means none.
         auth_token: the token, or the path of its file. ``None`` uses the default file, if it exists.
         packet_mark: the mark of the proxy's sockets, if any.
@@ -87,7 +88,7 @@ class IstioConfig:
         addons: the addons to load, if any.
         handover_dir: folder for the sockets that move open connections from the predecessor and to the successor.
             Empty disables moving connections.
-        replace: whether to replace the running proxy as soon as this one is ready.
+        replace: whether to take over from the running proxy as soon as this one is ready.
         worker_threads: the number of processes that carry connections. With 1, this process carries them itself.
         warnings: messages to log once the log is open.
     """
@@ -180,7 +181,7 @@ class IstioConfig:
 
     @property
     def illegal_ports(self) -> frozenset[int]:
-        """This proxy's own ports, which it never dials."""
+        """The ports on which this proxy itself listens in pods, and which it therefore never dials."""
         socks = {SOCKS_PORT} if self.socks5 else set()
         return frozenset({OUTBOUND_PORT, PLAINTEXT_PORT, HBONE_PORT} | socks)
 
@@ -197,5 +198,5 @@ class IstioConfig:
 
     @property
     def version_tag(self) -> str:
-        """Istio's version, as its chart passes it."""
+        """The version of Istio that Istio's chart has passed to the proxy."""
         return self.proxy_metadata.get("ISTIO_VERSION", "unknown")

@@ -1,4 +1,4 @@
-"""Certificates and revocation lists of the main process, replicated in a worker."""
+"""Replicates the main process's certificates and revocation lists in a worker."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ class ReplicatedRevocations:
         self._watchers.append(changed)
 
     def change(self, lists: RevocationLists) -> None:
-        """Replace the lists and call the watchers."""
+        """Replace the revocation lists and call the watchers."""
         self.current = lists
         for changed in self._watchers:
             changed()
@@ -63,7 +63,7 @@ class ReplicatedCertificates:
             revocations.watch(self._revocations_changed)
 
     def current(self, identity: SpiffeId) -> WorkloadCertificate | None:
-        """Return the certificate if it is valid now."""
+        """Return the identity's certificate if this worker has one that is valid now."""
         certificate = self._certificates.get(identity)
         if certificate is None or certificate.issued.not_after.timestamp() <= self._clock.wall():
             return None
@@ -89,7 +89,7 @@ class ReplicatedCertificates:
         return certificate
 
     def put(self, message: CertificateIssued) -> None:
-        """Store a new or renewed certificate; idempotent."""
+        """Store a certificate that the main process has obtained or renewed. Idempotent."""
         known = self._certificates.get(message.wanted)
         if known is not None and known.issued.chain_pem == message.chain_pem:
             return
@@ -109,11 +109,11 @@ class ReplicatedCertificates:
         self._certificates[wanted] = WorkloadCertificate(issued, self._generation, self._policy, revoked)
 
     def forget(self, identities: set[SpiffeId]) -> None:
-        """Drop the certificates of identities that no pod of this node has any more."""
+        """Drop the certificates of identities that no pod of this node uses any more."""
         for identity in identities:
             self._certificates.pop(identity, None)
 
     def _revocations_changed(self) -> None:
-        # Replace all TLS contexts, because a context keeps the revocation lists that it was created with.
+        # Create all TLS contexts again, because a context keeps the revocation lists with which it was created.
         for wanted, certificate in list(self._certificates.items()):
             self._put(wanted, certificate.issued)

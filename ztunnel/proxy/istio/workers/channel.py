@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES: Final = 256 * 1024
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-#: The largest number of messages queued for the other process, enough for a mesh of five million workloads. With a
-#: longer queue, the other process is considered stuck.
+#: If more messages than this are queued, the other process is considered stuck. The limit is enough for a mesh of
+#: five million workloads.
 MAX_QUEUED: Final = 20_000
 
 RequestBody = RequestToWorker | RequestToMain
@@ -55,7 +55,7 @@ class Refused(Exception):
 
 
 class Descriptors:
-    """File descriptors that accompanied a message. Descriptors that are not taken are closed."""
+    """The file descriptors that arrived with a message. :meth:`close` closes those that were not taken."""
 
     def __init__(self, found: Sequence[int] = ()) -> None:
         self._found = deque(found)
@@ -64,7 +64,7 @@ class Descriptors:
         return len(self._found)
 
     def add(self, found: Sequence[int]) -> None:
-        """Append descriptors that have arrived."""
+        """Append file descriptors that have arrived."""
         self._found.extend(found)
 
     def take(self) -> int:
@@ -84,14 +84,14 @@ class Descriptors:
 
 
 class Outgoing:
-    """A message for one or several workers: encoded once, when the first channel sends it."""
+    """A message for one or several workers. It is encoded only once, when the first channel sends it."""
 
     __slots__ = ("_frame", "_message", "descriptors")
 
     def __init__(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         self._message: Message | None = message
         self._frame = b""
-        #: Duplicates, because the originals can be closed before sending. Each is closed once it is sent.
+        #: Duplicates of the descriptors, because the caller can close the originals before the message is sent.
         self.descriptors = [os.dup(each) for each in descriptors]
 
     def frame(self) -> bytes:
@@ -112,14 +112,14 @@ OnRequest = Callable[[RequestBody, Descriptors], AsyncIterator[Value]]
 
 
 class IpcChannel:
-    """One end of the channel. It owns its socket.
+    """One end of the channel between the main process and a worker. It owns its socket.
 
     Args:
         sock: one socket of a connected pair, non-blocking.
         on_notification: applies one notification.
-        on_request: answers one request, in parts. It can raise :class:`IdentityError`, :class:`TproxyError`,
-            :class:`OSError` or :class:`Refused` to refuse the request. Any other exception is a bug: it is logged,
-            and the request is refused.
+        on_request: answers one request, and yields the answer in parts. It can raise :class:`IdentityError`,
+            :class:`TproxyError`, :class:`OSError` or :class:`Refused` to refuse the request. Any other exception
+            is a bug: it is logged, and the request is refused.
         to_main: whether the other end is the main process. Otherwise it is a worker, which is not trusted.
     """
 
@@ -146,11 +146,13 @@ class IpcChannel:
     # Sending
 
     def notify(self, message: Notification, descriptors: Sequence[int] = ()) -> None:
-        """Send a notification. A closed channel drops it."""
+        """Queue a notification for sending. If the channel is closed, the notification is dropped."""
         self.send(Outgoing(message, descriptors))
 
     def send(self, outgoing: Outgoing) -> None:
-        """Queue a message, which other channels can send as well. A closed channel drops it."""
+        """Queue a message, which can be queued in several channels. If the channel is closed, the message is
+        dropped.
+        """
         if self._closed:
             outgoing.close()
             return
@@ -172,7 +174,8 @@ class IpcChannel:
         number = next(self._numbers)
         future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
         self._responses[number] = (future, [])
-        # Each kind of request is for one side only. If the wrong side gets it, that side's decoder refuses it.
+        # The type cast is safe: each kind of request is for one side only, and the other side's decoder refuses
+        # it.
         self.send(Outgoing(cast(Message, Request(number, body)), descriptors))
         try:
             return await future
@@ -219,7 +222,7 @@ class IpcChannel:
             self._queue.popleft().close()
 
     async def close(self) -> None:
-        """Disconnect and end every task. Call this after :meth:`run` has returned."""
+        """Disconnect, and end every task that answers a request. Call this after :meth:`run` has returned."""
         self.disconnect()
         await self._tasks.close()
         self._socket.close()
@@ -247,7 +250,7 @@ class IpcChannel:
     async def _dispatch(self, message: Message, descriptors: Descriptors) -> None:
         match message:
             case Request():
-                # The task runs up to its first await even if it is cancelled at once, so that it always closes the
+                # Even if it is cancelled at once, the task starts to run, so that it always closes the
                 # descriptors.
                 answering = self._answer(message.number, message.body, descriptors)
                 self._tasks.start(answering, type(message.body).__name__)

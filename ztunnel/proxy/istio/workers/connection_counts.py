@@ -11,16 +11,16 @@ import os
 from typing import Final, Self
 
 _ENTRY_BYTES: Final = 8
-#: The count stored for a worker that is not running. It is higher than any real count.
+#: The connection count stored for a worker that is not running. It is higher than any real count.
 _ABSENT: Final = 2**62
 
 
 class ConnectionCounts:
-    """One process's mapping of the shared memory with the connection counts.
+    """A process's view of the shared memory that holds each worker's number of connections.
 
     Args:
         descriptor: the shared memory's descriptor. The caller keeps ownership.
-        workers: the number of workers, each with one entry.
+        workers: the number of workers. Each has one entry.
     """
 
     def __init__(self, descriptor: int, workers: int) -> None:
@@ -44,15 +44,15 @@ class ConnectionCounts:
         self._counts[index] = _ABSENT
 
     def set(self, index: int, count: int) -> None:
-        """Publish a worker's number of connections. Call this at every change.
+        """Publish a worker's number of connections. Call this whenever the number changes.
 
-        If a worker published only when it accepts, an idle worker would never publish 0, and would count as busy
+        If workers published only when they accept, a worker whose connections have all ended would count as busy
         for ever.
         """
         self._counts[index] = count
 
     def is_turn_of(self, index: int) -> bool:
-        """Return whether this worker should accept the next connection: no other has fewer connections."""
+        """Return whether a worker should accept the next connection: no other worker has fewer connections."""
         return self._counts[index] <= min(self._counts)
 
     def close(self) -> None:

@@ -1,13 +1,13 @@
-"""Runs in the main process: starts the worker processes, keeps their state current, and assigns pods to workers.
+"""Runs in the main process: starts the worker processes, keeps their state current, and starts the pods in them.
 
 **Listeners.** The main process binds a pod's ports and passes the same sockets to every worker. So when a worker
 dies, another worker accepts the queued connections. With one socket per worker (SO_REUSEPORT), a dying worker's
-queue would be lost, and the kernel could not prefer a successor's sockets to several sockets of the predecessor
+queue would be lost, and new connections could not be directed to a successor's sockets
 (:func:`tproxy.aio.sockets.leave_to_newer`). ``connection_counts.py`` distributes connections over workers.
 
-**State.** A new worker gets a snapshot of the state, then each later change, in order. Messages are queued as
-references to values until they can be sent. A worker that does not read, or does not answer within
-:data:`ztunnel.proxy.istio.workers.process.ANSWER_S`, is killed and replaced.
+**State.** A new worker gets a snapshot of the state, then each later change, in order. Queued messages refer to
+values of the mesh, and are encoded only when they can be sent. A worker that does not read, or does not answer
+within :data:`ztunnel.proxy.istio.workers.process.ANSWER_S`, is killed and replaced.
 
 **Counters** of a dead or late worker keep their last values, because Prometheus would interpret a decreased
 counter as a restart.
@@ -93,7 +93,8 @@ log = logging.getLogger(__name__)
 _FIRST_RESTART_S: Final = 0.1
 #: The longest time that an admin page waits for a worker's answer, in seconds.
 _PAGE_S: Final = 1.0
-#: The time limit for a worker to apply its first snapshot, in seconds. 200,000 workloads take ten seconds.
+#: The time limit for a worker to apply its first snapshot, in seconds. A mesh of 200,000 workloads takes ten
+#: seconds.
 _SYNC_S: Final = 300.0
 
 
@@ -125,7 +126,7 @@ class WorkerPod:
         self.leaving = False
 
     def start(self) -> tuple[StartPod, list[int]]:
-        """Return the request that starts this pod in a worker, with the descriptors to send along."""
+        """Return the request that starts this pod in a worker, and the file descriptors to send with it."""
         listening = tuple(
             Listening(port=each.address.port, host=each.address.host, transparent=each.transparent)
             for each in self._bound
@@ -142,7 +143,7 @@ class WorkerPod:
             each.sock.close()
 
     async def resolve(self, name: str, *, ipv6: bool) -> str | None:
-        """Resolve a name as the pod's DNS proxy would."""
+        """Resolve a name like the pod's DNS proxy. Used for SOCKS clients in workers."""
         return None if self.dns is None else await self.dns.resolve(name, ipv6=ipv6)
 
     async def stop(self) -> None:
@@ -176,7 +177,7 @@ class Workers:
         count: the number of workers.
         node: the main process's state: mesh, certificates, metrics and log.
         certificates: the manager of the node's certificates.
-        on_serving: called when the first worker begins to serve, and when no worker serves any more.
+        on_serving: called when the first worker begins to serve, and when the last serving worker is gone.
     """
 
     def __init__(
@@ -210,11 +211,11 @@ class Workers:
 
     @property
     def serving(self) -> int:
-        """The number of workers that have received all pods and therefore serve."""
+        """The number of workers that serve, which means that they have received all pods."""
         return sum(worker.serves for worker in self._running.values())
 
     def gauges(self) -> dict[str, Gauge]:
-        """Return the gauges of the metrics page."""
+        """Return the gauges about the workers, for the metrics page."""
         return {
             "ztunnel_workers": Gauge(
                 "gauge", "Processes that carry connections of pods (unstable)", lambda: self.serving
@@ -246,7 +247,7 @@ class Workers:
         os.close(self._memory)
 
     def settle(self) -> None:
-        """Allow workers to serve. Called once the control plane's first description of the mesh is complete."""
+        """Allow the workers to receive pods. Called once the control plane has described the whole mesh."""
         self._settled.set()
 
     async def meet_successor(self) -> None:
@@ -257,7 +258,9 @@ class Workers:
         await self.request_of_all(MeetSuccessor())
 
     async def hand_over(self, seconds: float) -> None:
-        """Stop accepting, because a successor accepts, and make the workers hand over their open connections."""
+        """Stop accepting, because a successor now accepts, and make the workers hand over their
+        open connections.
+        """
         for pod in self._pods.values():
             pod.leaving = True
             pod.close_listeners()
@@ -317,7 +320,9 @@ class Workers:
             self._node.metrics.add(part, lost=True, now_s=now_s)
 
     async def _sync(self, worker: WorkerProcess) -> None:
-        """Send a new worker the snapshot, then the pods. Then monitor it, and kill it if it hangs."""
+        """Send a new worker a snapshot of the state, and then the pods. After that, monitor the worker, and kill
+        it if it hangs.
+        """
         node, channel = self._node, worker.channel
         channel.notify(
             Begin(
@@ -330,7 +335,7 @@ class Workers:
         )
         if node.revocations is not None:
             channel.notify(RevocationsChanged(node.revocations.current.encoded()))
-        # Until ``notified`` is set, there must be no await, so that later changes are queued behind the snapshot.
+        # There must be no await before ``notified`` is set, so that later changes are queued after the snapshot.
         for message in snapshot(node.mesh):
             channel.notify(message)
         for wanted, state in self._certificates.states().items():
@@ -374,7 +379,7 @@ class Workers:
         try:
             await worker.request(*pod.start())
         except Refused as refused:
-            # Other workers carry the pod, because starting it requires at least one worker.
+            # Other workers carry the pod: it counts as started only if at least one worker has started it.
             log.error("worker lacks a pod worker=%d pod=%s error=%s", worker.index, _named(pod.name), refused)
 
     def _report_serving(self) -> None:
@@ -388,7 +393,7 @@ class Workers:
         match request:
             case GetCertificate(identity):
                 if not self._carries(identity):
-                    # A compromised worker must not get certificates of workloads on other nodes.
+                    # A compromised worker must not obtain certificates of other nodes' workloads.
                     raise Refused(f"no pod of this node has the identity {identity}")
                 certificate = await self._certificates.fetch(identity)
                 worker.notify(_certificate(identity, certificate))
@@ -425,7 +430,7 @@ class Workers:
         self._notify(RevocationsChanged(self._node.revocations.current.encoded()))
 
     def names_given(self, pod: tuple[str, str], name: str, addresses: Sequence[str]) -> None:
-        """Send the workers' addons the addresses that a pod's DNS query for a name returned."""
+        """Send the addresses with which a pod's DNS query was answered to the workers, for their addons."""
         self._notify(NamesGiven(namespace=pod[0], pod=pod[1], name=name, addresses=tuple(addresses)))
 
     def log_filter_changed(self) -> None:
@@ -433,7 +438,7 @@ class Workers:
         self._notify(LogFilterChanged(str(self._node.logs.levels)))
 
     async def request_of_all(self, request: RequestBody, within_s: float = ANSWER_S) -> None:
-        """Send a request to every synced worker and wait for all answers."""
+        """Send a request to every worker that has applied its snapshot, and wait for all answers."""
         asking = [worker.request(request, within_s=within_s) for worker in self._running.values() if worker.synced]
         for outcome in await asyncio.gather(*asking, return_exceptions=True):
             if isinstance(outcome, Refused):
@@ -449,12 +454,12 @@ class Workers:
 
     @staticmethod
     async def _tap(worker: WorkerProcess, request: TapRequest, sink: socket.socket) -> Totals:
-        """Capture packets in a worker; see :meth:`ztunnel.proxy.tap.taps.Taps.carry`."""
+        """Capture packets of connections in one worker; see :meth:`ztunnel.proxy.tap.taps.Taps.carry`."""
         from ztunnel.proxy.tap.taps import CannotTap
 
         with sink:
             try:
-                # No time limit: the worker answers only when the tap has ended.
+                # There is no time limit, because the worker answers only when the capture has ended.
                 (found,) = await worker.channel.request(TapPod(request), [sink.fileno()])
             except ChannelClosed:
                 raise CannotTap("a worker has ended") from None
@@ -467,8 +472,8 @@ class Workers:
     # Pods
 
     async def start_pod(self, name: PodName, netns: Netns | None) -> WorkerPod:
-        """Start a pod in every synced worker, after waiting for at least one. Return when these workers accept the
-        pod's connections.
+        """Start a pod in every worker that has applied its snapshot, after waiting for at least one such worker.
+        Return when these workers accept the pod's connections.
 
         Raises:
             TproxyError: a port is in use, or a worker could not start the pod.
@@ -516,7 +521,7 @@ class Workers:
                 return
 
     def forget(self, pod: WorkerPod) -> None:
-        """Stop starting this pod in new workers. Idempotent."""
+        """Forget a pod, so that it is not started in new workers. Idempotent."""
         pod.leaving = True
         self._pods.pop(pod.number, None)
 
@@ -525,7 +530,7 @@ class Workers:
     async def metrics(self) -> Metrics:
         """Return the sum of this process's and the workers' counts, for one page."""
         await asyncio.gather(*(self._count(worker) for worker in self._running.values() if worker.synced))
-        # There must be no await in these lines, so that a dying worker is counted exactly once.
+        # There must be no await between the next two lines, so that a dying worker is counted exactly once.
         page = self._node.metrics.page_with()
         parts = [part for worker in self._running.values() for part in worker.counts]
         for part in parts:
@@ -545,7 +550,7 @@ class Workers:
             worker.counts = [part.counts for part in found if isinstance(part, CountsPart)]
 
     async def flows(self, after_ns: int, last: int) -> OtherFlows:
-        """Return the last connections that ended in workers, oldest first."""
+        """Return the connections that ended last in workers, oldest first."""
         wanted = GetFlows(after_ns=after_ns, last=last)
         running = [worker for worker in self._running.values() if worker.synced]
         found = await asyncio.gather(*(_flows_of(worker, wanted) for worker in running))
@@ -555,7 +560,7 @@ class Workers:
         )
 
     async def connections(self) -> dict[RunningPod, Connections]:
-        """Return the open connections by pod, except for workers that do not answer in time."""
+        """Return the workers' open connections by pod. Workers that do not answer in time are left out."""
         found: dict[int, Connections] = {number: {"inbound": [], "outbound": []} for number in self._pods}
         pods = dict(self._pods)
 
@@ -577,7 +582,7 @@ class Workers:
 
 
 async def _flows_of(worker: WorkerProcess, request: GetFlows) -> OtherFlows:
-    """Return a worker's flows, or none if the worker does not answer in time or has ended."""
+    """Return a worker's flow records. Empty if the worker does not answer in time or has ended."""
     try:
         async with asyncio.timeout(_PAGE_S):
             parts = await worker.channel.request(request)
@@ -585,7 +590,7 @@ async def _flows_of(worker: WorkerProcess, request: GetFlows) -> OtherFlows:
         return OtherFlows([])
     found = [part for part in parts if isinstance(part, FlowsPart)]
     return OtherFlows(
-        # A worker can be compromised by a peer, so a line with a line break is rejected.
+        # A compromised worker could inject lines into the output, so values with a line break are dropped.
         [line for part in found for line in part.lines if "\n" not in line[1]],
         RingCounts.added(part.ring for part in found),
     )

@@ -1,5 +1,5 @@
-"""Replicates the main process's mesh in a worker. A batch of changes is sent in parts, and applied as a whole.
-Pure.
+"""Replicates the main process's mesh in a worker. A batch of changes is sent in parts, but applied
+at once. Pure.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,8 +8,8 @@ from typing import Final
 from xds.model.mesh import Changes, Mesh
 from ztunnel.proxy.istio.workers.messages import MeshChange, Resource, pickled
 
-#: The number of resources and names per message part. Encoding, decoding or applying a part takes two milliseconds
-#: on average.
+#: The number of changed and removed resources per message. Encoding, decoding or applying a message takes two
+#: milliseconds on average.
 BATCH: Final = 250
 
 

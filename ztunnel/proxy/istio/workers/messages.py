@@ -1,14 +1,14 @@
-"""The messages between the main process and its workers, and their bytes. Pure.
+"""The messages between the main process and its workers, and their encoding. Pure.
 
 A frame is its length (4 bytes), the number of accompanying file descriptors (1 byte) and one message in
 MessagePack. Messages are typed and tagged (msgspec). A frame that is not a message for its direction is a
 :class:`ProtocolViolation`. Both processes run the same files, so they need no version negotiation.
 
 **Trust.** A worker parses untrusted bytes and can be compromised. The main process has the node's token. So
-messages from a worker are limited to the small types below: texts, numbers, identities, counts. The other
-direction also carries values of the mesh model, whose unions of plain dataclasses have no typed wire form. These
-values are sent as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`). Only a worker reads pickles,
-and a worker must trust its main process anyway.
+messages from a worker are limited to the small types below: texts, numbers, identities, counts. The main process
+also sends values of the mesh model, which msgspec cannot encode, because they are unions of plain dataclasses.
+These values are sent as a pickle inside the frame (:class:`MeshChange`, :class:`Begin`). Only a worker reads
+pickles, and a worker must trust its main process anyway.
 
 File descriptors are sent as ancillary data. On a Unix stream socket they arrive in order with their frame.
 """
@@ -33,8 +33,8 @@ from ztunnel.proxy.tap.request import TapRequest, Totals
 Resource = Workload | Service | AuthorizationPolicy
 
 _HEADER = struct.Struct("!IB")
-#: The longest frame sent to a worker, in bytes: far more than one batch of
-#: :data:`ztunnel.proxy.istio.workers.mesh_replica.BATCH`.
+#: The longest frame sent to a worker, in bytes. It holds far more than
+#: :data:`ztunnel.proxy.istio.workers.mesh_replica.BATCH` resources.
 MAX_BYTES: Final = 64 * 1024 * 1024
 #: The longest frame sent by a worker, in bytes. Workers split long answers into parts.
 MAX_WORKER_BYTES: Final = 4 * 1024 * 1024
@@ -48,17 +48,18 @@ class ProtocolViolation(Exception):
     """
 
 
-# Notifications to a worker, without an answer
+# Notifications to a worker, which it does not answer
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag=True):
     """The first message to a worker, accompanied by the shared memory of :class:`ConnectionCounts`.
 
     Attributes:
-        pickled_config: see :meth:`config`. Without tokens and headers, because only the main process needs these.
+        pickled_config: see :meth:`config`. Tokens and headers are removed, because only the main process needs
+            them.
         index: the worker's index.
         workers: the number of workers.
-        log_filter: the current log filter. The configuration contains the filter used at the start.
+        log_filter: the current log filter. The one in the configuration was used at the start.
     """
 
     pickled_config: bytes
@@ -68,19 +69,21 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def config(self) -> IstioConfig:
-        """The configuration, unpickled. Only a worker may read this."""
+        """The configuration, unpickled. Only a worker may read this, because a pickle must come from a trusted
+        process.
+        """
         loaded = pickle.loads(self.pickled_config)
         assert isinstance(loaded, IstioConfig)
         return loaded
 
 
 class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
-    """A batch of changes, or part of a batch. It is applied once the last part has arrived.
+    """A batch of mesh changes, or part of one. A batch is applied once its last part has arrived.
 
     Attributes:
         pickled: see :meth:`put`.
         removed: uids of workloads and keys of services.
-        removed_policies: keys of policies. Separate from ``removed``, because services can have equal keys.
+        removed_policies: keys of policies. They are not in ``removed``, because a service can have the same key.
         more: whether further parts follow.
     """
 
@@ -91,19 +94,21 @@ class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def put(self) -> tuple[Resource, ...]:
-        """The new and changed resources, unpickled. Only a worker may read this."""
+        """The new and changed resources, unpickled. Only a worker may read this, because a pickle must come from a
+        trusted process.
+        """
         loaded = pickle.loads(self.pickled) if self.pickled else ()
         assert isinstance(loaded, tuple)
         return loaded
 
 
 def pickled(value: IstioConfig | tuple[Resource, ...]) -> bytes:
-    """Return the bytes of a configuration or of resources, for the messages above."""
+    """Pickle a configuration or resources, for the messages above."""
     return pickle.dumps(value, protocol=5)
 
 
 class CertificateIssued(Struct, frozen=True, kw_only=True, tag=True):
-    """A new or renewed certificate with its key, in PEM."""
+    """A new or renewed certificate was issued. Certificate and private key are in PEM."""
 
     wanted: SpiffeId
     identity: SpiffeId
@@ -116,19 +121,19 @@ class CertificateIssued(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RevocationsChanged(Struct, frozen=True, tag=True):
-    """The current revocation lists, in DER."""
+    """The revocation lists have changed. ``lists`` are the current ones, in DER."""
 
     lists: tuple[bytes, ...]
 
 
 class LogFilterChanged(Struct, frozen=True, tag=True):
-    """The log filter has changed; carries the complete current filter."""
+    """The log filter has changed. ``text`` is the complete current filter."""
 
     text: str
 
 
 class NamesGiven(Struct, frozen=True, kw_only=True, tag=True):
-    """The main process's DNS has answered a pod's query for a name. Sent only if addons are loaded."""
+    """The main process's DNS proxy has answered a pod's query for a name. Sent only if addons are loaded."""
 
     namespace: str
     pod: str
@@ -151,7 +156,7 @@ class Turn(Struct, frozen=True, tag=True):
 
 
 class Listening(Struct, frozen=True, kw_only=True):
-    """A listening socket passed as a descriptor, with its parameters."""
+    """The parameters of a listening socket, whose descriptor is sent along."""
 
     port: int
     host: str
@@ -194,8 +199,8 @@ class MeetSuccessor(Struct, frozen=True, tag=True):
 
 
 class HandOver(Struct, frozen=True, tag=True):
-    """Stop accepting, because a successor accepts, and hand open connections over to this successor within some
-    seconds. The answer has no value.
+    """Stop accepting connections, because a successor accepts them, and hand over open connections to it within
+    some seconds. The answer has no value.
     """
 
     seconds: float
@@ -206,7 +211,7 @@ class GetCounts(Struct, frozen=True, tag=True):
 
 
 class GetConnections(Struct, frozen=True, tag=True):
-    """Return the worker's open connections, in parts (:class:`ConnectionsPart`), several per pod."""
+    """Return the worker's open connections. The answer has several parts per pod (:class:`ConnectionsPart`)."""
 
 
 class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
@@ -255,15 +260,15 @@ class GetCertificate(Struct, frozen=True, tag=True):
 
 
 class FetchResource(Struct, frozen=True, tag=True):
-    """Request a resource from the control plane (on demand). The answer is whether the control plane responded in
-    time. The resulting mesh changes are sent before the answer.
+    """Request a resource from the control plane, with on-demand xDS. The answer is whether the control plane
+    responded in time. The resulting mesh changes are sent before the answer.
     """
 
     key: str
 
 
 class ResolveName(Struct, frozen=True, kw_only=True, tag=True):
-    """Resolve a name as the pod's DNS proxy would. The answer is an address or ``None``."""
+    """Resolve a name like the pod's DNS proxy. The answer is an address or ``None``."""
 
     number: int
     name: str
@@ -277,13 +282,13 @@ RequestToMain = GetCertificate | FetchResource | ResolveName
 
 
 class CountsPart(Struct, frozen=True, tag=True):
-    """A part of a worker's counters."""
+    """An answer part with some of a worker's counters."""
 
     counts: Counts
 
 
 class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
-    """Some open connections of one pod, as entries of the config dump."""
+    """An answer part with some open connections of one pod, as entries of the config dump."""
 
     number: int
     direction: Literal["inbound", "outbound"]
@@ -291,10 +296,10 @@ class ConnectionsPart(Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FlowsPart(Struct, frozen=True, tag=True):
-    """Some ended connections, each as a time in nanoseconds and a line of JSON.
+    """An answer part with some ended connections, each as a time in nanoseconds and a line of JSON.
 
     Attributes:
-        ring: the counts of the worker's flight recorder, in the first part, which has no lines.
+        ring: the counts of the worker's flight recorder. Only in the first part, which has no lines.
     """
 
     lines: tuple[tuple[int, str], ...] = ()

@@ -24,15 +24,16 @@ log = logging.getLogger(__name__)
 
 #: The time limit for every request except draining. Starting a pod takes a millisecond.
 ANSWER_S: Final = 10.0
-#: A worker ends as soon as its last pod has ended. After this time it is killed.
+#: How long to wait for a worker to end by itself after its channel has closed. Then it is killed.
 _END_S: Final = 3.0
 _READ_BYTES: Final = 64 * 1024
-#: While the log is behind, a worker's output stays in its pipe (64 KiB), and the log is checked at this interval.
+#: While the main process's log is behind, a worker's output stays in its pipe (64 KiB). The log is checked at this
+#: interval.
 _PRESSURE_S: Final = 0.05
 #: The interval of a worker's liveness checks.
 _BEAT_S: Final = 5.0
-#: The time limit for the answer to a check. It is longer than connections and their peers tolerate when a machine
-#: pauses, because ending a worker ends its connections.
+#: The time limit for the answer to a liveness check. Ending a worker ends its connections, so this limit is longer
+#: than any pause of the machine that connections survive.
 _HUNG_S: Final = 30.0
 
 
@@ -41,9 +42,9 @@ class OutputReader:
 
     Args:
         descriptor: the pipe's descriptor. This object becomes the owner.
-        logs: our log.
-        pressure: pauses reading while the log is behind, so that the worker's own log fills up. ``None``: never
-            pause.
+        logs: the main process's log.
+        pressure: pauses reading while this log is behind, so that the worker notices the delay, too. ``None``:
+            never pause.
     """
 
     def __init__(self, descriptor: int, logs: LogStream, pressure: LogPressure | None = None) -> None:
@@ -93,10 +94,10 @@ class WorkerProcess:
     """One worker, from its start to its end.
 
     Attributes:
-        notified: whether the worker was sent a snapshot, and is sent every change since then.
+        notified: whether the worker has been sent the snapshot, so that it must be sent every later change.
         synced: whether the worker has applied the snapshot and can receive pods.
         serves: whether the worker has received all pods.
-        counts: the counters that the worker reported last.
+        counts: the worker's latest reported counters.
     """
 
     def __init__(self, index: int, channel: IpcChannel, process: Process, output: OutputReader) -> None:
@@ -148,7 +149,7 @@ class WorkerProcess:
         self.channel.disconnect()
 
     async def ended(self) -> None:
-        """Wait until the worker has ended, and log how it ended. A worker ends when its channel closes."""
+        """Wait until the worker has ended, which it does when its channel closes, and log how it ended."""
         process = self.process
         try:
             async with asyncio.timeout(_END_S):
@@ -201,8 +202,8 @@ async def spawn(
 
 
 def without_credentials(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of an environment without variables that can hold credentials. Workers get their configuration
-    over the channel.
+    """Return a copy of the environment without variables that can hold credentials. Workers do not need these,
+    because they get their configuration over the channel.
     """
     return {
         name: value

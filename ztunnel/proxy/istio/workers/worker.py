@@ -1,4 +1,4 @@
-"""One worker: a process that carries the connections of pods, with replicas of the main process's state.
+"""Runs in a worker process, which carries the connections of pods, with replicas of the main process's state.
 
 A worker has its own mesh, pools, certificates and counters, and carries connections of every pod of the node. It
 never writes to disk, and ends with the main process.
@@ -111,7 +111,7 @@ class _MainDns:
         return str(address) if address is not None else None
 
     def leave(self) -> None:
-        """No-op: the main process serves the pod's queries."""
+        """Do nothing, because the main process answers the pod's DNS queries."""
 
     async def finish(self, limit_s: float) -> None:
         """No-op, like :meth:`leave`."""
@@ -127,7 +127,7 @@ class _Pod:
 
 
 class _Carrier:
-    """A worker's state, created once its configuration has arrived."""
+    """A worker's state and pods. Created once the configuration has arrived."""
 
     def __init__(self, begin: Begin, connection_counts: ConnectionCounts, channel: IpcChannel) -> None:
         config = self.config = begin.config
@@ -203,7 +203,7 @@ class _Carrier:
         connection_counts.set(begin.index, 0)
 
     async def start(self) -> None:
-        """Start the parts that need a running event loop."""
+        """Start the addons, which need a running event loop."""
         if self._addons is not None:
             await self._addons.__aenter__()
 
@@ -238,7 +238,7 @@ class _Carrier:
         """Replace the revocation lists, and end the connections of revoked peers."""
         if self.revocations is None:
             return
-        # Runs in a thread, because parsing the revocation lists of a large CA takes seconds.
+        # Parse in a thread, because the revocation lists of a large CA take seconds.
         lists = await asyncio.to_thread(RevocationLists.decoded, encoded)
         self.revocations.change(lists)
         self.node.live.review(Event.REVOCATIONS)
@@ -297,7 +297,9 @@ class _Carrier:
             self._handover.begin()
 
     async def hand_over(self, seconds: float) -> None:
-        """Hand open connections over to the successor's worker, now and until this process ends."""
+        """Hand open connections over to the successor's worker now. Those that cannot move yet are offered again
+        until this process ends.
+        """
         handover = self._handover
         if handover is None:
             return
@@ -429,7 +431,7 @@ class Worker:
 
 
 def _connections(pods: dict[int, _Pod]) -> Iterator[ConnectionsPart]:
-    """Yield the parts of an answer to :class:`GetConnections`."""
+    """Yield the open connections of all pods, as parts of the answer to :class:`GetConnections`."""
     directions: tuple[Literal["inbound", "outbound"], ...] = ("inbound", "outbound")
     for number, pod in pods.items():
         dump = pod.proxy.dump()
@@ -443,7 +445,7 @@ def run(descriptor: int) -> int:
     """Run a worker on an inherited socket. Return the process's exit status."""
     import uvloop
 
-    # A terminal sends these signals to the whole process group. The main process handles them.
+    # Ignore these signals, which a terminal sends to the whole process group. Only the main process handles them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     ignore_rotation()  # a worker's log lines are written by the main process

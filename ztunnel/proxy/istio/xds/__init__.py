@@ -1,1 +1,1 @@
-"""The mesh as sent by istiod: delta xDS subscriptions, applied to the mesh model."""
+"""Receives the mesh from istiod by delta xDS, and applies it to the mesh model."""

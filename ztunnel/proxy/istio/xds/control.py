@@ -35,7 +35,7 @@ AUTHORIZATION = "type.googleapis.com/istio.security.Authorization"
 
 
 class ControlPlane:
-    """Feeds one mesh while entered.
+    """A context manager that feeds one mesh from its configuration sources.
 
     Args:
         config: names the control plane and the local file.
@@ -89,7 +89,7 @@ class ControlPlane:
         )
 
     def _connects(self, endpoint: Endpoint) -> Connect:
-        """Return a function that connects to the control plane. Each call of the function reads the root files."""
+        """Return a function that connects to the control plane. It reads the root certificates at each call."""
         config = self._config
         limit = ISTIO.response_limit_bytes
         if not endpoint.tls:
@@ -134,7 +134,8 @@ class ControlPlane:
                     await self._resume(self._client, self._last, types)
                 await stack.enter_async_context(self._client)
                 for type_url, receive in types:
-                    # No time limit for the first answer: readiness waits until it arrives.
+                    # There is no time limit for the first answer: the proxy becomes ready only when it has
+                    # arrived.
                     self._client.subscribe(
                         type_url, None, self._counted(type_url, receive), initial_fetch_timeout_s=0
                     )
@@ -156,8 +157,8 @@ class ControlPlane:
             try:
                 await receive(update)
             except UpdateRejected as error:
-                # Another version of this program accepted these resources. Leave out their versions, so that the
-                # control plane sends them again.
+                # These resources were accepted by another version of this program. Their versions are not
+                # reported, so that the control plane sends them again.
                 log.warning("the crashed process's resources cannot be read error=%s", error)
                 for name in error.rejected or ():
                     versions.pop(name, None)
@@ -194,7 +195,7 @@ class ControlPlane:
 
     @property
     def on_demand(self) -> bool:
-        """Whether the mesh holds only resources that were requested by name."""
+        """Whether on-demand xDS is on, so that the mesh holds only resources that were requested by name."""
         return self._config.xds_on_demand and self._client is not None
 
     async def ask(self, key: str) -> None:
@@ -226,7 +227,9 @@ class ControlPlane:
 
     @property
     def staleness_s(self) -> float:
-        """Seconds without a connection to the control plane. 0 while connected, or if none is configured."""
+        """The number of seconds without a connection to the control plane. 0 while connected, or without a control
+        plane.
+        """
         client = self._client
         if client is None:
             return 0.0
@@ -242,7 +245,7 @@ class ControlPlane:
         return None if received_at_s is None else asyncio.get_running_loop().time() - received_at_s
 
     def refused(self) -> Iterator[tuple[str, str, str]]:
-        """Iterate over the resources that could not be read and have no later version: (type, name, reason)."""
+        """Yield (type, name, reason) for each resource whose latest version could not be read."""
         for kind, refused in (
             ("address", self._feed.refused_addresses),
             ("policy", self._feed.refused_policies),
@@ -264,5 +267,6 @@ class ControlPlane:
         return mesh_dump.static_config(self._feed.local)
 
 
-#: How long a connection waits for a resource requested on demand. Rust ztunnel waits without limit.
+#: How long a connection waits for a resource that it has requested with on-demand xDS. The Rust ztunnel waits
+#: without limit.
 _ANSWER_S = 10.0

@@ -1,10 +1,10 @@
-"""Keeps the configuration of a proxy for its successor after a crash.
+"""Keeps the received configuration of a proxy for its successor, in case the proxy crashes.
 
 If a holder process keeps the proxy's sockets (:mod:`tproxy.aio.held_sockets`), the proxy writes its received
 configuration to sealed memory, and the holder keeps the descriptor. The memory contains resources as they arrived,
 with their versions, and certificates with keys. Nothing is written to disk. The next proxy applies this
-configuration and serves at once. Its first request to the control plane lists the versions, like after any loss of
-a stream, so that the control plane sends only differences. Certificates are renewed at half lifetime.
+configuration and serves at once. Its first request to the control plane lists the resources' versions, as after
+the loss of a stream, so that the control plane sends only differences. Certificates are renewed at half lifetime.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from ztunnel.runtime.clock import Clock
 log = logging.getLogger(__name__)
 
 NAME: Final = "configuration"
-#: Version of the message. A message of another version is not read.
+#: The version of the saved message's format. Messages of another version are not read.
 SCHEMA: Final = 1
-#: The delay from a change to writing, because each write copies several megabytes in a mesh of 10,000 workloads.
+#: How long a write is delayed after a change, because each write copies several megabytes in a mesh of 10,000
+#: workloads.
 _CALM_S: Final = 1.0
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class SavedResource(msgspec.Struct, array_like=True, frozen=True):
-    """A resource of xDS as it arrived."""
+    """An xDS resource as it was received."""
 
     name: str
     version: str
@@ -48,7 +49,7 @@ class SavedResource(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SavedCertificate(msgspec.Struct, array_like=True, frozen=True):
-    """A certificate of a workload with its key."""
+    """A workload's certificate and its private key."""
 
     identity: str
     chain_pem: bytes
@@ -57,7 +58,7 @@ class SavedCertificate(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """The message in sealed memory. Resources are grouped by type."""
+    """The message that is saved in sealed memory. Resources are grouped by type."""
 
     schema: int
     resources: dict[str, list[SavedResource]]
@@ -101,7 +102,9 @@ class LastConfiguration:
     # Resources
 
     def update(self, type_url: str) -> Update | None:
-        """Return the previous process's resources of a type, or ``None`` if it had received no answer."""
+        """Return the previous process's resources of a type, or ``None`` if that process had not received any
+        answer.
+        """
         held = self._resources.get(type_url)
         if held is None:
             return None
@@ -117,7 +120,7 @@ class LastConfiguration:
         return Update(type_url=type_url, version="", resources=resources)
 
     def note(self, update: Update, rejected: Collection[str] = ()) -> None:
-        """Save an applied update, without its refused resources."""
+        """Save the resources of an applied update, except the refused ones."""
         held = self._resources.setdefault(update.type_url, {})
         for name in update.removed:
             held.pop(name, None)
@@ -131,8 +134,8 @@ class LastConfiguration:
     # Certificates
 
     def certificate(self, identity: SpiffeId) -> IssuedCertificate | None:
-        """Return the previous process's certificate for an identity if it is still valid. A second call for the
-        identity returns ``None``.
+        """Return the previous process's certificate for an identity, if it is still valid. It is returned only
+        once; later calls return ``None``.
         """
         saved = self._restored.pop(str(identity), None)
         if saved is None:
@@ -163,8 +166,8 @@ class LastConfiguration:
         self._changed()
 
     def before(self, authority: CertificateAuthority) -> CertificateAuthority:
-        """Return an authority that first returns the previous process's certificates, and otherwise asks
-        ``authority``.
+        """Wrap a certificate authority: the result first returns the previous process's certificates, and asks
+        ``authority`` for all others.
         """
         return _Remembering(authority, self)
 
@@ -198,14 +201,18 @@ class LastConfiguration:
 
 
 class _Remembering:
-    """Returns the previous process's certificate once per identity, if it is valid."""
+    """A certificate authority that returns the previous process's certificate once per identity, if
+    it is valid.
+    """
 
     def __init__(self, authority: CertificateAuthority, last: LastConfiguration) -> None:
         self._authority = authority
         self._last = last
 
     async def issue(self, identity: SpiffeId) -> IssuedCertificate:
-        """Return the saved certificate on the first call for an identity. Later calls ask the authority."""
+        """Return the saved certificate on the first call for an identity. Later calls request a new one from the
+        authority.
+        """
         issued = self._last.certificate(identity)
         if issued is None:
             issued = await self._authority.issue(identity)

@@ -33,14 +33,14 @@ def services(mesh: Mesh) -> Iterator[Json]:
 
 
 def policies(mesh: Mesh, decisions: Mapping[str, Json]) -> Iterator[Json]:
-    """Iterate over all policies by key, each with its entry in ``decisions``, if there is one."""
+    """Iterate over all policies in the order of their keys, each with its counts from ``decisions``, if any."""
     for policy in sorted(mesh.policies(), key=lambda policy: policy.key):
         made = decisions.get(policy.key)
         yield shown_policy(policy) | ({"decisions": made} if made is not None else {})
 
 
 class Ineffective:
-    """The set of policies without effect (:mod:`ztunnel.policy.effect`), updated when the mesh changes."""
+    """The keys of policies that have no effect (:mod:`ztunnel.policy.effect`), updated when the mesh changes."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -60,12 +60,12 @@ class Ineffective:
 
 
 def staged_services(mesh: Mesh) -> Json:
-    """Return the endpoints whose service has not been received yet."""
+    """Return, by service, the endpoints whose service has not been received yet."""
     return {key: _endpoints(endpoints) for key, endpoints in mesh.staged().items()}
 
 
 def static_config(local: LocalMesh) -> Json:
-    """Return the local file as the mesh that it describes."""
+    """Return the mesh that the local file describes."""
     endpoints: dict[str, dict[WorkloadUid, Endpoint]] = {}
     for workload in local.workloads:
         for key, ports in workload.services.items():

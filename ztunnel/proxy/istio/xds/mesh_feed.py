@@ -3,7 +3,7 @@
 An unreadable resource does not affect the others: all other resources of its response are applied, and then the
 NACK names the unreadable one. A small response is one batch. A big response, such as the whole mesh at the start,
 is compiled and applied in pieces, and the event loop runs other work between the pieces. Removals are applied
-first, and services before workloads. So the mesh is incomplete between pieces, but never mixes old and new.
+first, and services before workloads. So between pieces the mesh is incomplete, but not inconsistent.
 
 A local file and a control plane can be used together. If both contain a name, the last update wins.
 """
@@ -31,16 +31,17 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-#: Resources per piece. A piece takes 1 ms to compile and 0.5 ms to apply, which delays connections of all pods.
+#: The number of resources per piece. A piece takes 1 ms to compile and 0.5 ms to apply, which delays all pods'
+#: connections.
 _PIECE = 50
-#: The number of faults named in one log line.
+#: A log line names at most this many faults.
 _NAMED = 10
 #: The number of refused resources that are remembered per type.
 _MOST_REFUSED = 200
 
 
 class MeshFeed:
-    """Receives both types of resources and the local file, and applies them to the mesh.
+    """Receives workloads, services, policies and the local file, and applies them to the mesh.
 
     Attributes:
         refused_addresses, refused_policies: why the last version of a resource was refused, by the resource's
@@ -66,7 +67,7 @@ class MeshFeed:
             UpdateRejected: names the unreadable resources, after all others were applied.
         """
         values, faults = await _compiled(update.resources, compile_address)
-        # The sort is stable: within services and workloads the order of the response stays.
+        # Services come first. The sort is stable, so services and workloads each keep their order in the response.
         values.sort(key=lambda value: isinstance(value, Workload))
         removed: Sequence[str] = update.removed
         if len(values) + len(removed) <= _PIECE:
@@ -84,8 +85,8 @@ class MeshFeed:
     async def receive_authorizations(self, update: Update) -> None:
         """Apply policies (``istio.security.Authorization``).
 
-        All policies of an update are applied at once, even if there are many: no connection must be decided after
-        a new ALLOW policy is applied but before the DENY policy that restricts it.
+        All policies of an update are applied at once, even if there are many. Otherwise a connection could be
+        decided when a new ALLOW policy is applied, but the DENY policy that restricts it is not.
 
         Raises:
             UpdateRejected: see :meth:`receive_addresses`.
@@ -124,7 +125,7 @@ class MeshFeed:
 async def _compiled(
     resources: Iterable[Resource], compile_one: Callable[[bytes, str], Value]
 ) -> tuple[list[Value], dict[str, str]]:
-    """Return the compiled values, and by name the reasons why other resources could not be compiled."""
+    """Return the compiled values, and the reasons why other resources could not be compiled, by resource name."""
     values: list[Value] = []
     faults: dict[str, str] = {}
     for number, resource in enumerate(resources, start=1):
@@ -140,7 +141,7 @@ async def _compiled(
 
 
 def _note(refused: dict[str, str], update: Update, faults: Mapping[str, str]) -> None:
-    """Update the table of refused resources after one xDS update."""
+    """Update the table of refused resources with the faults of one xDS update."""
     if refused:  # rarely
         for name in (*update.removed, *(resource.name for resource in update.resources)):
             refused.pop(name, None)
@@ -163,9 +164,9 @@ def _pieces(values: Sequence[Value]) -> Iterable[list[Value]]:
 class LocalFile:
     """Feeds a local file and its changes while entered.
 
-    The file is read again when any file is renamed into its directory, because editors save like this, and
-    Kubernetes replaces the content of a mounted volume like this. While the file is faulty or missing, its last
-    good content stays in use.
+    The file is read again when any file is renamed into its directory. Editors save files this way, and Kubernetes
+    replaces the content of mounted volumes this way. While the file is faulty or missing, its last good content
+    stays in use.
 
     Args:
         path: the file's path.
@@ -200,8 +201,8 @@ class LocalFile:
         await self._watcher.__aexit__(*exception)
 
     def _moved(self, name: str | None) -> None:
-        # Any name counts, because the file can be a symbolic link through the renamed entry, as in a mounted
-        # volume.
+        # A rename to any name counts: in a mounted volume, the file is a symbolic link whose path contains the
+        # renamed entry.
         try:
             local = read_local_file(self._path)
         except ConfigError as error:

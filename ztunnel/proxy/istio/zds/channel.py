@@ -2,7 +2,7 @@
 
 One recvmsg(2) call returns a packet with its descriptors, all close-on-exec. The caller closes the
 :class:`Packet`, which closes every descriptor not taken over. asyncio's streams do not preserve packet boundaries,
-so this module waits with ``add_reader`` and calls recvmsg itself. So a cancelled reader loses no packet.
+so this module waits with ``add_reader`` and calls recvmsg itself. This way a cancelled reader loses no packet.
 """
 
 import array
@@ -21,8 +21,8 @@ from ztunnel.runtime.sockets import UnixListener, ready
 
 _SEQPACKET = socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 _NS_GET_NSTYPE = 0xB703
-# A packet with more than one descriptor is an error. The error's text states their number, so the buffer has room
-# for several descriptors.
+# The buffer has room for several descriptors, so that the error about a packet with more than one can state their
+# number.
 _MOST_DESCRIPTORS = 16
 _DESCRIPTOR_BYTES = array.array("i").itemsize
 _BACKLOG = 16
@@ -46,8 +46,8 @@ class Packet:
         Raises:
             Unreadable: the packet has no descriptor, or the descriptor is not a network namespace.
         """
-        # Check the type now: with another kind of namespace, setns(2) would fail much later, and with a file or
-        # socket its error would be misleading.
+        # The type is checked here, because setns(2) would fail much later, and with a misleading error for a file
+        # or a socket.
         if not self._descriptors:
             raise Unreadable("No control message")
         if not _is_network_namespace(self._descriptors[0]):
@@ -136,8 +136,7 @@ def _receive(sock: socket.socket) -> Packet | None:
         what = "message" if flags & socket.MSG_TRUNC else "control message"
         raise Unreadable(f"{what} truncated")
     if not data:
-        # This is the end of the connection or an empty packet. recvmsg cannot distinguish the two, and ZDS has no
-        # empty message.
+        # The connection has ended. (An empty packet looks the same to recvmsg, but ZDS has no empty message.)
         packet.close()
         return None
     return packet

@@ -81,7 +81,7 @@ class PodStatus:
 
 
 class _Proxy:
-    """One proxy of a pod (one generation): its network namespace, and the tasks that start and drain it."""
+    """One generation of a pod's proxy: its network namespace, and the tasks that start and drain it."""
 
     __slots__ = ("draining", "gone", "info", "netns", "netns_id", "running", "starting", "uid")
 
@@ -130,7 +130,7 @@ class PodManager:
 
     @property
     def ready(self) -> bool:
-        """Whether the agent is connected and every pod of its snapshot has a proxy."""
+        """Whether the agent is connected and every pod in its snapshot has a proxy."""
         return self._announced_ready
 
     @property
@@ -217,8 +217,8 @@ class PodManager:
             try:
                 served = await self._serve(channel)
             except Exception:
-                # This is a bug in this program. Pods keep running, and the agent's next snapshot contains the
-                # changes that this connection missed.
+                # A bug in this program. The pods' proxies keep running, and the next connection's snapshot makes
+                # up for missed changes.
                 log.exception("lost the node agent path=%s", self._path)
             finally:
                 channel.close()
@@ -235,7 +235,7 @@ class PodManager:
         """Serve one connection of the agent until it ends.
 
         Returns:
-            True if at least one request was answered and the agent broke no rule of the protocol.
+            True if at least one request was answered and the agent did not violate the protocol.
         """
         served = False
         try:
@@ -312,7 +312,7 @@ class PodManager:
         self._changed()
 
     def _changed(self) -> None:
-        """Set the timer for the next due time, and call ``on_ready`` if readiness changed."""
+        """Set the timer for the reconciler's next due time, and call ``on_ready`` if readiness changed."""
         due = self._reconciler.next_due
         if self._timer is not None:
             self._timer.cancel()
@@ -331,7 +331,7 @@ class PodManager:
         proxy.starting = self._tasks.start(self._started(generation, proxy), f"start {proxy.uid}")
 
     async def _started(self, generation: Generation, proxy: _Proxy) -> None:
-        # A predecessor in the same namespace holds the ports until it has stopped.
+        # An earlier proxy in the same network namespace holds the ports until it has stopped.
         for before in list(self._ending.get(proxy.netns_id, ())):
             await before.gone.wait()
         try:
@@ -342,7 +342,7 @@ class PodManager:
             )
             failure = plain_reason(error)
         except Exception as error:
-            # This is a bug in this program, but the agent must get an answer.
+            # A bug in this program. Even so, the agent must get an answer.
             log.exception("pod proxy not started uid=%s pod=%s", proxy.uid, _named(proxy.info))
             failure = repr(error)
         else:
@@ -357,7 +357,7 @@ class PodManager:
 
     def _end(self, generation: Generation) -> None:
         proxy = self._proxies.pop(generation)
-        # Log now: a successor in another namespace does not wait until this proxy has ended.
+        # Log this before the proxy has stopped, because a new proxy in another namespace does not wait for that.
         log.info("pod proxy ends uid=%s pod=%s netns=%d", proxy.uid, _named(proxy.info), proxy.netns_id.inode)
         self._ending.setdefault(proxy.netns_id, set()).add(proxy)
         self._tasks.start(self._ended(proxy), f"end {proxy.uid}")

@@ -26,7 +26,7 @@ from ztunnel.proxy.istio.zds.pods import PodInfo, PodUid
 
 #: The size of either side's receive buffer. A longer packet is truncated.
 PACKET_BYTES = 1024
-# The bytes around an answer's text: two tags, and two lengths of two bytes each.
+# The encoding overhead of an answer's text: two field tags, and two lengths of two bytes each.
 _ANSWER_OVERHEAD = 6
 _CUT = "..."
 
@@ -73,7 +73,9 @@ class AddPod:
 
 @dataclass(frozen=True, slots=True)
 class KeepPod:
-    """Names a pod of the snapshot whose namespace the agent has not found yet. Its proxy keeps running."""
+    """Names a pod in the snapshot whose network namespace the agent has not found yet. An existing proxy of this
+    pod keeps running.
+    """
 
     uid: PodUid
 
@@ -87,14 +89,14 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSent:
-    """Completes the snapshot: pods that the snapshot did not name have been removed from the node."""
+    """Ends the snapshot. Pods that the snapshot did not name have been removed from the node."""
 
 
 Request: TypeAlias = AddPod | KeepPod | DeletePod | SnapshotSent
 
 
 def hello_bytes() -> bytes:
-    """Encode the proxy's hello, the only packet that answers no request."""
+    """Encode the proxy's hello, its only packet that does not answer a request."""
     return ZdsHello(version=Version.V1).SerializeToString()
 
 
@@ -118,7 +120,7 @@ def request_bytes(request: Request) -> bytes:
     Raises:
         ValueError: the request is longer than a packet. No valid Kubernetes names cause this.
     """
-    # A dictionary holds the arguments, because ``del`` is a keyword of Python.
+    # The arguments are in a dictionary, because the field ``del`` is a Python keyword.
     named: dict[str, Any]
     match request:
         case AddPod(uid, info):
@@ -187,7 +189,7 @@ def answer_bytes(error: str = "") -> bytes:
     text = error.encode(errors="replace")
     if len(text) > room:
         text = text[: room - len(_CUT)] + _CUT.encode()
-    # "ignore", because truncation can split a multi-byte character.
+    # Decoding errors are ignored, because truncation can split a multi-byte character.
     return WorkloadResponse(ack=Ack(error=text.decode(errors="ignore"))).SerializeToString()
 
 

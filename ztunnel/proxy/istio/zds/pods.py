@@ -27,17 +27,17 @@ class PodState(Enum):
 
 
 class RunningPod(Protocol):
-    """The listening proxy of one pod."""
+    """A pod's proxy whose listeners are open."""
 
     async def stop(self) -> None:
-        """Close the listeners and abort connections at once. Never raises, never waits for peers."""
+        """Close the listeners and abort connections at once. This never raises, and never waits for peers."""
 
     async def drain(self, timeout_s: float) -> None:
         """Stop accepting, send GOAWAY, and abort the connections that are left after ``timeout_s``."""
 
 
 class StartPod(Protocol):
-    """Starts the proxy of a pod."""
+    """A function that starts the proxy of a pod."""
 
     async def __call__(self, uid: PodUid, info: PodInfo, netns: Netns) -> RunningPod:
         """Bind every listener in the pod's namespace. Returns when all listeners are bound.

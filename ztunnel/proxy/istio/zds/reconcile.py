@@ -1,7 +1,8 @@
-"""Decides which pods have a proxy: requests of the agent and results of starts go in, actions come out.
+"""Decides which pods have a proxy. The inputs are the agent's requests and the results of starts, the outputs are
+actions.
 
 A pod is named by its uid. Each new proxy of a pod gets a new number, its *generation*. The result of a start
-contains the generation, so that a late result of an old proxy is never taken for a result of the new proxy::
+contains the generation, so that an old proxy's late result is never mistaken for the new proxy's::
 
     Add ─> STARTING ──started──> UP
               │  ^
@@ -36,11 +37,11 @@ RETRY_S = 5.0
 #: The time limit for answering the agent, in seconds. The agent waits 5 s. The difference leaves time for the
 #: transport and a busy event loop.
 ANSWER_S = 4.0
-#: How long the fault of one pod delays readiness, in seconds: a start that fails, after the snapshot, or a
-#: certificate that the authority refuses. This permits six attempts of a start. A guess.
+#: How long a faulty pod delays readiness, in seconds: a pod whose proxy does not start (counted from the
+#: snapshot), or whose certificate the authority refuses. It permits six attempts to start. A guess.
 SETTLE_S = 30.0
 
-#: Identifies one proxy of one pod. Never reused.
+#: The number of one proxy of one pod. Numbers are never reused.
 Generation = NewType("Generation", int)
 
 
@@ -53,7 +54,7 @@ class NetnsId(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a proxy in the namespace received with the current request."""
+    """Start a proxy in the network namespace received with the current request."""
 
     generation: Generation
     uid: PodUid
@@ -62,7 +63,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Retry the failed start of a proxy, in the namespace that it already has."""
+    """Retry the failed start of a proxy, in the network namespace that was received earlier."""
 
     generation: Generation
 
@@ -83,7 +84,9 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ReadyWithout:
-    """Readiness no longer waits for these pods, which have not started within :data:`SETTLE_S`."""
+    """The pods whose proxies have not started within :data:`SETTLE_S`. Readiness does not wait for
+    them any more.
+    """
 
     pods: tuple[PodUid, ...]
 
@@ -102,7 +105,8 @@ class _Pod:
 
 
 class Reconciler:
-    """The state machine. Its methods take the time and return the actions to carry out, in order.
+    """The state machine for the pods' proxies. Its methods take the current time and return the actions to carry
+    out, in order.
 
     Callers pass one request at a time, and wait for its :class:`Answer` before passing the next request.
     """
@@ -121,7 +125,9 @@ class Reconciler:
 
     @property
     def ready(self) -> bool:
-        """Whether the agent is connected, and its snapshot was complete and its pods up (see :data:`SETTLE_S`)."""
+        """Whether the agent is connected, and its snapshot was complete and the pods in it had proxies (see
+        :data:`SETTLE_S`).
+        """
         return self._connected and self._settled
 
     @property
@@ -230,7 +236,7 @@ class Reconciler:
         pod = self._pods.get(uid)
         if self._in_snapshot is not None:
             self._in_snapshot.discard(uid)
-            # A running proxy is not ended here, but when the snapshot is complete, as in the Rust ztunnel.
+            # As in the Rust ztunnel, a running proxy is not ended here, but when the snapshot is complete.
             if pod is not None and pod.up:
                 pod = None
         return [Answer()] if pod is None else [self._forget(uid), Answer()]
@@ -259,7 +265,7 @@ class Reconciler:
         return self._answered(generation, f"failure to start proxy : {error}")
 
     def advance(self, now: float) -> list[Action]:
-        """Return the answers and retries due at ``now``."""
+        """Return the actions that are due at ``now``: answers and retries."""
         actions: list[Action] = []
         if self._awaited is not None and self._answer_by <= now:
             late = f"failure to start proxy : not done after {ANSWER_S:g} s, goes on"
