@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 _START_S = 90.0
 
-#: Two tokens of this cluster: one with all rights, one without any.
+#: Two bearer tokens that this API server accepts: one with all rights, one without any.
 ADMIN, NOBODY = "admin-token", "nobody-token"
 
 
@@ -34,7 +34,7 @@ def cache() -> Path:
 
 
 def found(name: str) -> str | None:
-    """Return the path of a program, or None. It is taken from ETCD or KUBE_APISERVER, from the cache, or from
+    """Return the path of a program, or None if it is found nowhere: in ETCD or KUBE_APISERVER, in the cache, or in
     PATH.
     """
     named = os.environ.get(name.upper().replace("-", "_"))
@@ -50,7 +50,7 @@ class ApiServer:
         folder: the folder for its files.
         programs: the paths of ``PROGRAMS``.
         ports: three free ports: etcd's for clients, etcd's for peers, and the API's.
-        own: called with each started process, so that the caller can end it.
+        own: called with each started process, so that the caller can end it later.
 
     Attributes:
         url: the API's URL.
@@ -110,7 +110,7 @@ class ApiServer:
             f"--token-auth-file={self.folder / 'tokens.csv'}",
             "--authorization-mode=RBAC",
             "--service-cluster-ip-range=10.96.0.0/24",
-            # There is no controller to create the default accounts that the admission plugin requires.
+            # No controller runs here to create the default accounts that this admission plugin requires.
             "--disable-admission-plugins=ServiceAccount",
             "--allow-privileged",
             "--v=0",
@@ -124,8 +124,8 @@ class ApiServer:
             time.sleep(0.1)
 
     def stop_api(self) -> None:
-        """Kill kube-apiserver; etcd keeps its objects. An orderly end would take a minute, because it waits for
-        watches.
+        """Kill kube-apiserver; etcd keeps its objects. A graceful stop would take a minute, because it waits for
+        open watches.
         """
         self._running["kube-apiserver"].kill()
         self._end("kube-apiserver")
@@ -137,7 +137,7 @@ class ApiServer:
         self._end("etcd")
 
     def compact(self, version: str) -> None:
-        """Compact etcd, which drops all versions before this one, so that watches from earlier versions are
+        """Compact etcd: it drops all object versions before ``version``, so watches from earlier versions are
         refused.
         """
         body = json.dumps({"revision": version, "physical": True}).encode()
@@ -160,7 +160,7 @@ class ApiServer:
         return path
 
     def log(self, name: str) -> str:
-        """Return what a program has logged."""
+        """Return the log of one of the two programs."""
         return (self.folder / f"{name}.log").read_text()
 
     def _ready(self) -> bool:

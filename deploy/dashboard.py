@@ -20,14 +20,14 @@ _HEIGHT: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A graph over time, or a number.
+    """A panel with a graph over time, or with a single number.
 
     Attributes:
         queries: PromQL queries, with the legend of each.
         unit: Grafana's name of the unit.
         text: the panel's meaning, and where to look next.
         width: the width, out of :data:`_COLUMNS`.
-        number: show the last value only, coloured from ``bad_above`` on.
+        number: whether to show only the last value, coloured from ``bad_above`` on.
     """
 
     title: str
@@ -256,7 +256,7 @@ def queries() -> Iterator[str]:
 
 
 def dashboard() -> dict[str, Any]:
-    """Return the dashboard as Grafana imports it."""
+    """Return the dashboard in the form that Grafana imports."""
     return {
         "uid": "ztunnel",
         "title": "ztunnel",
@@ -335,7 +335,7 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
                 "datasource": _SOURCE,
                 "expr": query,
                 "legendFormat": legend,
-                # Exemplars: dots for single connections, with their trace ids.
+                # Show exemplars as dots, which stand for single connections and have their trace ids.
                 **({"exemplar": True} if "_bucket" in query else {}),
             }
             for index, (query, legend) in enumerate(panel.queries)

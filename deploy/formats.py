@@ -21,7 +21,7 @@ that read these files.
 Every module reports all faults of a file together, each with its place, and refuses unknown keys.
 `examples/` has a file of each format, which the tests load.
 """
-#: The methods of readers that take the accepted keys as an argument.
+#: The methods of readers whose arguments include the accepted keys.
 _READING = frozenset({"document", "mapping", "part"})
 
 
@@ -45,12 +45,12 @@ class Format:
 
     @property
     def summary(self) -> str:
-        """The docstring's first paragraph, in Markdown."""
+        """The first paragraph of the module's docstring, in Markdown."""
         return self.docstring.partition("\n\n")[0].replace("``", "`").replace("\n", " ")
 
     @property
     def example(self) -> str:
-        """The literal block of the docstring, without its indentation."""
+        """The literal block of the module's docstring, without its indentation."""
         lines = self.docstring.partition("::\n\n")[2].splitlines()
         block = []
         for line in lines:
@@ -60,11 +60,11 @@ class Format:
         return "\n".join(block).strip()
 
     def keys(self) -> set[str]:
-        """Return every key that the module accepts."""
+        """Return every key that the reader accepts."""
         return set(_keys(self.tree))
 
     def shown(self) -> set[str]:
-        """Return every key of the example."""
+        """Return every key in the example."""
         return set(re.findall(r"([A-Za-z_]\w*):(?= |$)", self.example, re.MULTILINE))
 
 

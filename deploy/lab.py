@@ -41,8 +41,8 @@ from tproxy.errors import KernelRefused, NeedCapability, TproxyError
 from tproxy.node import Member, Node
 from tproxy.resources import Address, End, IpAddress, IpNetwork, NamespaceName, Route, VethPair
 
-# Interface indexes of eth0, and the first index of the other ends. Equal indexes would delay linkwatch; see
-# create_pair.
+# The interface index of every eth0, and the first index of the veth pairs' other ends. Equal indexes would delay
+# linkwatch; see create_pair.
 _ETH0, _FIRST_INDEX = 50, 100
 _STATIC = 4  # RTPROT_STATIC
 _MAIN = 254
@@ -81,22 +81,24 @@ class Place:
 
     @property
     def addresses(self) -> tuple[IpAddress, IpAddress]:
-        """The IPv4 and the IPv6 address."""
+        """The node's, pod's or ztunnel's IPv4 and IPv6 addresses."""
         return (self.ipv4, self.ipv6)
 
     def address(self, version: int) -> IpAddress:
-        """Return the address of IP version 4 or 6."""
+        """Return the address of this place in IP version 4 or 6."""
         return self.ipv4 if version == 4 else self.ipv6
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a synchronous function in this namespace, in this thread; its sockets stay there."""
+        """Call a synchronous function in this thread, but in this network namespace. Sockets that it creates stay
+        there.
+        """
         with self.netns.entered():
             return function(*args)
 
     def socket(
         self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM, protocol: int = 0
     ) -> socket.socket:
-        """Return a blocking socket of this namespace; the caller closes it."""
+        """Return a blocking socket in this network namespace; the caller closes it."""
         with self.netns.entered():
             return socket.socket(family, kind, protocol)
 
@@ -107,14 +109,18 @@ class Place:
         start: "Callable[..., subprocess.Popen[Any]]" = subprocess.Popen,
         **options: Any,
     ) -> "subprocess.Popen[Any]":
-        """Start a program here, by default as a child of this process; leaving the lab ends it."""
+        """Start a program in this network namespace, by default as a child of this process. Leaving the lab ends
+        it.
+        """
         with self.netns.entered():
             process = start(args, **options)
         self._lab.own(process)
         return process
 
     def process(self, function: Callable[..., object], *args: Any) -> BaseProcess:
-        """Start a function of an importable module in a child process here; leaving the lab ends it."""
+        """Start a function of an importable module in a child process, in this network namespace. Leaving the lab
+        ends it.
+        """
         process = multiprocessing.get_context("spawn").Process(target=function, args=args)
         with self.netns.entered():
             process.start()
@@ -132,7 +138,7 @@ class Worker:
         self.pods: dict[str, Place] = {}
 
     def gateway(self, version: int) -> IpAddress:
-        """Return the node's address on the veth pairs of its pods."""
+        """Return the gateway address that the node has on the veth pairs of its pods."""
         if version == 4:
             return _ipv4(f"10.244.{self.number}.1")
         return _ipv6(f"fd00:10:244:{self.number}::1")
@@ -204,7 +210,7 @@ class Lab:
                 plug(_index(link, "br0"))
 
     def own(self, child: "subprocess.Popen[Any] | BaseProcess") -> None:
-        """End this process when the lab ends."""
+        """End this child process when the lab ends."""
         self._children.append(child)
 
     def __enter__(self) -> Self:
@@ -237,7 +243,7 @@ class Lab:
                     time.sleep(0.005)
 
     def close(self) -> None:
-        """End all processes and remove all names; idempotent."""
+        """End all processes, and remove the names of all namespaces; idempotent."""
         for child in self._children:
             child.terminate()
         for child in self._children:
@@ -253,8 +259,8 @@ class Lab:
             self._old_handler = None
 
     def _catch_sigterm(self) -> None:
-        # Install a handler only in place of the default, which would end the process at once. An application's
-        # handler stays.
+        # Replace only the default handler, which would end the process at once. A handler of the application
+        # stays.
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._old_handler = signal.signal(signal.SIGTERM, _exit)
@@ -349,8 +355,8 @@ def become_root_of_own_namespaces() -> None:
         return
     uid, gid = os.getuid(), os.getgid()
     try:
-        # EPERM, or ENOSPC with user.max_user_namespaces=0 (user_namespaces(7)). Ubuntu's AppArmor permits the
-        # namespace, but without its capabilities.
+        # unshare(2) failed with EPERM, or with ENOSPC if user.max_user_namespaces is 0 (user_namespaces(7)).
+        # Ubuntu's AppArmor permits the namespace, but without its capabilities.
         unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS)
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {uid} 1")

@@ -43,7 +43,7 @@ _ENDS: Final = "connection ends"
 
 
 class Limit(NamedTuple):
-    """One row of the table. A pair of values stands for a burst and a rate per second."""
+    """One row of the table of limits. A pair of values is a burst and a rate per second."""
 
     name: str
     value: float | tuple[float, ...] | None
@@ -63,7 +63,7 @@ class Limit(NamedTuple):
 
     @property
     def row(self) -> str:
-        """The line of the table in Markdown."""
+        """The row as a line of a Markdown table."""
         value = "; ".join(f"{each:,.10g}" for each in self.values)
         cells = (self.name, value, self.unit, self.variable, self.metric, self.beyond, self.told)
         return f"| {' | '.join(cells)} |"

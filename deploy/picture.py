@@ -102,7 +102,7 @@ class _Drawing:
 
     @staticmethod
     def head(colour: str) -> str:
-        """Return the name of the arrow head of a colour."""
+        """Return the name of the arrow head in this colour."""
         return f"head-{colour.removeprefix('#')}"
 
     def number(self, x: int, y: int, number: int, colour: str) -> None:
@@ -200,7 +200,7 @@ def _legend(draw: _Drawing) -> None:
 
 
 def files() -> dict[Path, str]:
-    """Return the files by their paths."""
+    """Return the content of each picture file, by the file's path."""
     return {DOCS / f"hops-{name}.svg": picture(theme) for name, theme in THEMES.items()}
 
 

@@ -84,10 +84,10 @@ def read_lock(text: str) -> list[Package]:
 
 
 def read_floors(text: str) -> dict[str, list[tuple[str, str]]]:
-    """Return (version, reason) pairs by package name.
+    """Return the floors in a text, as (version, reason) pairs by package name.
 
     Raises:
-        ValueError: a line is not a floor. The error has the line.
+        ValueError: a line does not state a floor. The error quotes the line.
     """
     floors: dict[str, list[tuple[str, str]]] = {}
     for line in text.splitlines():
@@ -157,7 +157,7 @@ def _normal(name: str) -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return a release's numbers. Suffixes (rc1, post1) are ignored in comparisons with floors."""
+    """Return a version's numbers, to compare it with a floor. Suffixes (rc1, post1) are ignored."""
     release = re.match(r"\d+(?:\.\d+)*", version)
     numbers = [int(part) for part in release[0].split(".")] if release is not None else []
     while numbers and not numbers[-1]:

@@ -31,7 +31,7 @@ def build(python: str, output: Path, *, compiled: bool) -> Path:
     """Build a wheel and return its path.
 
     Args:
-        python: the interpreter that builds the wheel. A compiled wheel is for its version alone.
+        python: the interpreter that builds the wheel. A compiled wheel only works with this interpreter's version.
         output: the folder for the wheel.
         compiled: whether the tunnel engine is compiled.
 

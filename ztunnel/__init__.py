@@ -1,4 +1,4 @@
-"""The node tunnel proxy: the application that joins tunnels, configuration and interception."""
+"""The node tunnel proxy: the application that combines tunnels, configuration and interception."""
 
 from ztunnel.earlier_names import install
 

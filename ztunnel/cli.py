@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ztunnel")
 
-#: The exit status that a shell shows for a program ended by SIGPIPE, like other programs whose reader has closed
-#: the pipe.
+#: The exit status that a shell shows for a program ended by SIGPIPE. Other programs also have it when their reader
+#: has closed the pipe.
 _READER_IS_GONE = 141
 #: The exit status that a shell shows for a program ended by Ctrl-C.
 _INTERRUPTED = 130
@@ -47,7 +47,8 @@ _CANNOT_WRITE: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno
 #: The lowest similarity of a mistyped command to a suggestion. Below it, "get" would resemble "agent".
 _NEAR: Final = 0.78
 
-#: If one of these variables is set, asyncio's TLS stays usable: for libraries of addons, and a sidecar's prober.
+#: asyncio's TLS stays usable if one of these variables is set, because addons' libraries or a sidecar's prober
+#: need it.
 _USE_ASYNCIO_TLS: Final = (ADDON_VARIABLES["addon"], "ISTIO_KUBE_APP_PROBERS")
 
 #: The commands that each package adds. ``proxy`` and ``version`` are defined here.
@@ -100,12 +101,12 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 
 def _program(path: str) -> str:
-    """Return the name that a person has typed: kubectl runs its plugins by the names of their files."""
+    """Return the program's name as a person types it: kubectl runs its plugins by the names of their files."""
     return "kubectl ztunnel" if os.path.basename(path).startswith("kubectl-ztunnel") else "ztunnel"
 
 
 class _Parser(argparse.ArgumentParser):
-    """The program's own parser: its help groups the commands."""
+    """The program's own parser, whose help lists the commands in groups."""
 
     def format_help(self) -> str:
         explained = {
@@ -174,10 +175,10 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _packages(named: str) -> list[str]:
-    """Return the packages with the commands that a command line can name.
+    """Return the packages whose commands a command line can name.
 
-    A named command needs only its own package. So it starts sooner and keeps no other modules in memory, which
-    matters for commands that run in every pod. The help, and an unknown command, need all packages.
+    If it names a command, only that command's package is needed. So it starts sooner and keeps no other modules in
+    memory, which matters for commands that run in every pod. The help, and an unknown command, need all packages.
     """
     if named in ("proxy", "version"):
         return []
@@ -190,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="Parsed a serial number which wasn't positive", category=UserWarning)
     _replace_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names and reasons can have characters that the terminal's encoding does not have. The call ends by asking
-        # for the position, which fails if another kind of file has replaced the descriptor.
+        # Names and reasons can have characters that the terminal's encoding lacks. ``reconfigure`` also asks for
+        # the stream's position, which fails if the descriptor was replaced by another kind of file.
         with contextlib.suppress(OSError):
             sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -230,7 +231,9 @@ def _replace_closed_streams() -> None:
 
 
 def _output_is_gone() -> bool:
-    """Return whether the reader of our output has closed, like in ``| head``. No more is written then."""
+    """Return whether the reader of our output has closed it, like ``| head`` does. If so, nothing more is
+    written.
+    """
     ends = select.poll()
     ends.register(sys.stdout.fileno(), 0)
     if not ends.poll(0):
@@ -240,7 +243,7 @@ def _output_is_gone() -> bool:
 
 
 def _discard_output() -> None:
-    """Write no more to standard output. The interpreter flushes once more when it ends."""
+    """Write no more to standard output. Otherwise the interpreter would flush it once more at exit, and fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -251,8 +254,8 @@ def _run(argv: Sequence[str] | None) -> int:
     if given[0] == "worker" and given[1:2] and given[1].isdigit():  # internal: the proxy starts its workers so
         from ztunnel.runtime.process import end_with_parent
 
-        # A worker that outlived a killed main process would still accept connections on listening sockets that it
-        # shares with the next main process.
+        # If the main process is killed, its worker must end, too. Otherwise the worker would still accept
+        # connections on listening sockets that it shares with the next main process.
         end_with_parent(signal.SIGKILL)
         if given[2:] == [WITHOUT_SSL]:
             leave_out()
@@ -299,14 +302,16 @@ def _complete(words: Sequence[str]) -> int:
 
 
 def complete_for_kubectl() -> int:
-    """Answer ``kubectl ztunnel WORD... <TAB>``: a candidate a line, then a directive for its function."""
+    """Answer ``kubectl ztunnel WORD... <TAB>``: print one candidate per line, then a directive for kubectl's
+    completion function.
+    """
     _complete(sys.argv[1:] or [""])
     print(":0")
     return 0
 
 
 def _command_of(parser: argparse.ArgumentParser, given: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser of the innermost command that a command line names, whose usage is the most helpful."""
+    """Return the parser of the innermost command that a command line names. Its usage is the most helpful one."""
     for word in given:
         parser = subcommands(parser).get(word, parser)
     return parser
@@ -357,7 +362,7 @@ def _proxy(args: argparse.Namespace) -> int:
 
 
 def _with_addons(args: argparse.Namespace, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the environment with the flags of addons under their variables."""
+    """Return the environment, with each addon flag's values in the flag's variable."""
     given = {}
     for name, variable in ADDON_VARIABLES.items():
         values = getattr(args, name)
@@ -391,7 +396,8 @@ def _configure_logging(level: str) -> None:
     logging.addLevelName(5, "TRACE")
     levels = {"trace": 5, "off": logging.CRITICAL + 1}
     log_form.install(levels.get(level, level.upper()))
-    # These libraries log every header field and netlink attribute at levels that operators enable for our lines.
+    # These libraries log every header field and netlink attribute, even at levels that operators enable for our
+    # own lines.
     for library in ("hpack", "pyroute2"):
         logging.getLogger(library).setLevel(logging.WARNING)
 

@@ -1,4 +1,4 @@
-"""Finds modules by the names that they had before the tree was grouped, for scripts outside of this repository.
+"""Finds modules by their earlier names, from before the tree was grouped, for scripts outside of this repository.
 Commands and entry points never had these names. An earlier name leads to the module under its present name, not to
 a second copy.
 """
@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-#: The present packages of an earlier package, in the order of the search.
+#: For each earlier package, the present packages, in the order in which they are searched.
 _PACKAGES: Final = {
     "agent": ("node.agent",),
     "authz": ("policy.authz",),
@@ -33,7 +33,7 @@ _PACKAGES: Final = {
     "tap": ("proxy.tap",),
     "ui": ("proxy.ui",),
 }
-#: Present packages of modules that were in ``ztunnel.runtime``.
+#: For modules that were in ``ztunnel.runtime``, their present packages.
 _OF_RUNTIME: Final = {
     **dict.fromkeys(
         ("config_reader", "file_kinds", "go_flags", "go_values", "go_yaml", "object_lists"), "runtime.formats"
@@ -42,7 +42,7 @@ _OF_RUNTIME: Final = {
     **dict.fromkeys(("client_hello", "half_open"), "proxy.dataplane"),
     "capture_lists": "sidecar",
 }
-#: Present names of modules that were also renamed.
+#: For modules that were also renamed, their present names.
 _RENAMED: Final = {"half_open": "handshake_limiter", "log_fields": "line_rendering", "metrics_page": "families"}
 
 
@@ -65,7 +65,8 @@ class EarlierNames:
             except ModuleNotFoundError:
                 continue
             if found is not None:
-                # No base class: importlib.abc, which has it, takes longer to import than the rest of this module.
+                # This class has no base class, because importing importlib.abc for it takes longer than importing
+                # this module.
                 loader: Any = self
                 is_package = found.submodule_search_locations is not None
                 return ModuleSpec(name, loader, origin=candidate, is_package=is_package)
@@ -79,7 +80,7 @@ class EarlierNames:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's own spec, which importing it by another name has replaced."""
+        """Restore the module's own spec, which the import by the earlier name has replaced."""
         spec = module.__spec__
         if spec is not None and spec.loader_state is not None:
             module.__spec__ = spec.loader_state
@@ -99,6 +100,6 @@ def _candidates(name: str) -> Iterator[str]:
 
 
 def install() -> None:
-    """Let imports find the earlier names. Idempotent."""
+    """Make imports find modules by their earlier names; idempotent."""
     if not any(isinstance(finder, EarlierNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, EarlierNames())

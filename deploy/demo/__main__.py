@@ -26,7 +26,7 @@ from deploy.lab import Lab, become_root_of_own_namespaces
 from tproxy.errors import TproxyError
 from ztunnel import __version__
 
-#: Between two checks whether a demo that stays up was interrupted.
+#: Seconds between two checks whether a demo that stays up was interrupted.
 _LOOK_S = 0.5
 
 MODES: dict[str, type[Demo]] = {"node": NodeDemo, "inpod": InPodDemo, "kube": KubeDemo, "addons": AddonsDemo}
@@ -91,8 +91,8 @@ def main() -> int:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of the output has ended, like `head` does. Python's own writes at exit must not fail on the
-        # closed pipe.
+        # The reader of the output has ended, like `head` does. When Python exits, its own writes must not fail on
+        # the closed pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
     except KeyboardInterrupt:

@@ -41,7 +41,7 @@ class AddonsDemo(InPodDemo):
 
     @property
     def own(self) -> str:
-        """The addon that is shown instead of the five, or empty."""
+        """The name of the addon that is shown instead of the five. Empty shows the five."""
         return os.environ.get("ADDON", "")
 
     def addon_environment(self, node: str) -> Mapping[str, str]:
@@ -160,7 +160,7 @@ class AddonsDemo(InPodDemo):
         print(f"\ncanary: half of the connections to {HOSTNAME} prefer reviews-v2, {_CALLS} calls")
         answers = Counter(self.call("productpage", VIP).answered_by for _ in range(_CALLS))
         shares = ", ".join(f"{name or 'none'} {count}" for name, count in sorted(answers.items()))
-        # Two thirds are expected. A share below 0.4 occurs once in a hundred thousand runs.
+        # reviews-v2 should get two thirds of the calls. A share below 0.4 occurs once in a hundred thousand runs.
         most = answers["reviews-v2"] > _CALLS * 0.4 and set(answers) <= set(VERSIONS) and len(answers) > 1
         self.check(most, f"reviews-v2 has more than its third: {shares}")
         said = self._explained("productpage", f"{HOSTNAME}:{PORT}", "canary")
@@ -168,8 +168,8 @@ class AddonsDemo(InPodDemo):
 
     def _act_rate(self) -> None:
         print(f"\nrate_limit: the option changes to all namespaces; a burst of {_BURST} is admitted")
-        # Options are read at the start only, but the addon's file is followed, so the limit is changed in the
-        # file.
+        # A proxy reads addon options only when it starts, but it reloads a changed addon file. So the demo edits
+        # the file to change the limit.
         file = self.folder / "rate_limit.py"
         self.replace("rate_limit.py", file.read_text().replace("if options.namespaces and", "if False and"))
         self._wait_replaced("rate-limit")
@@ -204,6 +204,6 @@ class AddonsDemo(InPodDemo):
         self.wait(f"{addon} is replaced", replaced, SETTLE_S)
 
     def _addon_line(self, addon: str) -> str:
-        """Return the error of the last access line that an addon caused."""
+        """Return the error in the newest access line that names this addon. Empty without such a line."""
         lines = self.new_lines(1, lambda line: line.get("scope") == "access" and addon in str(line.get("addon")))
         return str(lines[-1].get("error", "")) if lines else ""

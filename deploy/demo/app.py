@@ -33,7 +33,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    """Serve until the process ends."""
+    """Serve requests until the process ends."""
     Handler.name = sys.argv[1]
     http.server.ThreadingHTTPServer.address_family = 10  # AF_INET6: one dual-stack socket
     http.server.ThreadingHTTPServer(("::", int(sys.argv[2])), Handler).serve_forever()

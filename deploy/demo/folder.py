@@ -24,7 +24,7 @@ from deploy.lab import sweep
 #: The variable that marks the demo's programs and their children for the watcher.
 MARK = "DEMO_FOLDER"
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
-#: How long the watcher sends SIGKILL. A process that survives this hangs in a system call.
+#: How long the watcher sends SIGKILL to a process. A process that survives this hangs in a system call.
 _END_S = 5.0
 #: The longest address of a Unix socket (unix(7)), and the longest name of a demo's socket, in bytes.
 _LONGEST_ADDRESS = 107
@@ -44,9 +44,10 @@ class FolderTooDeep(Exception):
 
 @contextlib.contextmanager
 def demo_folder(prefix: str) -> Iterator[Path]:
-    """Yield a new folder. It and every marked process are removed when this process ends in any way.
+    """Yield a new folder. When this process ends, for whatever reason, the folder and every marked process are
+    removed.
 
-    Enter it in the main thread before another thread exists, because it forks.
+    Enter this in the main thread before another thread exists, because it forks.
 
     Args:
         prefix: the start of the folder's name. Folders left by killed demos with this prefix are removed first.
@@ -104,7 +105,9 @@ def _locked(prefix: str) -> tuple[Path, int]:
 
 
 def _lock(path: Path) -> int | None:
-    """Return a descriptor with a folder's lock, or None if the folder is gone, another user's, or locked."""
+    """Return a descriptor that holds a folder's lock. None if the folder is gone, belongs to another user, or is
+    locked.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -152,7 +155,7 @@ def _watched(path: Path, lock: int) -> tuple[int, int]:
 
 
 def _end_marked(path: Path) -> None:
-    """End all processes with the folder's mark, except the demo and this process."""
+    """End all processes that have the folder's mark, except the demo and this process."""
     mark = f"{MARK}={path}".encode()
     deadline = time.monotonic() + _END_S
     while time.monotonic() < deadline:

@@ -43,11 +43,11 @@ from ztunnel.runtime.console.proxy_flags import ADDON_VARIABLES
 HOSTNAME = "reviews.default.svc.cluster.local"
 #: An address that no host has, so only the pod's own proxy can answer queries to it.
 NAME_SERVER = "10.96.0.10"
-#: The number of calls after which each of three endpoints was almost certainly chosen. One run in millions misses
+#: After this number of calls, each of three endpoints has almost certainly been chosen. One run in millions misses
 #: an endpoint.
 _CALLS = 40
 _TUNNEL_PORT = 15008
-#: The namespace of worker2's second proxy. It has its own, like the next pod of a DaemonSet.
+#: The network namespace of worker2's second proxy. It is separate, like that of the next pod of a DaemonSet.
 _NEXT = "ztunnel-next"
 
 
@@ -137,7 +137,7 @@ class InPodDemo(Demo):
     # Lines of the proxies
 
     def _records(self, at_least: int = 0) -> list[dict[str, object]]:
-        """Return new access log lines, the client's side first."""
+        """Return the new access log lines, those of the client's side first."""
         lines = self.new_lines(at_least, lambda line: line.get("scope") == "access")
         return sorted(lines, key=lambda line: line.get("direction") != "outbound")
 
@@ -155,7 +155,7 @@ class InPodDemo(Demo):
     # The play
 
     def _act_name(self) -> None:
-        """Look up the service's name in a pod. The proxy answers, inside the pod."""
+        """Look up the service's name inside a pod, where the pod's proxy answers the query."""
         print(f"\nproductpage looks up {HOSTNAME}, at a name server that is not there")
         query = dns.message.make_query(HOSTNAME, dns.rdatatype.A)
         found: list[str] = []
@@ -173,7 +173,9 @@ class InPodDemo(Demo):
         self.check(found == [VIP], f"DNS: {', '.join(found) or 'nothing'}, {took_ms:.1f} ms{again}")
 
     def _act_balance(self) -> None:
-        """Call the service's address many times from each node. Every version must answer."""
+        """Call the service's address many times from each node. Each version of the service must answer at least
+        once.
+        """
         print(f"\nproductpage calls the service reviews at {VIP}:{PORT}, {_CALLS} times")
         self.new_lines()
         calls = [self.call("productpage", VIP) for _ in range(_CALLS)]
@@ -216,7 +218,7 @@ class InPodDemo(Demo):
         self.check(packets == 0, f"{packets} packets crossed the wire between the nodes")
 
     def _act_outside(self) -> None:
-        """Call from outside the mesh in plain text. Pods without a forbidding policy accept it."""
+        """Call from outside the mesh in plain text. A pod accepts this unless a policy forbids it."""
         print("\na pod outside the mesh calls one inside")
         call = self.call(OUTSIDE, str(self.lab.pod("ratings").ipv4))
         self._show("outside", call, call.answered_by == "ratings", self._records(1))
@@ -224,7 +226,7 @@ class InPodDemo(Demo):
         self._show("outside, to a protected pod", call, bool(call.error), self._records(1))
 
     def _act_refused(self) -> None:
-        """Call with an identity that the policy does not name, on the other node and on this one."""
+        """Call from a client whose identity the policy does not name, on the other node and on this one."""
         print("\na pod with another identity calls reviews; its policy names productpage only")
         for title, server in (("refused", "reviews-v1"), ("refused, own node", "reviews-v2")):
             call = self.call("intruder", str(self.lab.pod(server).ipv4))
@@ -255,7 +257,7 @@ class InPodDemo(Demo):
         self.check(
             closed, f"the open connection was {'' if closed else 'not '}closed, {took_s:.1f} s after the edit"
         )
-        # Each node gets its policies separately, and the client's node can be the first.
+        # The nodes receive the policies separately, and the client's node can be the first.
         self._wait_or_fail(
             "every node refuses productpage",
             lambda: all(self.call("productpage", VIP).error for _ in range(_CALLS)),
@@ -362,7 +364,7 @@ class InPodDemo(Demo):
 
 
 def _deciding(inbound: dict[str, object]) -> str:
-    """Return the deciding policy in an explanation of a connection's inbound side."""
+    """Return the policy that decided, from an explanation of a connection's inbound side."""
     return str(inbound.get("allowed_by") or inbound.get("refused"))
 
 

@@ -1,8 +1,8 @@
 """The demo of a cluster: a real API server, agents that enrol pods by label, network policy, and admission review.
 
 Nodes and pods are network namespaces. The demo does the work of the scheduler and the kubelet (it creates pods and
-reports their addresses), and that of istiod's reader of annotations (it writes the annotated pods into the mesh
-file of the embedded control plane).
+reports their addresses), and a part of istiod's work (it writes the annotated pods into the mesh file of the
+embedded control plane).
 """
 
 import contextlib
@@ -130,7 +130,9 @@ class KubeDemo(InPodDemo):
         threading.Thread(target=_relay, args=(listener, port), name="relay", daemon=True).start()
 
     def _be_istiod(self) -> None:
-        """Write the mesh file with the pods whose annotations say that they are in the mesh, as istiod would."""
+        """Write the mesh file with the pods that are in the mesh according to their annotations. In a cluster,
+        istiod does this.
+        """
         while True:
             try:
                 pods = self.request("GET", f"/api/v1/namespaces/{_SPACE}/pods")["items"]
@@ -208,7 +210,9 @@ class KubeDemo(InPodDemo):
     # The play
 
     def play(self) -> None:
-        """Run the acts. They include plain-text traffic, so the packets between the nodes are not checked."""
+        """Run the acts of the demo. They include plain-text traffic, so the packets between the nodes are not
+        checked here.
+        """
         self.acts()
 
     def acts(self) -> None:
@@ -299,7 +303,7 @@ class KubeDemo(InPodDemo):
         return True
 
     def _call_or_fail(self, pod: str, address: str) -> Call:
-        """Call a pod, and report a failed connect as a failed call."""
+        """Call a pod. If the connect fails, report this as a failed call instead of raising."""
         try:
             return self.call(pod, address)
         except OSError as error:
@@ -355,7 +359,7 @@ class KubeDemo(InPodDemo):
         self.check(status == 0, f"no finding, status {status}")
 
     def _is_tunnelled(self, pod: str, address: str) -> bool:
-        """Return whether a connection of a pod carries the pod's identity, with or without an answer."""
+        """Make a call from a pod, and return whether it carried the pod's identity. The call itself can fail."""
         self.new_lines()
         self._call_or_fail(pod, address)
         return any("src.identity" in line for line in self._records(1))
@@ -449,7 +453,7 @@ def _copy(source: socket.socket, sink: socket.socket) -> None:
             sink.sendall(data)
         sink.shutdown(socket.SHUT_WR)
     except OSError:
-        # This also ends the other direction.
+        # Shut down both sockets, so that the thread for the other direction ends, too.
         for sock in (source, sink):
             try:
                 sock.shutdown(socket.SHUT_RDWR)

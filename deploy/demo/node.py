@@ -74,7 +74,7 @@ class NodeDemo(Demo):
         self._act_dump()
 
     def _hops(self) -> list[dict[str, object]]:
-        """Return new access log lines, in the order of the path."""
+        """Return the new access log lines, in the order of the hops on the path."""
         return sorted(self.new_lines(), key=lambda line: _place_on_path(str(line["hop"])))
 
     def _show(self, title: str, call: "Call", expected: bool, hops: list[dict[str, object]]) -> None:
@@ -92,7 +92,7 @@ class NodeDemo(Demo):
             print(_row(hop))
 
     def _act_rotation(self) -> None:
-        """Call the service's address six times. The three versions on both nodes answer in turn."""
+        """Call the service's address six times. Its three versions on both nodes must answer in turn."""
         print(f"\nproductpage calls the service reviews at {VIP}:{PORT}")
         answers = []
         for _ in range(6):
@@ -104,7 +104,9 @@ class NodeDemo(Demo):
         self.check(even, f"each version answered twice: {', '.join(answers)}")
 
     def _act_pod_address(self) -> None:
-        """Call a pod's own address on the other node. This is one hop less, and keeps the client's address."""
+        """Call a pod's own address on the other node. This path has one hop less, and keeps the client's
+        address.
+        """
         print("\nproductpage calls a pod of the other node by its address")
         call = self.call("productpage", str(self.lab.pod("reviews-v1").ipv4))
         kept = call.peer == str(self.lab.pod("productpage").ipv4)
@@ -114,7 +116,7 @@ class NodeDemo(Demo):
         self._show("pod, IPv6", call, call.answered_by == "reviews-v1" and kept, self._hops())
 
     def _act_outside(self) -> None:
-        """Call from outside the mesh in plain text. Pods without a forbidding policy accept it."""
+        """Call from outside the mesh in plain text. A pod accepts this unless a policy forbids it."""
         print("\na pod outside the mesh calls one inside")
         call = self.call(OUTSIDE, str(self.lab.pod("ratings").ipv4))
         self._show("outside", call, call.answered_by == "ratings", self._hops())
@@ -122,7 +124,7 @@ class NodeDemo(Demo):
         self._show("outside, to a protected pod", call, bool(call.error), self._hops())
 
     def _act_refused(self) -> None:
-        """Call with an identity that the policy does not name."""
+        """Call from a client whose identity the policy does not name."""
         print("\na pod with another identity calls reviews; its policy names productpage only")
         call = self.call("intruder", VIP)
         hops = self._hops()
@@ -219,6 +221,8 @@ def _row(hop: dict[str, object]) -> str:
 
 
 def _place_on_path(hop: str) -> int:
-    """Return the position of a hop between client and application; timestamps in milliseconds can be equal."""
+    """Return the position of a hop between client and application, for sorting: timestamps in milliseconds can be
+    equal.
+    """
     words = ("capture", "outbound tunnel", "passthrough", "inbound")
     return next((place for place, word in enumerate(words) if hop.startswith(word)), len(words))

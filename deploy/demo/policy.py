@@ -72,7 +72,7 @@ class PolicyDemo:
         self._certificates()
         wanted = ("application", "database", "http", "network", "admin", "to backend", "to database")
         self.ports = _free_ports([*wanted, *(f"{a}-{b}" for a, b in CALLS)])
-        # The database listens on a port that is free on this machine.
+        # The demo's database listens on a port that is free on this machine.
         pods = self.folder / "pods.yaml"
         pods.write_text(pods.read_text().replace("5432", str(self.ports["database"])))
         self._run(
@@ -284,7 +284,9 @@ class PolicyDemo:
     def check(
         self, caller: str, method: str, path: str, status: int | None, *, port: str = "http", note: str = ""
     ) -> None:
-        """Call the backend and compare the answer; print it with the rule that decided, or ``note``."""
+        """Call the backend and compare its answer with the expected one. Print it with the rule that decided, or
+        with ``note``.
+        """
         answer = self.get(caller, path, method=method, port=port)
         found = answer.status if answer is not None else None
         rule = note or (answer.rule if answer is not None else "connection closed")
@@ -436,7 +438,7 @@ class PolicyDemo:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, with the denying rule as the policy server reported it."""
+    """An answer of the backend or of Envoy, with the denying rule as the policy server reported it."""
 
     status: int
     rule: str
@@ -468,7 +470,9 @@ def _ended(sock: socket.socket) -> bool:
 
 
 def _free_ports(names: list[str]) -> dict[str, int]:
-    """Return a port for each name, below the kernel's ephemeral ports, so that no client takes it first."""
+    """Return a free port for each name. It is below the kernel's ephemeral ports, so that no client takes it
+    first.
+    """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     free = iter(random.sample(range(lowest // 2, lowest), lowest - lowest // 2))
     found: dict[str, int] = {}

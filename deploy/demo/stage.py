@@ -37,9 +37,9 @@ OUTSIDE = "visitor"
 SERVERS = (*VERSIONS, "ratings")
 SECRET = b"the secret of this page is plain to see"
 ZTUNNEL_COMMAND = (sys.executable, "-m", "ztunnel")
-#: Log lines arrive in bursts. After this time without a line the burst has ended ...
+#: Log lines arrive in bursts. A burst has ended when no new line has arrived for this time.
 _QUIET_S = 0.35
-#: ... unless lines are known to be missing.
+#: The longest wait for log lines that are known to be missing.
 _SLOW_S = 5.0
 #: The time limit for an expectation to be met.
 SETTLE_S = 10.0
@@ -48,7 +48,7 @@ COLUMNS = 120
 _INDENT = " " * 6
 #: Seconds between two rounds of calls in a demo that stays up.
 _TRAFFIC_S = 0.5
-#: The number of calls before and after a proxy has ended.
+#: The number of calls before a proxy ends, and of calls after it.
 _CALLS = 40
 _ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings", "intruder": "intruder"}
 
@@ -86,7 +86,7 @@ class Demo(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start all processes, and return when they are ready.
+        """Start all processes of the demo, and return when they are ready.
 
         Raises:
             Unexpected: a part did not become ready in time.
@@ -94,7 +94,7 @@ class Demo(ABC):
 
     @abstractmethod
     def succeed(self, node: str) -> "subprocess.Popen[bytes]":
-        """Start a node's next proxy beside the running one; return when it is ready."""
+        """Start a node's next proxy beside the running one, and return when it is ready."""
 
     @property
     def hands_over(self) -> bool:
@@ -110,11 +110,11 @@ class Demo(ABC):
         """Print commands to inspect the running demo."""
 
     def traffic(self) -> "contextlib.AbstractContextManager[object]":
-        """Return the traffic of a demo that stays up, which runs while entered."""
+        """Return a context manager that makes calls while entered, for a demo that stays up."""
         return Traffic(self)
 
     def print_hints(self, hints: Mapping[str, str]) -> None:
-        """Print commands for another terminal, by what they show."""
+        """Print commands for another terminal, each with what it shows."""
         print("\nStill running; ctrl-C ends it. From another terminal:")
         for name, command in hints.items():
             print(f"  {name:14} {command}")
@@ -127,7 +127,7 @@ class Demo(ABC):
         print("and intruder is refused.")
 
     def live_page(self, proxy: Place) -> dict[str, str]:
-        """Return the hint about the live page of a proxy, if a browser can reach it."""
+        """Return the hint that shows where a proxy's live page is, if a browser can reach it."""
         return {"live page": f"http://{self.window.towards(proxy, 15000)}/ui"} if self.window is not None else {}
 
     def tap(self, node: str, pod: str) -> str:
@@ -168,7 +168,7 @@ class Demo(ABC):
 
         Args:
             reviews: the pods of the service.
-            viewer: the account that its policy allows.
+            viewer: the account that the service's policy allows.
             outside: pods that are not in the mesh.
         """
         pods = {}
@@ -253,7 +253,7 @@ class Demo(ABC):
             time.sleep(0.05)
 
     def listens(self, pod: Place) -> bool:
-        """Return whether a pod's application answers, requested inside the pod without a proxy."""
+        """Return whether a pod's application accepts a connection from inside the pod, without a proxy."""
         with pod.socket() as sock:
             sock.settimeout(1.0)
             sock.connect(("127.0.0.1", PORT))
@@ -331,7 +331,7 @@ class Demo(ABC):
         """Wait until no more log lines arrive, and return the new JSON lines of all proxies, each with its node.
 
         Args:
-            at_least: number of lines to wait for, within a limit.
+            at_least: the number of lines to wait for, within a time limit.
             wanted: selects the lines that count and are returned.
         """
         lines: list[dict[str, object]] = []
@@ -381,7 +381,7 @@ class Demo(ABC):
 
 
 class _Caller:
-    """Calls the service from productpage repeatedly while entered, each time on a new connection."""
+    """Calls the service from productpage repeatedly while entered. Each call has a new connection."""
 
     def __init__(self, demo: Demo) -> None:
         self.calls: list[Call] = []
@@ -473,12 +473,12 @@ class Call:
 
 
 def short(identity: object) -> str:
-    """Return the last part of an identity."""
+    """Return the last path segment of a SPIFFE identity."""
     return str(identity).rpartition("/")[2]
 
 
 def row(parts: Iterable[str]) -> str:
-    """Return the parts that are not empty as a table's row, in lines of at most :data:`COLUMNS`."""
+    """Return a table row with the given parts, without empty ones, in lines of at most :data:`COLUMNS`."""
     lines = [""]
     for part in filter(None, parts):
         longer = f"{lines[-1]}  {part}" if lines[-1] else part
@@ -490,7 +490,7 @@ def row(parts: Iterable[str]) -> str:
 
 
 def enter(place: Place) -> str:
-    """Return the command that enters a namespace from another terminal, to be followed by a program's command.
+    """Return the command that enters a namespace from another terminal. A program's command can follow it.
 
     The namespaces of a demo without root belong to its user namespace, and have names in its mounts only.
     """

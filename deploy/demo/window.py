@@ -19,8 +19,8 @@ _VARIABLE: Final = "ZTUNNEL_DEMO_WINDOW"
 
 
 class Window:
-    """Opens the port on creation. :meth:`towards` starts forwarding connections. The port is closed when the
-    process ends.
+    """Opens a port of this machine when created. :meth:`towards` starts forwarding its connections. The port is
+    closed when the process ends.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ _RECORD_TYPES = (20, 21, 22, 23)  # change_cipher_spec, alert, handshake, applic
 
 @dataclass(slots=True)
 class _Flow:
-    """One direction of a connection. ``left`` is the number of missing bytes of the current record."""
+    """One direction of a connection. ``left`` is the number of bytes still missing from the current TLS record."""
 
     left: int = 0
     header: bytes = b""
@@ -20,7 +20,7 @@ class _Flow:
 
 @dataclass(slots=True)
 class WireReport:
-    """The sums of a capture; ``plain`` has the first bytes of payloads that are not TLS."""
+    """The totals of a capture; ``plain`` has the first bytes of payloads that are not TLS."""
 
     packets: int = 0
     tls_bytes: int = 0
@@ -51,7 +51,7 @@ class WireTap:
         self._thread.start()
 
     def stop(self) -> WireReport:
-        """End the capture and return its sums."""
+        """End the capture, and return its totals."""
         self._stopped.set()
         self._thread.join()
         self._raw.close()
@@ -89,7 +89,7 @@ class WireTap:
         self._records(flow, payload)
 
     def _records(self, key: tuple[bytes, bytes], payload: bytes) -> None:
-        """Parse the records of a stream. Bytes that are not a record count as plain text."""
+        """Parse the TLS records of a stream. Bytes outside of a record count as plain text."""
         flow = self._flows.setdefault(key, _Flow())
         while payload:
             taken = payload[: flow.left]

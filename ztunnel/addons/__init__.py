@@ -5,8 +5,8 @@ that a hook receives is a tuple of the classes below and cannot be changed. A ho
 verdicts or ``None``. No verdict can allow what a policy denies, and no hook receives an application's bytes.
 ``docs/addons.md`` has an example for each hook.
 
-:data:`API_VERSION` is the version of this module. A release that removes a name has listed it in
-:data:`DEPRECATED` for at least one minor release before.
+:data:`API_VERSION` is the version of this module. Before a name is removed, it has been listed in
+:data:`DEPRECATED` for at least one minor release.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Direction(StrEnum):
 
 
 class Path(StrEnum):
-    """How a connection leaves this proxy (outbound) or came to it (inbound)."""
+    """How a connection leaves this proxy (outbound), or how it arrived here (inbound)."""
 
     DIRECT = "direct"
     """Plain TCP."""
@@ -89,7 +89,7 @@ class Facts(NamedTuple):
         connection: the connection's number, unique in the process and the same in all hooks.
         dialect: the front end: ``istio`` or ``envoy``.
         direction: which end of the connection this proxy serves.
-        path: how the connection leaves or arrived.
+        path: how the connection leaves or has arrived.
         source: the workload that opened the connection.
         source_address: the source's IP address.
         source_port: the source's port.
@@ -124,7 +124,7 @@ class Facts(NamedTuple):
 
 
 class Record(NamedTuple):
-    """How a connection ended.
+    """The record of an ended connection.
 
     Attributes:
         facts: the connection's last known facts.
@@ -213,7 +213,7 @@ class Metric(NamedTuple):
 
     Attributes:
         name: letters, digits and underscores. Counters have no suffix ``_total`` here.
-        help: one sentence without its full stop.
+        help: the description of the family: one sentence without its full stop.
         values: the samples by label values, in the order of ``labels``. Samples of several processes are added.
         labels: the names of the labels.
         kind: ``counter`` or ``gauge``.
@@ -257,7 +257,9 @@ class _Hooks(Protocol):
     """The signatures of all hooks. ``connecting`` and ``accepting`` can also be ``async def``."""
 
     def configured(self, options: Any) -> None:
-        """Take the options, once before the first connection. Without ``Options`` they are ``None``."""
+        """Receive the addon's options, once before the first connection. They are ``None`` for an addon without
+        ``Options``.
+        """
 
     def connecting(self, facts: Facts) -> Verdict | None:
         """Decide about an outbound connection, before an upstream is dialled."""
@@ -266,7 +268,7 @@ class _Hooks(Protocol):
         """Decide about an inbound connection that the mesh's policies allow."""
 
     def opened(self, facts: Facts) -> None:
-        """Observe a connection whose bytes flow from now on."""
+        """Observe that a connection is open: its bytes flow from now on."""
 
     def closed(self, record: Record) -> None:
         """Observe the end of a connection that was open."""
@@ -275,16 +277,16 @@ class _Hooks(Protocol):
         """Observe the end of a connection that never opened."""
 
     def mesh_changed(self, summary: MeshSummary) -> None:
-        """Observe a change of the mesh; at most once a second."""
+        """Observe that the mesh has changed. Called at most once a second."""
 
     def metrics(self) -> Iterable[Metric]:
-        """Return metric families for the current scrape."""
+        """Return the addon's metric families for the current scrape."""
 
     def done(self) -> None:
         """Release all resources, because the process ends or another version replaces this one."""
 
 
-#: Name of each hook, and whether the value that it returns decides about the connection.
+#: The name of each hook, and whether its return value decides about the connection.
 HOOKS: Final[Mapping[str, bool]] = MappingProxyType(
     {
         "configured": False,
@@ -301,7 +303,8 @@ HOOKS: Final[Mapping[str, bool]] = MappingProxyType(
 
 
 class Deprecated(NamedTuple):
-    """A hook or setting that a later release removes. An addon that has it is loaded, and a warning is logged.
+    """A hook or setting that a later release will remove. An addon that uses it is loaded, and a warning is
+    logged.
 
     Attributes:
         since: the release that deprecated it.

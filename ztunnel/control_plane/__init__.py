@@ -1,4 +1,4 @@
-"""The embedded control plane: serves the mesh in one YAML file like a cluster's control plane.
+"""The embedded control plane: serves a mesh from one YAML file, like the control plane of a cluster.
 
 It is for laptops, tests and virtual machines. A cluster uses istiod.
 """

@@ -1,9 +1,9 @@
 """Reads the claims of a reviewed service account token, and decides what its owner is authorised for. Pure.
 
-The API server identifies the owner of a token (TokenReview). A proxy beside its application shows the token of the
-pod's own account, and gets only that account's certificate and the description of the mesh. The accounts of node
-proxies get certificates for the pods of the node that their token is bound to; such tokens name the node since
-Kubernetes 1.30 (``authentication.kubernetes.io/node-name``).
+The API server identifies the owner of a token (TokenReview). A sidecar proxy presents the token of its pod's own
+account. It gets only that account's certificate, and the description of the mesh. The accounts of node proxies get
+certificates for the pods of the node that their token is bound to; such tokens name the node since Kubernetes 1.30
+(``authentication.kubernetes.io/node-name``).
 """
 
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ from xds.proto.envoy.config.core.v3.core_pb2 import Node
 _USER_PREFIX: Final = "system:serviceaccount:"
 _NODE_NAME: Final = "authentication.kubernetes.io/node-name"
 _POD_NAME: Final = "authentication.kubernetes.io/pod-name"
-#: The default accounts of node proxies: that of Istio's chart, and ours.
+#: The default service accounts of node proxies: that of Istio's chart, and ours.
 NODE_ACCOUNTS: Final = ("istio-system/ztunnel",)
 
 
@@ -26,7 +26,7 @@ class Account:
     """The owner of a token.
 
     Attributes:
-        namespace, name: of the service account.
+        namespace, name: the service account's namespace and name.
         pod: the pod that the token is bound to. Empty means none.
         node: that pod's node. Empty if the API server did not name it.
     """
@@ -43,7 +43,7 @@ class Account:
 
 
 def account_of(status: Mapping[str, Any], audience: str) -> Account:
-    """Return the owner of a token, by the status of its TokenReview.
+    """Return the owner of a token, from the status of its TokenReview.
 
     Raises:
         NotAdmitted: the API server does not know the token, or its audience is another service.
@@ -52,7 +52,7 @@ def account_of(status: Mapping[str, Any], audience: str) -> Account:
         said = str(status.get("error") or "it is not authenticated").partition("\n")[0]
         raise NotAdmitted(f"the API server refuses the token: {said}")
     audiences = status.get("audiences")
-    # An API server without support for audiences returns none. The token's audience is then the API server.
+    # An API server without support for audiences returns none. Then the token's audience is the API server itself.
     if not isinstance(audiences, list) or audience not in audiences:
         raise NotAdmitted(f"the token is not for the audience {audience}")
     user = status.get("user")
@@ -87,7 +87,7 @@ def node_of(account: Account, node_accounts: Collection[str]) -> str | None:
 
 
 def check_certificate(account: Account, wanted: SpiffeId, trust_domain: str) -> None:
-    """Authorise the certificate request of a sidecar proxy.
+    """Check that a sidecar proxy requests a certificate for its own identity.
 
     Raises:
         NotAdmitted: the proxy requests another identity than its own.
@@ -98,7 +98,7 @@ def check_certificate(account: Account, wanted: SpiffeId, trust_domain: str) -> 
 
 
 def check_stream(account: Account, node: Node) -> None:
-    """Authorise the node id that a sidecar proxy claims.
+    """Check the node id that a sidecar proxy claims.
 
     Raises:
         NotAdmitted: the id is not of Istio's dialect (other dialects receive the node's private keys), or is

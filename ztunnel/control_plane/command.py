@@ -53,7 +53,9 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def refuse_exposed(addresses: list[str]) -> str | None:
-    """Return why an address must not be served without TLS: private keys would cross a network unencrypted."""
+    """Return why one of the addresses must not be served without TLS: private keys would cross a network
+    unencrypted. None if all are local.
+    """
     for address in addresses:
         if address.startswith("unix:"):
             continue
@@ -71,7 +73,7 @@ def refuse_exposed(addresses: list[str]) -> str | None:
 
 
 def _faulty(args: argparse.Namespace) -> str | None:
-    """Return the fault in the options about tokens."""
+    """Return the fault in the combination of options about tokens, if any."""
     if not args.kube and (args.kubeconfig is not None or args.node_account):
         return "--kubeconfig and --node-account need --kube"
     for account in args.node_account or ():

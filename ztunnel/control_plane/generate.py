@@ -1,9 +1,9 @@
 """Generates one node's configuration from a mesh: listeners, clusters, endpoints. Pure.
 
 The output equals the ambient control plane's of late 2022 (its names, order and structure), with three additions:
-servers are verified, clients must present a certificate, and sessions are not resumed, so that both are verified
-for each connection. A real Envoy has no ``set_dst_address`` listener filter and no workload metadata. It gets
-equivalent stock filters instead (``Flavour.STOCK_ENVOY``).
+servers are verified, clients must present a certificate, and TLS sessions are not resumed, so that both ends are
+verified for each connection. A real Envoy has no ``set_dst_address`` listener filter and no workload metadata. It
+gets equivalent stock filters instead (``Flavour.STOCK_ENVOY``).
 """
 
 from collections.abc import Iterable, Iterator
@@ -50,7 +50,7 @@ class NodeConfig:
     Args:
         mesh: the mesh.
         node: the node's name.
-        flavour: the variant for this kind of proxy.
+        flavour: the kind of proxy that receives the configuration.
         access_log: path of the access logs.
         log_json: lines as JSON objects, with identities, instead of the text format of 2022.
     """
@@ -61,11 +61,11 @@ class NodeConfig:
     access_log: str = "/dev/stdout"
     log_json: bool = False
 
-    # Parts of the mesh that concern the node
+    # The parts of the mesh that concern the node
 
     @cached_property
     def local(self) -> list[Pod]:
-        """The pods of the node that are in the mesh and whose tunnels the proxy terminates."""
+        """The pods of the node that are in the mesh. The node's proxy terminates their tunnels."""
         return self.mesh.on(self.node)
 
     @cached_property
@@ -75,7 +75,7 @@ class NodeConfig:
 
     @cached_property
     def waypoints(self) -> dict[SpiffeId, tuple[Pod, ...]]:
-        """Waypoint pods, by the identity that they serve."""
+        """The waypoint pods, by the identity whose traffic they handle."""
         return {w.identity: tuple(self.mesh.pods[key] for key in w.pods) for w in self.mesh.waypoints}
 
     def messages(self) -> Iterator[Message]:
@@ -90,7 +90,7 @@ class NodeConfig:
 
     @staticmethod
     def service_cluster(source: SpiffeId, service: Service, port: ServicePort) -> str:
-        """``<source>_to_<port name>_<hostname>_outbound_internal``."""
+        """Return a cluster's name: ``<source>_to_<port name>_<hostname>_outbound_internal``."""
         return f"{source}_to_{port.name}_{service.hostname}_outbound_internal"
 
     def _server_waypoint(self, service: Service) -> SpiffeId | None:
@@ -107,7 +107,7 @@ class NodeConfig:
         yield _listener(self._inbound_plaintext())
 
     def _socket_listener(self, name: str, port: int, mark: int, direction: str, label: str) -> Json:
-        # One dual-stack socket: IPv4 clients arrive on it as well.
+        # This dual-stack socket also accepts IPv4 clients.
         host = "::" if any(":" in a for pod in self.mesh.pods.values() for a in pod.addresses) else "0.0.0.0"
         address: Json = {"address": host, "port_value": port}
         if host == "::":
@@ -170,7 +170,8 @@ class NodeConfig:
         )
         fallback = _action("PassthroughFilterChain")
         port_tree = _tree("port", "DestinationPortInput", {str(_OUTBOUND): _action("BlackHoleCluster")})
-        # A level with an empty map would be refused; its on_no_match takes its place.
+        # Envoy would refuse a matcher with an empty map. Without sources, that matcher's on_no_match takes its
+        # place.
         port_tree["on_no_match"] = (
             {"matcher": {**_tree("source-ip", "SourceIPInput", by_source), "on_no_match": fallback}}
             if by_source
@@ -183,7 +184,9 @@ class NodeConfig:
         return listener
 
     def _destinations(self, source: Pod, chains: dict[str, Json]) -> Json:
-        """Return the destination level of one source's part of the tree, and add the chains to which it leads."""
+        """Return the part of the matcher tree below one source, and add the filter chains that it names to
+        ``chains``.
+        """
         entries: Json = {}
         for service in self.mesh.services:
             ports = {}
@@ -456,8 +459,7 @@ class NodeConfig:
         }
 
     def _waypoint_clusters(self) -> Iterator[tuple[SpiffeId, Json, int]]:
-        """Yield each waypoint cluster that the node needs: the waypoint's identity, the cluster, the waypoint's
-        port."""
+        """Yield every waypoint cluster that the node needs, with the waypoint's identity and port."""
         for identity in self.identities:
             if identity in self.waypoints:
                 name = f"_to_client_waypoint_proxy_{identity}"
@@ -656,7 +658,7 @@ def _listener(document: Json) -> Message:
     return parse_value(document, Listener).message
 
 
-#: Like in Istio. Envoy's defaults would let a node open only 1,024 connections to a service.
+#: Like Istio. Envoy's default limit would let a node open only 1,024 connections to a service.
 _UNLIMITED = 4_294_967_295
 _LIMITS = dict.fromkeys(("max_connections", "max_pending_requests", "max_requests", "max_retries"), _UNLIMITED)
 

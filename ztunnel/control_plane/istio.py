@@ -1,4 +1,4 @@
-"""Authenticates Istio's node proxies and signs their certificates: what they need from a control plane beyond xDS.
+"""Authenticates Istio's node proxies and signs their certificates: the part of a control plane beside xDS.
 
 A caller on a Unix socket, or in plain text on this host, is trusted. It can name its node, and get the certificate
 of any pod of the mesh. All other callers need a bearer token (:mod:`ztunnel.control_plane.tokens`), which names
@@ -42,7 +42,7 @@ def node_name(node: Node) -> str:
 
 
 def is_node_proxy(node: Node) -> bool:
-    """Return whether a client is Istio's node proxy (or ours in its place).
+    """Return whether a client is Istio's node proxy, or ours in its place.
 
     Raises:
         ConfigError: the id begins like a node proxy's, and the rest is malformed. istiod refuses it, too.
@@ -101,7 +101,7 @@ class Registrar:
             self._same_node(proven, node_name(node))
 
     def check_node(self, proven: str, claimed: str) -> None:
-        """Compare the proven node of a node proxy with the claimed one.
+        """Check that a node proxy claims the node that its token proves.
 
         Raises:
             NotAdmitted: they differ, or the mesh has no such node.
@@ -110,7 +110,7 @@ class Registrar:
         self._same_node(proven, claimed)
 
     def create_certificate(self, data: bytes, caller: Caller) -> bytes:
-        """Answer ``CreateCertificate`` (:data:`xds.aio.server.Answer`)."""
+        """Answer a ``CreateCertificate`` call; see :data:`xds.aio.server.Answer`."""
         node = self._proven_node(caller)
         return self.certificate(data, lambda identity: self._check(identity, node), f"node {node or '-'}")
 

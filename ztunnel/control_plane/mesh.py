@@ -60,7 +60,7 @@ from ztunnel.runtime.formats.file_kinds import FileKind, explained
 
 
 class MeshFaults(Faults):
-    """A mesh file that cannot be used."""
+    """The mesh file cannot be used; the error lists its faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waypoint:
-    """The layer 7 proxy of one service account."""
+    """A waypoint: the layer 7 proxy of one service account."""
 
     identity: SpiffeId
     pods: tuple[str, ...]
@@ -119,7 +119,7 @@ class Waypoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyRule:
-    """Sources and destinations of one rule. An empty list matches any. ``not_`` lists exclude."""
+    """The sources and destinations of one rule. An empty list matches any. Lists with ``not_`` are exceptions."""
 
     principals: tuple[str, ...] = ()
     not_principals: tuple[str, ...] = ()
@@ -225,7 +225,9 @@ class _Reader(ConfigReader):
         )
 
     def calico(self, top: Mapping[str, Any]) -> Resources:
-        """Read policies, and labels of namespaces and accounts; pods are the file's own."""
+        """Read the section ``calico``: policies, and labels of namespaces and accounts. Pods are taken from the
+        rest of the file.
+        """
         found = Resources()
         for index, document in enumerate(self.items(top, "calico", "file")):
             place = f"calico[{index}]"

@@ -59,7 +59,7 @@ class Reviews:
 
 
 class NodePolicies:
-    """Serves the policies of a mesh by PolicySync, on a socket for each node; ``async with`` ends them.
+    """Serves the policies of a mesh by PolicySync, on a socket for each node, while entered.
 
     Args:
         folder: the sockets' folder.
@@ -78,7 +78,7 @@ class NodePolicies:
         await self._server.__aexit__(*exception)
 
     async def publish(self, mesh: Mesh) -> None:
-        """Serve another mesh, and close the sockets of nodes that are not in it.
+        """Serve another mesh. Sockets of nodes that it lacks are closed.
 
         Raises:
             ServeError: see :meth:`open_sockets`.
@@ -91,7 +91,7 @@ class NodePolicies:
         await self.open_sockets()
 
     async def open_sockets(self) -> None:
-        """Open the sockets of nodes that have none yet. Call it again after a failure.
+        """Open the sockets of nodes that have none yet. After a failure, call this again.
 
         Raises:
             ServeError: the first socket that cannot be served. The sockets of all other nodes have been opened.
@@ -120,7 +120,7 @@ class _Leaf:
 
 
 class ControlPlane:
-    """The embedded control plane.
+    """The embedded control plane, as a server.
 
     Args:
         path: the mesh file. Edits in place and atomic renames are both detected.
@@ -128,13 +128,13 @@ class ControlPlane:
         ca_directory: the folder of the root, which is created if it is missing.
         lifetime: the lifetime of leaf certificates, which are renewed at half their lifetime.
         access_log: the path of the proxies' access logs, sent to proxies.
-        log_json: access logs are JSON lines.
+        log_json: whether access logs are JSON lines.
         tls_hosts: this server's names and addresses. If given, TCP uses TLS and callers need tokens. Clients trust
             ``root-cert.pem`` of the authority's directory.
         reviews: reviews tokens of service accounts. None refuses them.
         policy_folder: the folder of a socket for each node, ``NODE.sock``, on which PolicySync serves the file's
             policies to that node's proxy. None serves no policies.
-        ready: set once serving.
+        ready: an event that is set once this serves.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class ControlPlane:
                     await self._publish_policies(self._policies, changed=changed)
 
     async def _publish_policies(self, policies: NodePolicies, *, changed: bool) -> None:
-        """Publish a changed mesh, and try sockets again that could not be opened. Each failure is logged once."""
+        """Publish a changed mesh, and retry to open sockets. Each failure is logged once."""
         try:
             await (policies.publish(self._mesh) if changed else policies.open_sockets())
         except ServeError as error:
@@ -230,7 +230,7 @@ class ControlPlane:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses after the start, with port 0 replaced by the actual port."""
+        """The addresses on which this serves, with port 0 replaced by the actual port."""
         return self._server.addresses
 
     def _serving_tls(self, hosts: Sequence[str]) -> grpc.ServerCredentials:
@@ -239,7 +239,7 @@ class ControlPlane:
         return server_tls(certificate.key_pem, certificate.chain_pem)
 
     def _reload(self) -> bool:
-        """Read the file again if it changed. If it is faulty, the last good mesh stays current."""
+        """Read the file again if it changed. If it is faulty, keep serving the last good mesh."""
         try:
             text = read_again(self._path, holds=bool(self._text))
         except OSError as error:
@@ -274,7 +274,7 @@ class ControlPlane:
         return certificate
 
     def _publish(self) -> None:
-        """Publish to the proxies that speak Envoy's dialect and have connected before. Most meshes have none."""
+        """Publish to the proxies of Envoy's dialect that have connected before. Most meshes have none."""
         for node, flavour in self._proxies:
             self._publish_to(node, flavour)
 
@@ -296,7 +296,7 @@ class ControlPlane:
             self._server.publish(f"{node}/{_NODE_PROXY}", replace(everything, own=own))
 
     def _secrets(self, config: NodeConfig) -> Iterator[Message]:
-        """Return the root, and the certificates of the identities on the node only."""
+        """Return the root certificate, and the certificates of the identities on one node."""
         now = ca.now()
         for identity in config.identities:
             leaf = self._leaves.get(identity)

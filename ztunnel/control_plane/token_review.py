@@ -1,4 +1,4 @@
-"""Also authenticates callers by tokens of service accounts, which the API server reviews.
+"""Also authenticates callers by service account tokens, which the API server reviews.
 
 Node tokens (:mod:`ztunnel.control_plane.tokens`) are verified here, without the API server. The results of reviews
 are not cached: a token is sent once for a stream and once for a certificate, and a deleted account is refused at
@@ -21,13 +21,13 @@ from ztunnel.kube.objects import Object
 
 log = logging.getLogger(__name__)
 
-#: The most reviews at a time, so that a flood of tokens does not reach the API server.
+#: The most concurrent reviews, so that a flood of tokens does not reach the API server.
 _AT_ONCE: Final = 16
 _TIMEOUT_S: Final = 10.0
 
 
 class Api(Protocol):
-    """The part of :class:`ztunnel.kube.client.Client` that is used here."""
+    """The only method of :class:`ztunnel.kube.client.Client` that token reviews use."""
 
     async def create(self, kind: Kind, namespace: str, body: Object) -> Object:
         """Create an object and return it."""
@@ -72,7 +72,7 @@ class KubeRegistrar:
             self._registrar.check_node(proven, node_name(node))
 
     async def create_certificate(self, data: bytes, caller: Caller) -> bytes:
-        """Answer ``CreateCertificate`` (:data:`xds.aio.server.Answer`)."""
+        """Answer a ``CreateCertificate`` call; see :data:`xds.aio.server.Answer`."""
         account = await self._account(caller)
         if account is None:
             return self._registrar.create_certificate(data, caller)
@@ -99,8 +99,8 @@ class KubeRegistrar:
             "spec": {"token": token, "audiences": [self._audience]},
         }
         try:
-            # The limit includes the wait for earlier reviews. While the API server hangs, each of these ends only
-            # at its own limit, and later callers would wait for their sum.
+            # The limit includes the wait for earlier reviews. Otherwise, while the API server hangs, later callers
+            # would wait for the sum of the time limits before them.
             async with asyncio.timeout(_TIMEOUT_S), self._reviewing:
                 reviewed = await self._api.create(TOKEN_REVIEW, "", review)
         except KubeError as error:

@@ -14,7 +14,7 @@ _VERSION: Final = "ztunnel-node-v1"
 
 
 class TokenError(Exception):
-    """A token is invalid or expired; the text does not quote it."""
+    """A token is invalid or expired. The error's text does not contain the token."""
 
 
 def node_token(secret: bytes, node: str, expires_s: float) -> str:

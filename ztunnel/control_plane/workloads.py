@@ -1,9 +1,9 @@
 """Generates the resources of Istio's node proxies from a mesh: workloads, services, policies. Pure.
 
-Every node gets the same resources. A waypoint of the mesh file becomes what current istiod sends: a service
-without addresses, which each workload behind the waypoint names. As with Envoy as waypoint, the waypoint enforces
-the policies of these workloads. At the workload itself, ALLOW policies allow only the waypoint, and DENY policies
-do not apply to connections from the waypoint.
+Every node gets the same resources. A waypoint of the mesh file becomes a service without addresses, which each
+workload behind the waypoint names, as with current istiod. The waypoint enforces the policies of these workloads,
+like an Envoy as waypoint. At the workload itself, ALLOW policies allow only the waypoint, and DENY policies do not
+apply to connections from the waypoint.
 """
 
 import ipaddress
@@ -25,12 +25,14 @@ _ACTIONS: Final = {"ALLOW": security.ALLOW, "DENY": security.DENY}
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """Generates the resources of a mesh."""
+    """Generates the resources of a mesh in Istio's dialect."""
 
     mesh: Mesh
 
     def resources(self) -> Iterator[Named]:
-        """Return every resource, with istiod's names, aliases and companions."""
+        """Return every resource, with the names and aliases that istiod uses, and with the companions that are
+        sent together with it.
+        """
         for pod in self.mesh.pods.values():
             aliases = tuple(f"/{address}" for address in pod.addresses)
             yield Named(name=self.uid(pod), message=wds.Address(workload=self._workload(pod)), aliases=aliases)
@@ -66,7 +68,9 @@ class WorkloadConfig:
         return {waypoint.identity: waypoint for waypoint in self.mesh.waypoints}
 
     def _waypoint_of(self, pod: Pod) -> Waypoint | None:
-        """Return a pod's waypoint. A waypoint's own pods run as its account and have no waypoint."""
+        """Return the waypoint of a pod's account. A waypoint's own pods run as that account, too, but have no
+        waypoint.
+        """
         waypoint = self._waypoints.get(pod.identity)
         return waypoint if waypoint is not None and pod.mesh and pod.key not in waypoint.pods else None
 
@@ -74,7 +78,7 @@ class WorkloadConfig:
 
     @cached_property
     def _ports(self) -> Mapping[str, list[tuple[str, list[tuple[int, int]]]]]:
-        """By pod, the services that select it: the service's name, and pairs of service port and target port."""
+        """The services that select each pod: a service's name, and its pairs of service port and target port."""
         found: dict[str, list[tuple[str, list[tuple[int, int]]]]] = {}
         for service in self.mesh.services:
             ports = [(port.port, port.target) for port in service.ports]
@@ -152,7 +156,7 @@ class WorkloadConfig:
         return references
 
     def _for_namespace(self, policy: Policy) -> bool:
-        """Return whether a policy applies by its scope: to a whole namespace without waypoints."""
+        """Return whether a policy applies to a whole namespace, and no pod there has a waypoint."""
         if policy.pods or policy.service_account:
             return False
         inside = (pod for pod in self.mesh.pods.values() if pod.namespace == policy.namespace)
@@ -255,7 +259,7 @@ def _match(rule: PolicyRule) -> security.Match:
 
 
 def _string(value: str) -> security.StringMatch:
-    """Like in Istio's policies, ``*`` alone matches any value, and at one end any prefix or suffix."""
+    """Like in Istio's policies, ``*`` alone matches any value; at one end it matches any prefix or suffix."""
     if value == "*":
         match = security.StringMatch()
         match.presence.SetInParent()

@@ -2,7 +2,7 @@
 
 lightkube provides the kubeconfig, the credentials (it reads a service account's token again when the API server
 refuses the old one) and the transport, httpx. Its typed models are not used: readers here look at a few fields,
-which can be wrong in any way, and 20,000 pods as model objects cost the loop and the heap more than dictionaries.
+which can be wrong in any way, and 20,000 pods take more time and memory as model objects than as dictionaries.
 
 Commands that read a cluster import this module when they run. A proxy never does (tests/test_architecture.py).
 """
@@ -28,11 +28,12 @@ from ztunnel.kube.errors import ApiRefused, ApiUnreachable, BadAnswer, BadKubeco
 from ztunnel.kube.kinds import Kind, Selection
 from ztunnel.kube.objects import Object
 
-#: Half of client-go's page size, because decoding a page is the longest stall of the loop (python -m bench.kube).
+#: The number of objects in a page, half of client-go's, because decoding a page is the longest stall of the loop
+#: (python -m bench.kube).
 PAGE: Final = 250
 _REQUEST_TIMEOUT_S: Final = 30.0
-#: API servers send a bookmark about once a minute. A watch that is silent for longer has probably lost its
-#: connection without a FIN. Watching again from the last version costs one request.
+#: The time limit for a silent watch: API servers send a bookmark about once a minute, so a longer silence probably
+#: means a connection lost without a FIN. Watching again from the last version costs one request.
 _SILENT_S: Final = 150.0
 #: The longest line of a watch: etcd accepts objects of 1.5 MiB, and their JSON is at most a few times longer.
 _MAX_LINE: Final = 16 * 1024 * 1024
@@ -70,7 +71,7 @@ class ListPage:
 
     Attributes:
         items: as the API server writes them: without ``apiVersion`` and ``kind``.
-        resource_version: the whole list's version. A watch starts there.
+        resource_version: the version of the whole list, from which a watch starts.
         continued: the token for the next page. Empty on the last page.
     """
 
@@ -94,16 +95,16 @@ async def connect(
     """Yield a client of the API server. The first request opens the connection.
 
     Args:
-        kubeconfig: the file. None is the pod's service account if there is one, else $KUBECONFIG, else
-            ~/.kube/config, in lightkube's order.
-        context: a context of the file. None is its current one.
+        kubeconfig: the kubeconfig file. None means the pod's service account if there is one, else $KUBECONFIG,
+            else ~/.kube/config (lightkube's order).
+        context: a context of the file. None means the file's current one.
         as_user: the user to impersonate. Empty for anonymous requests.
         limit_s: the time limit of a request; the default is 30 s.
 
     Raises:
-        BadKubeconfig: before any request, with one line that names the file.
+        BadKubeconfig: raised before any request. Its one line names the file.
     """
-    # lightkube logs a line at INFO per request. Our own lines have the same information.
+    # lightkube logs every request at level INFO. Our own log lines have the same information.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     place = "the kubeconfig" if kubeconfig is None else str(kubeconfig)
     try:
@@ -114,7 +115,8 @@ async def connect(
         place = str(config.fname or place)
         _check_ca(config.cluster.certificate_auth_data)
         timeout = httpx2.Timeout(limit_s or _REQUEST_TIMEOUT_S)
-        # Proxies of the environment are not used: an agent inside the cluster is close to its API server.
+        # The proxies that environment variables name are not used: an agent inside the cluster is close to its API
+        # server.
         http = AsyncClient(config, ConnectionParams(timeout=timeout, trust_env=False))
         if as_user:
             http.headers["Impersonate-User"] = as_user
@@ -133,15 +135,16 @@ async def connect(
 
 
 def _credentials(user: User | None) -> str:
-    """Return where a request finds its credentials."""
+    """Return a description of where a request's credentials come from."""
     if user is not None and user.token_file is not None:
         return user.token_file
     return user.exec.command if user is not None and user.exec else "the kubeconfig"
 
 
 def _check_ca(encoded: str | None) -> None:
-    """Check the CA in a kubeconfig before lightkube reads it, which would leave a file open if the CA is
-    unreadable."""
+    """Check a kubeconfig's CA before lightkube reads it. With an unreadable CA, lightkube would leave a file
+    open.
+    """
     if encoded:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
             cadata=base64.b64decode(encoded).decode("ascii")
@@ -160,8 +163,8 @@ class Client:
         self._credentials = credentials
 
     async def list_page(self, selection: Selection, continued: str = "", limit: int = PAGE) -> ListPage:
-        """Return the page that ``continued`` names, the first if it is empty. 410 means that the token is too
-        old: start over.
+        """Return the page of a list with the token ``continued``, or the first page if that is empty. Status 410
+        means that the token is too old, and the list must start over.
         """
         params = {**selection.params(), "limit": str(limit)}
         if continued:
@@ -180,11 +183,11 @@ class Client:
         Args:
             selection: the objects.
             version: the version of the list or of the last event.
-            timeout_s: the API server ends the stream after this.
+            timeout_s: the duration after which the API server ends the stream.
 
         Raises:
-            ApiRefused: WatchFailed for an ERROR event. Status 410 means that the version is too old and a new list
-                is needed.
+            ApiRefused: in particular WatchFailed for an ERROR event. Status 410 means that the version is too old,
+                and a new list is needed.
         """
         path = selection.kind.path(selection.namespace)
         params = {
@@ -219,7 +222,7 @@ class Client:
                 await response.aclose()
 
     async def version(self) -> tuple[Object, str]:
-        """Return ``/version`` of the API server, and the ``Date`` of its answer. Empty if it has none."""
+        """Return the API server's ``/version``, and the ``Date`` of its answer. Empty if the answer has none."""
         request = self._http.build_request("GET", "/version")
         with self._translated("GET /version"):
             response = await self._send(request)
@@ -232,7 +235,7 @@ class Client:
         return found, response.headers.get("date", "")
 
     async def list_all(self, selection: Selection) -> list[Object]:
-        """Return all objects, page by page. If the list expires meanwhile, start over once."""
+        """Return all objects of a selection, page by page. If the list expires meanwhile, start over once."""
         for attempt in (1, 2):
             found: list[Object] = []
             continued = ""
@@ -252,18 +255,22 @@ class Client:
         return self._object(await self._request("GET", kind.path(namespace, name)), kind)
 
     async def create(self, kind: Kind, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
-        """Create an object and return it as the API server made it."""
+        """Create an object, and return the API server's version of it."""
         params = {"dryRun": "All"} if dry_run else {}
         return self._object(await self._request("POST", kind.path(namespace), params=params, body=body), kind)
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: Object) -> Object:
-        """Replace an object; with a ``resourceVersion`` in it, 409 if it has changed since."""
+        """Replace an object. If it has a ``resourceVersion`` that is not the current one, the API server answers
+        409.
+        """
         return self._object(await self._request("PUT", kind.path(namespace, name), body=body), kind)
 
     async def merge_patch(
         self, kind: Kind, namespace: str, name: str, patch: Object, *, subresource: str = ""
     ) -> Object:
-        """Change fields of an object (RFC 7386: null removes); ``subresource`` such as ``status``."""
+        """Change fields of an object by a merge patch (RFC 7386), in which null removes a field. ``subresource``:
+        such as ``status``.
+        """
         path = kind.path(namespace, name) + (f"/{subresource}" if subresource else "")
         return self._object(
             await self._request("PATCH", path, body=patch, content_type="application/merge-patch+json"), kind
@@ -272,7 +279,9 @@ class Client:
     async def json_patch(
         self, kind: Kind, namespace: str, name: str, patch: Sequence[Mapping[str, Any]]
     ) -> Object:
-        """Apply operations (RFC 6902), all or none; 422 if a ``test`` among them fails."""
+        """Apply the operations of a JSON patch (RFC 6902), all or none. The status is 422 if a ``test`` among them
+        fails.
+        """
         return self._object(
             await self._request(
                 "PATCH", kind.path(namespace, name), body=patch, content_type="application/json-patch+json"
@@ -313,7 +322,7 @@ class Client:
         return response.content
 
     async def _send(self, request: httpx2.Request, *, stream: bool = False) -> httpx2.Response:
-        """Send a request. Its credentials can come from a file, or from a program (``exec``)."""
+        """Send a request with its credentials, which can come from a file or from a program (``exec``)."""
         try:
             return await self._http.send(request, stream=stream)
         except OSError as error:
@@ -336,13 +345,13 @@ class Client:
         except httpx2.HTTPError as error:
             raise ApiUnreachable(self.server, f"{request}: {error or type(error).__name__}") from error
         except ConfigError as error:
-            # The token's file is read again when the API server refuses the token, and can be missing by then. A
-            # program for credentials runs at the first request.
+            # The token's file is read again if the API server refuses the token, and can be missing by then. With
+            # ``exec``, the credentials program runs at the first request.
             raise ApiUnreachable(self.server, f"{request}: {' '.join(str(error).split())}") from error
 
 
 async def _lines(pieces: AsyncIterator[bytes], server: str, path: str) -> AsyncIterator[bytes]:
-    """Yield the lines of a stream. An incomplete last line is not an event."""
+    """Yield the lines of a stream. An incomplete last line is not an event, and is dropped."""
     held: list[bytes] = []
     size = 0
     async for piece in pieces:
@@ -364,6 +373,6 @@ def _refused(request: str, status: int, body: bytes) -> ApiRefused:
     try:
         said = _status_decoder.decode(body)
     except msgspec.MsgspecError:
-        # A load balancer's page, or the plain text of an API server that is starting.
+        # The body can be a load balancer's page, or plain text from an API server that is starting.
         said = _Status(message=body[:200].decode("ascii", "replace"))
     return ApiRefused(request, status, said.reason, said.message)

@@ -42,7 +42,7 @@ class ApiUnreachable(KubeError):
 
 
 class BadAnswer(ApiUnreachable):
-    """The answer does not come from an API server, or a proxy has damaged it."""
+    """An answer does not come from an API server, or an intermediate proxy has damaged it."""
 
 
 class ApiRefused(KubeError):

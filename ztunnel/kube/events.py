@@ -2,7 +2,7 @@
 
 An event is identified by object, reason and message. Repetitions before the write are one event with a count, and
 later repetitions increase the count of the same Event, at most once a minute. All writes of a process share one
-rate. Events help people and have no effect: an event that cannot be written is dropped, which is logged once.
+rate. Events only inform people: one that cannot be written is dropped, which is logged once.
 """
 
 import asyncio
@@ -23,12 +23,12 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: The number of different events waiting to be written, and of events whose count is remembered. A guess, for a
+#: The most different events that wait to be written, and the most events whose count is remembered. A guess, for a
 #: day with many faults.
 _MOST: Final = 1000
 #: The API's limit for a message (validateEventMessage).
 _MAX_MESSAGE: Final = 1024
-#: Events about cluster-scoped objects are in this namespace, like the events of Kubernetes' controllers.
+#: Events about cluster-scoped objects are written to this namespace, like those of Kubernetes' controllers.
 _CLUSTER_NAMESPACE: Final = "default"
 
 _What: TypeAlias = tuple[ObjectKey, str, str]
@@ -49,8 +49,8 @@ class EventWriter:
         client: the API server's client. Its role needs ``create`` and ``patch`` of events.
         component: the reporting program, such as ``ztunnel-netpol``.
         instance: distinguishes writers of the same component, for example the node's name.
-        known: an informer's method that returns an object's uid and version. ``kubectl describe`` does not find an
-            event without the object's uid.
+        known: the method of an informer that returns an object's uid and version. ``kubectl describe`` does not
+            find an Event without the object's uid.
         interval_s: the shortest time between two writes.
         repeat_s: the shortest time between two writes of the same event.
     """
@@ -87,7 +87,9 @@ class EventWriter:
         await self._tasks.close()
 
     def event(self, key: ObjectKey, reason: str, message: str) -> None:
-        """Record a warning about an object; never waits, never raises. Repeats are merged."""
+        """Record a warning about an object. It is written later; this never waits or raises. Repeats are
+        merged.
+        """
         what = (key, reason, message[:_MAX_MESSAGE])
         if what not in self._waiting and len(self._waiting) >= _MOST:
             self._say(f"more than {_MOST} events wait to be written; {key}: {reason}: {message}")
@@ -103,7 +105,7 @@ class EventWriter:
             what = next((what for what in self._waiting if due_s.get(what, 0.0) <= now_s), None)
             if what is None:
                 self._news.clear()
-                # If no write is due, wait for new events.
+                # Without a due event, wait for new ones.
                 wait_s = min(due_s.values()) - now_s if due_s else None
                 try:
                     await asyncio.wait_for(self._news.wait(), wait_s)
@@ -135,11 +137,11 @@ class EventWriter:
             except ApiRefused as error:
                 if error.status != 404:
                     raise
-                # The API server forgets events after an hour.
+                # The event is gone, because the API server forgets events after an hour.
                 written = None
         if written is None:
-            # The name is made of content and time, so that a repetition after a lost answer does not create a
-            # second event.
+            # The name is derived from content and time. If the answer to a write is lost, repeating it does not
+            # create a second event.
             digest = hashlib.sha256(f"{what}{self._instance}{now}".encode()).hexdigest()[:16]
             written = _Written(f"{key.name[:200]}.{digest}", now, 0)
             body = self._body(key, reason, message, written, count, now)

@@ -1,4 +1,4 @@
-"""Kubernetes objects from files, followed while they change: a source without a cluster."""
+"""Kubernetes objects from files, which are followed while they change: a source of objects without a cluster."""
 
 import asyncio
 import logging
@@ -33,7 +33,7 @@ class _Fault:
 
     Attributes:
         place: document and line. Empty for the whole file.
-        named: the object, as far as it can be recognised.
+        named: the kind and name of the object, as far as they can be read.
     """
 
     place: str
@@ -48,9 +48,9 @@ class FileObjects:
     """An :class:`~ztunnel.kube.objects.ObjectSource` over files; subfolders are not read.
 
     A document or list item that cannot be recognised as an object is skipped and reported once. The other
-    documents and files apply at once. The unrecognised part could be any object, so objects that disappear in the
-    same reading keep their last good form until it is repaired. If it exists from the start, the source is not
-    synced before the repair, because it could be the policy that denies a pod's traffic.
+    documents and files apply at once. The unrecognised part could be any object. So objects that disappear in the
+    same reading keep their last good form until the part is repaired. If the fault exists from the start, the
+    source is not synced before the repair, because that part could be the policy that denies a pod's traffic.
 
     Args:
         paths: folders and files. In a folder, files whose names end in one of ``suffixes`` contain objects,
@@ -76,9 +76,9 @@ class FileObjects:
         self._states: dict[Path, FileState] = {}
         self._objects: dict[Path, Mapping[ObjectKey, Object]] = {}
         self._places: dict[Path, Mapping[ObjectKey, str]] = {}
-        #: For files with faults: the last good forms of objects that the faulty part could be.
+        #: For each file with faults, the last good forms of objects that the faulty part could contain.
         self._kept: dict[Path, Mapping[ObjectKey, Object]] = {}
-        #: Files that have never been readable as a whole.
+        #: Files that could not yet be read completely.
         self._unknown: set[Path] = set()
         self._told: dict[ObjectKey, Object] = {}
         self._readable = True
@@ -88,11 +88,11 @@ class FileObjects:
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Why a file, or a part, is currently not followed, by the file's path."""
+        """The reasons why files, or parts of them, are currently not followed, by the file's path."""
         return self._faults
 
     def place_of(self, key: ObjectKey) -> str:
-        """Return the file, document and line of an object. Empty if no file has it now."""
+        """Return the file, document and line that define an object. Empty if no file defines it now."""
         having = (path for path in sorted(self._places) if key in self._places[path])
         path = next(having, None)
         return "" if path is None else f"{path}: {self._places[path][key]}"
@@ -110,7 +110,7 @@ class FileObjects:
 
     def everything(self) -> Changes:
         """Return the files' current contents without waiting, for a caller that reads once and then checks
-        ``faults``.
+        :attr:`faults`.
 
         Raises:
             OSError: the folder cannot be read.
@@ -143,7 +143,8 @@ class FileObjects:
         return found
 
     def _look(self) -> bool:
-        """Read the files that have changed. Return whether any has.
+        """Read the files that have changed, and return whether there were any. An unreadable folder is logged once
+        and causes no change.
 
         An unreadable folder is logged once and causes no change.
         """
@@ -213,7 +214,7 @@ class FileObjects:
     def _read(
         self, path: Path, *, holds: bool
     ) -> tuple[Mapping[ObjectKey, Object], Mapping[ObjectKey, str], list[_Fault]]:
-        """Return the objects of a file, where in it they are, and the faults of its other parts."""
+        """Return a file's objects, their places in it, and the faults of its other parts."""
         try:
             text = read_again(path, holds=holds)
             parts = load_each(text)
@@ -244,11 +245,12 @@ class FileObjects:
                 found[key], places[key] = body, place
         if faults and (elsewhere := belongs_elsewhere(text, FileKind.OBJECTS)):
             return {}, {}, [_Fault("", "", elsewhere)]
-        # It is unknown which of the two forms is intended, and one can allow more than the other.
+        # Neither form of the object is used: it is unknown which one is intended, and one can allow more than the
+        # other.
         return {key: value for key, value in found.items() if key not in unclear}, places, faults
 
     def _recognised(self, item: object) -> tuple[ObjectKey, Object] | None:
-        """Return an object with its key, or None if its kind is not followed."""
+        """Return an object and its key, or None if its kind is not followed."""
         if not isinstance(item, Mapping):
             raise _Unrecognised(f"must be objects, not {item!r}")
         kind, metadata = str(item.get("kind", "")), item.get("metadata")
@@ -261,7 +263,7 @@ class FileObjects:
             if reason:
                 raise _Unrecognised(reason)
             return None
-        # An empty or null namespace is the same as none: one object has one key, however it is written.
+        # An empty or null namespace is removed, so that an object has the same key in every spelling.
         cluster_wide = kind in _CLUSTER_WIDE or kind.startswith("Global")
         namespace = "" if cluster_wide else metadata.get("namespace") or "default"
         # Kubernetes' and Calico's NetworkPolicy can have the same name in the same namespace.

@@ -35,15 +35,15 @@ _SPREAD: Final = 0.5
 #: The API server ends a watch after one to two times this period, so that the watches of many nodes do not end
 #: together, like in client-go.
 _WATCH_S: Final = 300
-#: The wait before a kind that the API does not have is tried again, because it can be installed later.
+#: Seconds until a kind that the API does not have is tried again. It can be installed later.
 _MISSING_KIND_S: Final = 60.0
-#: The number of objects handled per iteration of the event loop, which takes some milliseconds.
+#: The number of objects handled per iteration of the event loop. They take some milliseconds.
 _SLICE: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The identity of an object's state: an unchanged version is not reported again."""
+    """Identifies the state of an object. An object is only reported if this has changed."""
 
     uid: str
     version: str
@@ -51,7 +51,7 @@ class Known:
 
 
 class _Restart(Exception):
-    """The resource version to watch from is unusable, so the kind must be listed again."""
+    """A watch cannot start at the known resource version, so the kind must be listed again."""
 
 
 class Informer:
@@ -59,10 +59,10 @@ class Informer:
 
     Args:
         client: from :func:`ztunnel.kube.client.connect`.
-        kinds: the objects to follow. A bare kind means all its objects.
+        kinds: the objects to follow, as kinds or selections. A kind stands for all its objects.
         page: objects in a page of a list.
         first_retry_s: the first wait after a failure; later ones double up to 30 s.
-        random: in [0, 1), for the waits.
+        random: returns numbers in [0, 1), for the waits.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class Informer:
         self._known: list[dict[ObjectKey, Known]] = [{} for _ in self._selections]
         self._listed = [False] * len(self._selections)
         self._faults: dict[int, str] = {}
-        #: By selection, the version of the last watch if it ended with an error event.
+        #: For each selection, the version at which the last watch started, if that watch ended with an error
+        #: event.
         self._failed_from: dict[int, str] = {}
         self._pending: dict[ObjectKey, Object | None] = {}
         self._told: set[ObjectKey] = set()
@@ -91,8 +92,8 @@ class Informer:
         self._tasks = Tasks("informer")
 
     async def __aenter__(self) -> Self:
-        # At Python's default thresholds, full collections while 20,000 pods come are the longest stalls of the
-        # loop: 65 ms each (python -m bench.kube).
+        # With Python's default thresholds, full collections while 20,000 pods arrive cause the longest stalls of
+        # the loop: 65 ms each (python -m bench.kube).
         expect_growth()
         for index, selection in enumerate(self._selections):
             self._tasks.keep(functools.partial(self._follow, index), selection.kind.plural)
@@ -103,20 +104,20 @@ class Informer:
 
     @property
     def synced(self) -> bool:
-        """Every kind has been listed once."""
+        """Whether every kind has been listed once."""
         return all(self._listed)
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Why a kind is currently not followed, by its plural. Empty if all are followed."""
+        """The reasons why kinds are currently not followed, by their plural names. Empty if all are followed."""
         return {self._selections[index].kind.plural: fault for index, fault in self._faults.items()}
 
     def known(self, key: ObjectKey) -> Known | None:
-        """Return the identification of the object's latest state. None if there is no such object."""
+        """Return the uid and version of an object's latest state. None if there is no such object."""
         return next((known[key] for known in self._known if key in known), None)
 
     async def next(self) -> Changes:
-        """Wait for changes, or for the source to have just synced, and return all changes."""
+        """Wait for changes, or until the source is in sync, and return all changes."""
         await self._news.wait()
         self._news.clear()
         objects, self._pending = self._pending, {}
@@ -134,14 +135,15 @@ class Informer:
         while True:
             try:
                 if not version:
-                    # Not yet the end of the back-off: a watch from this version can fail again, and a list of the
-                    # whole cluster is the most expensive request.
+                    # A successful list does not reset the back-off, because a watch from its version can fail
+                    # again, and a list of the whole cluster is the most expensive request.
                     version = await self._list(index)
                     self._recovered(index)
                 version = await self._watch(index, version, backoff)
             except _Restart:
                 version = ""
-                # Without growing waits, a server whose lists are older than its watches would be overloaded.
+                # The waits grow, because a server whose lists are older than its watches would otherwise be
+                # overloaded.
                 await asyncio.sleep(backoff.next(self._random()))
             except ApiRefused as error:
                 if error.status == 404 and self._selections[index].optional:
@@ -200,8 +202,8 @@ class Informer:
                     version = _version(event.object) or version
         except ApiRefused as error:
             too_new = error.status == 504 and "resource version" in error.message.lower()
-            # An event that cannot be delivered blocks every watch from this version. client-go lists again after
-            # any error event (ListAndWatch of tools/cache/reflector.go).
+            # A new list is needed, because an event that cannot be delivered blocks every watch from this version.
+            # client-go lists again after any error event (ListAndWatch of tools/cache/reflector.go).
             stuck = (
                 isinstance(error, WatchFailed) and error.status != 429 and self._failed_from.get(index) == version
             )
@@ -216,7 +218,7 @@ class Informer:
             self._failed(index, error)
             await asyncio.sleep(backoff.next(self._random()))
         else:
-            # It is normal that a stream ends. If each ends at once, a proxy in between is the cause.
+            # A stream normally ends after some minutes. If each one ends at once, a proxy in between is the cause.
             if first and asyncio.get_running_loop().time() - began_s < 1:
                 await asyncio.sleep(backoff.next(self._random()))
         return version
@@ -252,7 +254,7 @@ class Informer:
         if self._known[index].get(key) == state and state.version:
             return key
         self._known[index][key] = state
-        # Items of a list lack these two fields.
+        # The items of a list lack ``apiVersion`` and ``kind``.
         kept: Object = {**item, "apiVersion": selection.kind.api_version, "kind": selection.kind.name}
         if selection.keep is not None:
             try:
@@ -270,8 +272,8 @@ class Informer:
             self._pending[key] = None
             self._news.set()
         else:
-            # The reader never received this object. Without this, short-lived objects would accumulate for a slow
-            # reader.
+            # The reader never received this object, so its entry is dropped. Otherwise short-lived objects would
+            # accumulate for a slow reader.
             self._pending.pop(key, None)
 
     def _has_listed(self, index: int) -> None:
@@ -280,7 +282,7 @@ class Informer:
             self._news.set()
 
     def _absent(self, index: int) -> None:
-        """Treat a kind that the API does not have as one without objects."""
+        """Treat a kind that the API server does not have as a kind without objects."""
         for key in list(self._known[index]):
             self._gone(index, key)
         self._recovered(index)

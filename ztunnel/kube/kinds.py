@@ -12,10 +12,10 @@ class Kind:
     """A kind of the API.
 
     Attributes:
-        name: such as ``Pod``.
+        name: the kind's name, such as ``Pod``.
         api_version: group and version, such as ``apps/v1``; the core group has none.
-        plural: as in paths, such as ``pods``.
-        namespaced: its objects are in namespaces.
+        plural: the name in paths, such as ``pods``.
+        namespaced: whether its objects are in namespaces.
         group: the API group in keys of objects, if another group has a kind of this name; see :attr:`called`.
     """
 
@@ -27,7 +27,9 @@ class Kind:
 
     @property
     def called(self) -> str:
-        """The kind in an :class:`~ztunnel.kube.objects.ObjectKey`, such as ``NetworkPolicy.projectcalico.org``."""
+        """The kind's name in an :class:`~ztunnel.kube.objects.ObjectKey`, such as
+        ``NetworkPolicy.projectcalico.org``.
+        """
         return f"{self.name}.{self.group}" if self.group else self.name
 
     def path(self, namespace: str = "", name: str = "") -> str:
@@ -81,8 +83,8 @@ class Selection:
         fields: a field selector, such as ``spec.nodeName=worker``.
         keep: reduces an object to the reader's needs, to save heap. Called once for each change. If it raises for
             a malformed object, the error is logged and the whole object is passed to the reader.
-        optional: the API might not have the kind (a custom resource that is not installed). Then there are no
-            objects.
+        optional: whether the API server can lack the kind (a custom resource that is not installed). Then there
+            are no objects.
         dispensable: if the role has no access to the kind, readers do not wait for it. It is reported as a fault,
             and there are no objects in the meantime.
     """
@@ -96,6 +98,6 @@ class Selection:
     dispensable: bool = False
 
     def params(self) -> dict[str, str]:
-        """Return the query of a list or watch."""
+        """Return the query parameters of a list or watch."""
         selectors = {"labelSelector": self.labels, "fieldSelector": self.fields}
         return {name: value for name, value in selectors.items() if value}

@@ -1,6 +1,6 @@
 """Objects of a Kubernetes API server as values, and the interface of their sources. Pure.
 
-Readers of objects (policy, enrolment) know this module only. The API client and the reader of files implement
+Readers of objects (policy, enrolment) depend only on this module. The API client and the reader of files implement
 :class:`ObjectSource`, so that a reader is tested with dictionaries, and works without a cluster.
 """
 
@@ -17,7 +17,7 @@ class ObjectKey:
     """The key of an object. Kinds of different groups never share a name here.
 
     Attributes:
-        kind: such as ``Pod``. If two groups have a kind of this name, followed by a dot and the API group.
+        kind: such as ``Pod``. If two groups have a kind of this name, a dot and the API group follow.
         namespace: empty for objects outside namespaces.
     """
 
@@ -50,7 +50,7 @@ class ObjectSource(Protocol):
     """
 
     async def next(self) -> Changes:
-        """Wait for changes, or for the source to have just synced, and return all changes.
+        """Wait for changes, or until the source is in sync, and return all changes.
 
         Changes are merged by key while the reader is busy, so a slow reader costs one entry per object. There can
         be one reader at a time. Cancelling loses no changes.
@@ -68,10 +68,10 @@ class WatchedSource(ObjectSource, Protocol):
 
 
 class EventSink(Protocol):
-    """Reports faults of an object to its owner, as events that ``kubectl describe`` shows."""
+    """Reports faults of an object to its owner, as Events that ``kubectl describe`` shows."""
 
     def event(self, key: ObjectKey, reason: str, message: str) -> None:
-        """Record a warning about an object; never waits, never raises. Repeats are merged.
+        """Record a warning about an object. Repeats are merged. Never waits, never raises.
 
         Args:
             reason: one CamelCase word, such as ``PolicyNotApplied``.

@@ -1,6 +1,6 @@
 """Finds policies in a dump that never decide. Pure.
 
-istiod delivers HTTP and JWT attributes to no node proxy. A rule that had only such attributes arrives as an empty
+istiod delivers HTTP and JWT attributes to no node proxy. A rule with only such attributes arrives as an empty
 match, which never matches (istio/istio#61126): a DENY of this kind has no effect, but looks like protection.
 """
 
@@ -20,7 +20,8 @@ NO_RULES: Final = "it has no rules"
 
 
 def without_effect(policy: Mapping[str, Any]) -> str:
-    """Return why a policy never matches, else an empty text.
+    """Return why a policy never matches. Empty if it can match, and for an ALLOW policy: if that never matches, it
+    refuses all connections.
 
     Also empty for an ALLOW policy: if it never matches, it refuses all connections.
 
@@ -39,7 +40,9 @@ def without_effect(policy: Mapping[str, Any]) -> str:
 
 
 def _never(rule: Any) -> str:
-    """Return why a rule cannot match: in one of its clauses, no match can ever hold."""
+    """Return why a rule cannot match: none of the matches in one of its clauses can be true. Empty if it can
+    match.
+    """
     for clause in rule if isinstance(rule, list) else ():
         matches = clause if isinstance(clause, list) else ()
         reasons = [_impossible(match) for match in matches if isinstance(match, Mapping)]

@@ -1,12 +1,12 @@
-"""Evaluates policy lists on the facts of a connection. Pure, and the only module that decides about policy.
+"""Evaluates lists of policies on the facts of a connection. Pure. No other module decides about policy.
 
 :func:`holds` defines the meaning of a condition. :func:`judge` returns the same results faster. It prepares
 policies on first use, and stores the result in them:
 
 * A tier becomes an index. Most policies can match only for a peer, namespace, address or port that they name,
-  completely or by a prefix or suffix. These are looked up by the connection's values, and only the rest is
-  evaluated one by one. Of 10,000 policies with principals a connection evaluates only the matches of its own
-  principal (``bench/scale_istio.py``).
+  completely or by a prefix or suffix. Such policies are looked up by the connection's values, and only the others
+  are evaluated one by one. Of 10,000 policies with principals, only those that match the connection's principal
+  are evaluated (``bench/scale_istio.py``).
 * A condition becomes a closure when it is first evaluated, so that only facts are inspected per connection.
 """
 
@@ -25,17 +25,17 @@ _Test = Callable[[ConnectionFacts], bool]
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The verdict, and the name of the policy that decided; the name is empty if none matched."""
+    """The verdict, and the name of the policy that decided. The name is empty if no policy matched."""
 
     allowed: bool
     policy: str = ""
 
 
-#: The kind of a look-up: the type of the condition, the kind of comparison (for networks the IP version), and the
+#: The shape of a look-up: the type of the condition, the kind of comparison (for networks the IP version), and the
 #: number of characters or bits that are compared.
 _Shape = tuple[type[Any], str | int, int]
 
-#: A value that a connection must have for a policy to match, and the kind of look-up.
+#: A value that a connection must have for a policy to match, and the shape of the look-up that finds the value.
 _Need = tuple[_Shape, Hashable]
 
 
@@ -43,7 +43,7 @@ class _Prepared:
     """A policy prepared for evaluation.
 
     Attributes:
-        needs: the policy can match only connections with one of these values. None means any connection.
+        needs: the values of which a connection must have one for the policy to match. None means any connection.
     """
 
     __slots__ = ("_condition", "_test", "needs")
@@ -54,14 +54,16 @@ class _Prepared:
         self.needs = _needs(condition)
 
     def test(self, facts: ConnectionFacts) -> bool:
-        """Return whether the condition holds."""
+        """Return whether the policy's condition holds for a connection."""
         if self._test is None:
             self._test = compiled(self._condition)
         return self._test(facts)
 
 
 class _Index:
-    """The index of a tier: positions of policies by the values they need, and of policies without such values."""
+    """The index of a tier: the positions of policies by the values that they require, and the positions of all
+    others.
+    """
 
     __slots__ = ("always", "by_shape", "prepared")
 
@@ -89,7 +91,7 @@ class _Index:
                     places[value] = [place]
 
     def candidates(self, facts: ConnectionFacts) -> Iterable[int]:
-        """Return the positions of policies that may hold, in order."""
+        """Return the positions of the policies that can match a connection, in order."""
         found = [
             places[value]
             for shape, places in self.by_shape.items()
@@ -104,8 +106,9 @@ class _Index:
 def judge(rules: p.PolicyList, facts: ConnectionFacts) -> Decision:
     """Return the decision of one policy list about a connection.
 
-    Tiers are evaluated in order. Inside a tier the first policy whose condition holds decides, else the tier's
-    default. ``PASS`` continues with the next tier, and after the last one with the list's end verdict.
+    Tiers are evaluated in order. Inside a tier the first policy whose condition holds decides; if there is none,
+    the tier's default does. ``PASS`` continues with the next tier. After the last tier, the list's end verdict
+    decides.
     """
     for tier in rules.tiers:
         index = tier.prepared
@@ -149,8 +152,8 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return the values of which a connection must have one to satisfy a condition. ``None``: any connection can
-    satisfy it.
+    """Return values such that only connections with one of them can satisfy a condition. ``None`` means any
+    connection.
     """
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None
@@ -201,8 +204,8 @@ def _needs_of_account(condition: p.PeerServiceAccount) -> list[_Need]:
     return [((p.PeerServiceAccount, "", 0), value)]
 
 
-#: Keyed by type and not a ``match`` statement: it is called for every part of every policy when a mesh's policies
-#: arrive.
+#: A table by type instead of a ``match`` statement, for speed: the look-up runs for every part of every policy
+#: when a mesh's policies arrive.
 _NEEDS: Mapping[type[Any], Callable[[Any], list[_Need] | None]] = {
     p.Never: lambda _: [],
     p.AnyOf: _needs_of_any,
@@ -235,7 +238,7 @@ def _reads_port(condition: p.Condition) -> bool:
 
 
 def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
-    """Return whether a condition is true of the connection; the reference for :func:`compiled`."""
+    """Return whether a condition is true of a connection. This is the reference for :func:`compiled`."""
     match condition:
         case p.Always():
             return True
@@ -288,7 +291,7 @@ def holds(condition: p.Condition, facts: ConnectionFacts) -> bool:
 
 
 def attributes(facts: ConnectionFacts) -> p.Attributes:
-    """Return the attributes of a connection for CEL expressions. Like in Envoy, missing ones are absent."""
+    """Return the connection's attributes for CEL expressions. Missing attributes are absent, like in Envoy."""
     connection: dict[str, str | int | bool] = {
         "mtls": facts.peer is not None,
         "requested_server_name": facts.server_name,
@@ -308,7 +311,7 @@ def attributes(facts: ConnectionFacts) -> p.Attributes:
 
 
 def compiled(condition: p.Condition) -> _Test:
-    """Return a function with the result of :func:`holds` for one condition."""
+    """Return a function for one condition that returns the same as :func:`holds`."""
     match condition:
         case p.Always():
             return lambda facts: True
@@ -325,8 +328,8 @@ def compiled(condition: p.Condition) -> _Test:
             if match is None:
                 return lambda facts: facts.peer is not None and facts.peer.identity is not None
             matches = match.matches
-            # Without an identity the principal is the empty string, which can match, because a suffix can be
-            # empty.
+            # The principal of a connection without an identity is the empty string. It can match, because a suffix
+            # can be empty.
             return lambda facts: (
                 facts.peer is not None and (principal := facts.peer.principal) != "" and matches(principal)
             )
@@ -377,7 +380,9 @@ def _any_of(tests: list[_Test]) -> _Test:
 
 
 def _contains(network: IpNetwork) -> Callable[[str], bool]:
-    """Return a test whether an address (text) is in a network; 20 times as fast as :mod:`ipaddress`."""
+    """Return a test whether an address, given as text, is in a network. It is 20 times as fast as
+    :mod:`ipaddress`.
+    """
     version, start, mask = network.version, int(network.network_address), int(network.netmask)
 
     def contains(host: str) -> bool:
@@ -387,7 +392,7 @@ def _contains(network: IpNetwork) -> Callable[[str], bool]:
     return contains
 
 
-# All policies use the same two addresses of a connection.
+# The two addresses of a connection are parsed once for all policies.
 @lru_cache(maxsize=16384)
 def _number(host: str) -> tuple[int, int]:
     address = ipaddress.ip_address(host)

@@ -21,9 +21,9 @@ from enum import IntEnum
 from operator import add
 from typing import Final, Generic, NamedTuple, TypeVar
 
-#: The most policies in one table. A mesh adds and removes policies over time.
+#: The most policies in one table. It is limited, because a mesh adds and removes policies over time.
 MOST_POLICIES: Final = 10_000
-#: The most pairs that are kept: an unauthenticated client can create pairs at will, for example by ports.
+#: The most pairs that are kept, because an unauthenticated client can create any number, for example by ports.
 MOST_PAIRS: Final = 500
 
 PolicyT = TypeVar("PolicyT")
@@ -31,7 +31,7 @@ PairT = TypeVar("PairT")
 
 
 class Use(IntEnum):
-    """The effect of a decision; the value is its place in a :class:`Tally`."""
+    """The effect of a decision. Its value is its index in a :class:`Tally`."""
 
     ALLOWED = 0
     DENIED = 1
@@ -47,7 +47,7 @@ class Use(IntEnum):
 
 
 class Tally(NamedTuple):
-    """The number of decisions by :class:`Use`, which is also the index."""
+    """The number of decisions of each :class:`Use`. The use's value is the index."""
 
     allowed: int = 0
     denied: int = 0
@@ -62,7 +62,7 @@ class PolicyUse(NamedTuple, Generic[PolicyT]):
     """The decisions of one policy.
 
     Attributes:
-        last_s: the last decision's time, in seconds of the wall clock.
+        last_s: when the last decision was made, in seconds of the wall clock.
     """
 
     policy: PolicyT
@@ -71,7 +71,9 @@ class PolicyUse(NamedTuple, Generic[PolicyT]):
 
 
 class UsesCopy(NamedTuple, Generic[PolicyT]):
-    """The entries of :class:`Uses` as values, for another process; ``others`` sums the evicted ones."""
+    """The entries of :class:`Uses` as plain values, to send to another process. ``others`` sums the evicted
+    entries.
+    """
 
     uses: tuple[PolicyUse[PolicyT], ...]
     others: PolicyUse[str]
@@ -90,7 +92,7 @@ class _Counted:
 
 
 class Uses(Generic[PolicyT]):
-    """Decisions by policy, at most :data:`MOST_POLICIES`; iterates from the oldest to the newest."""
+    """The decisions of each policy, for at most :data:`MOST_POLICIES`. Iterates from the oldest to the newest."""
 
     def __init__(self) -> None:
         self._by_policy: dict[PolicyT, _Counted] = {}
@@ -110,7 +112,9 @@ class Uses(Generic[PolicyT]):
 
     @property
     def others(self) -> PolicyUse[str]:
-        """The decisions of evicted policies. They start at zero if they decide again."""
+        """The sum of evicted policies' decisions. A policy that decides again after its eviction starts at
+        zero.
+        """
         return PolicyUse("others", Tally(*self._others.counts), self._others.last_s)
 
     def note(self, policy: PolicyT, use: Use, now_s: float) -> None:
@@ -128,7 +132,7 @@ class Uses(Generic[PolicyT]):
         return UsesCopy(tuple(self), self.others)
 
     def add(self, copy: UsesCopy[PolicyT]) -> None:
-        """Add the entries of another process."""
+        """Add the entries of another process's table."""
         for policy, tally, last_s in copy.uses:
             self._by_policy.setdefault(policy, _Counted()).add(tally, last_s)
         self._others.add(copy.others.tally, copy.others.last_s)
@@ -152,7 +156,7 @@ class Denial(NamedTuple, Generic[PairT]):
     Attributes:
         pair: the denied client and destination, as a hashable value of the front end.
         times: number of connections.
-        last_s: the time of the last one, in seconds of the wall clock.
+        last_s: when the last one was denied, in seconds of the wall clock.
         address: the source address of the last one.
     """
 
@@ -163,7 +167,7 @@ class Denial(NamedTuple, Generic[PairT]):
 
 
 class Denials(Generic[PairT]):
-    """Counts of denials by pair, at most :data:`MOST_PAIRS`; iterates from the newest to the oldest."""
+    """How often each pair was denied, for at most :data:`MOST_PAIRS`. Iterates from the newest to the oldest."""
 
     def __init__(self) -> None:
         self._by_pair: dict[PairT, Denial[PairT]] = {}
@@ -182,7 +186,7 @@ class Denials(Generic[PairT]):
             del self._by_pair[next(iter(self._by_pair))]
 
     def add(self, others: Iterable[Denial[PairT]]) -> None:
-        """Add the counts of another process."""
+        """Add the denials counted by another process."""
         found = dict(self._by_pair)
         for other in others:
             known = found.get(other.pair)
@@ -195,14 +199,14 @@ class Denials(Generic[PairT]):
 
 
 class TierPolicy(NamedTuple):
-    """A policy in a tier of Calico's, or the end of the tier."""
+    """A policy in one of Calico's tiers, or the end of the tier."""
 
     tier: str
     policy: str
 
 
 class LedgerCopy(NamedTuple, Generic[PairT]):
-    """A ledger's entries as values, for another process."""
+    """A ledger's entries as plain values, to send to another process."""
 
     own: UsesCopy[str]
     calico: UsesCopy[TierPolicy]
@@ -211,7 +215,7 @@ class LedgerCopy(NamedTuple, Generic[PairT]):
 
 
 class Ledger(Generic[PairT]):
-    """The decisions of one process; the module lists the tables."""
+    """The decisions of one process, in several tables; see the module."""
 
     def __init__(self) -> None:
         self.own = Uses[str]()
@@ -224,7 +228,7 @@ class Ledger(Generic[PairT]):
         return LedgerCopy(self.own.copy(), self.calico.copy(), self.early.copy(), tuple(self.denials))
 
     def add(self, copy: LedgerCopy[PairT]) -> None:
-        """Add the entries of another process."""
+        """Add the entries of another process's ledger."""
         self.own.add(copy.own)
         self.calico.add(copy.calico)
         self.early.add(copy.early)

@@ -10,7 +10,7 @@ from xds.model.facts import ConnectionFacts
 from xds.model.string_match import StringMatch
 from ztunnel.policy.engine import attributes, holds
 
-#: The largest number of failed alternatives that are listed one by one. For more, only their number is given.
+#: The most failed alternatives that are listed one by one. Of more, only the number is given.
 _MOST_NAMED: Final = 3
 _COMPARED = {
     "exact": "is {}",
@@ -22,7 +22,7 @@ _COMPARED = {
 
 
 def reason(condition: p.Condition, facts: ConnectionFacts) -> str:
-    """Return the part of a condition that makes it hold, or keeps it from holding, with the connection's value."""
+    """Return the part of a condition that decides whether it holds, with the connection's value."""
     if isinstance(condition, p.AnyOf | p.AllOf):
         return _of_parts(condition, facts)
     if isinstance(condition, p.Not):
@@ -36,7 +36,7 @@ def reason(condition: p.Condition, facts: ConnectionFacts) -> str:
 
 def _of_parts(condition: p.AnyOf | p.AllOf, facts: ConnectionFacts) -> str:
     parts = condition.conditions
-    # one part that holds decides an AnyOf, one that does not hold an AllOf
+    # a part that holds decides an AnyOf; a part that does not hold decides an AllOf
     decisive = isinstance(condition, p.AnyOf)
     for part in parts:
         if holds(part, facts) is decisive:
@@ -48,7 +48,7 @@ def _of_parts(condition: p.AnyOf | p.AllOf, facts: ConnectionFacts) -> str:
 
 
 def describe(condition: p.Condition) -> str:
-    """Return a condition in words."""
+    """Return a condition as a text in words."""
     match condition:
         case p.Always():
             return "always"

@@ -1,1 +1,1 @@
-"""The node proxy: start at ``istio/path/outbound.py`` or ``envoy/path/datapath.py``."""
+"""The node proxy. Its data path starts at ``istio/path/outbound.py`` or ``envoy/path/datapath.py``."""

@@ -1,1 +1,3 @@
-"""Shared by all processes of this project: clocks, tasks, accepted sockets, the heap, readers of settings."""
+"""Code that all processes of this project share: clocks, tasks, accepted sockets, the heap, readers of
+settings.
+"""

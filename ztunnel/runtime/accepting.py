@@ -13,15 +13,17 @@ from xds.model.address import SocketAddress
 
 log = logging.getLogger(__name__)
 
-#: The most connections accepted per event and listener, so that a storm on one does not starve other sockets.
+#: The most connections accepted per event and listener, so that a burst at one listener does not starve other
+#: sockets.
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.5
-#: How long a process that has more connections waits for another process to accept first. A guess, between the
-#: time that an idle process needs (a tenth of this) and a delay that clients would notice.
+#: A process that has more connections than another one lets that one accept first, for this long. A guess, between
+#: the time that an idle process needs (a tenth of this) and a delay that clients would notice.
 _COURTESY_S = 0.001
-#: The time between directing new connections to a successor and closing, for handshakes in progress. A guess.
+#: The time between directing new connections to a successor and closing the socket, for handshakes in progress. A
+#: guess.
 _HANDOVER_S = 0.2
-#: How long a queue is kept that cannot be accepted because descriptors ran out. A guess.
+#: The longest time to keep a closing socket whose queue cannot be accepted because descriptors ran out. A guess.
 _QUEUED_S = 2.0
 #: Errors by which accept(2) reports a fault of the accepted connection: "already-pending network errors" in its
 #: manual, and a refusal by a firewall or security module. The next connection can be accepted. The epoll is
@@ -42,22 +44,22 @@ _PENDING_ERRORS = (
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-#: Called with each accepted connection, a non-blocking socket, and the peer's address.
+#: Called with each accepted connection: a non-blocking socket, and the peer's address.
 Accepted = Callable[[socket.SocketType, tuple[str, int]], None]
 
 
 class Gate(Protocol):
-    """Decides whether a listener accepts now."""
+    """Decides whether a listener may accept connections now."""
 
     def admits(self) -> bool:
-        """Return whether to accept a connection now. If False, the listener asks again in ``_PAUSE_S``."""
+        """Return whether to accept a connection now. After False, the listener asks again in ``_PAUSE_S``."""
 
     def accepted(self, number: int) -> None:
-        """Called with the descriptor of an accepted connection."""
+        """Receive the descriptor of each accepted connection."""
 
 
 class Gates:
-    """Several gates as one. All must admit a connection; each is called only if the previous ones admit it."""
+    """Several gates as one. Each is called only if the previous ones admit a connection, and all must admit it."""
 
     def __init__(self, *gates: Gate) -> None:
         self._gates = gates
@@ -67,7 +69,7 @@ class Gates:
         return all(gate.admits() for gate in self._gates)
 
     def accepted(self, number: int) -> None:
-        """Called with the descriptor of an accepted connection."""
+        """Receive the descriptor of each accepted connection, and pass it to every gate."""
         for gate in self._gates:
             gate.accepted(number)
 
@@ -80,8 +82,8 @@ class ListeningSocket:
         address: its address, for logs.
         backlog: the length of its accept queue.
         poller: waits for connections.
-        is_ours: called before each connection of a socket shared with other processes. If it returns False, the
-            connection is left to them for ``_COURTESY_S``.
+        is_ours: called before each connection of a socket that several processes share. If it returns False, other
+            processes have ``_COURTESY_S`` to take the connection.
         gate: called before each connection; ``None``: all are accepted.
     """
 
@@ -107,7 +109,7 @@ class ListeningSocket:
         self._waiting = self._waited = self._paused = False
 
     def start(self, accepted: Accepted) -> None:
-        """Listen, and pass each connection to ``accepted``. A further call only replaces the callback."""
+        """Start to listen, and pass each connection to ``accepted``. A further call only replaces the callback."""
         self._accepted = accepted
         if not self._registered:
             self._registered = True
@@ -116,9 +118,9 @@ class ListeningSocket:
 
     def on_event(self, mask: int) -> None:
         """Accept connections; see :class:`hbone.aio.poller.Handler`."""
-        # A shared socket wakes every waiting process. A process out of turn waits briefly, and then accepts the
-        # connections that are still queued, because a busy or stopped process must not delay connections for
-        # longer.
+        # A shared socket wakes every waiting process. A process that should let others accept first waits briefly.
+        # Then it accepts the connections that are still queued, because a busy or stopped process must not delay
+        # them for longer.
         if not (mask & READABLE or not mask):
             return
         if self._paused:
@@ -136,7 +138,8 @@ class ListeningSocket:
             self._poller.requeue(self)
 
     def leave_to_successor(self) -> bool:
-        """Direct new connections to the newer socket on this port, if there is one; idempotent.
+        """If another socket listens on this port later than this one, direct new connections to that socket;
+        idempotent.
 
         Returns:
             False if the port is not shared, so that no other socket can take them.
@@ -144,7 +147,8 @@ class ListeningSocket:
         return self._registered and sockets.leave_to_newer(self.sock)
 
     def accept_queued(self) -> bool:
-        """Accept every connection in the socket's queue, gate or not; closing the socket would reset them.
+        """Accept every connection in the socket's queue, whatever the gate decides; closing the socket would reset
+        them.
 
         Returns:
             False if connections can be left in the queue, because descriptors ran out.
@@ -155,7 +159,7 @@ class ListeningSocket:
         return not self._paused
 
     def _accept(self, most: int, gate: Gate | None) -> bool:
-        """Accept at most ``most`` connections. Return whether more might be queued."""
+        """Accept at most ``most`` connections. Return whether more can be queued."""
         for _ in range(most):
             if gate is not None and not gate.admits():
                 self._pause()
@@ -168,7 +172,7 @@ class ListeningSocket:
                 if error.errno in _PENDING_ERRORS:
                     continue
                 # The connection stays in the queue, and an edge-triggered epoll does not report it again. So a
-                # timer tries again, when other connections can have ended and freed descriptors.
+                # timer retries; by then, other connections can have ended and freed descriptors.
                 hint = " (raise the limit of open files)" if error.errno in _OUT_OF_DESCRIPTORS else ""
                 log.error("accept on %s: %s; waiting %g s%s", self.address, error.strerror, _PAUSE_S, hint)
                 self._pause()
@@ -180,8 +184,8 @@ class ListeningSocket:
             try:
                 self._accepted(client, peer[:2])
             except Exception:
-                # The poller has already reported the connections behind this one in the queue, and would not do so
-                # again before the next client.
+                # Continue after the error: the poller has already reported the connections queued behind this one,
+                # and would not report them again before the next client.
                 log.exception("a connection accepted on %s was not taken", self.address)
                 client.close()
         return True
@@ -204,7 +208,7 @@ class ListeningSocket:
             self._poller.requeue(self)
 
     def on_bug(self, error: Exception) -> None:
-        """Log a bug in the callback; see :class:`hbone.aio.poller.Handler`."""
+        """Log an error of the callback, which is a bug; see :class:`hbone.aio.poller.Handler`."""
         log.error("accept on %s failed", self.address, exc_info=error)
 
     def close(self) -> None:
@@ -218,7 +222,8 @@ class ListeningSocket:
 async def hand_over(listening: Sequence[ListeningSocket]) -> None:
     """Prepare listening sockets for closing without losing a connection; the caller closes them afterwards.
 
-    New connections are directed to a successor, if there is one. Those in the queues are accepted here.
+    New connections are directed to a successor, if there is one. Connections already in the queues are accepted
+    here.
     """
     # The kernel chooses the socket when the SYN arrives, and queues the connection there when its handshake ends.
     # So handshakes that started before the change still arrive in this queue shortly afterwards, and closing would

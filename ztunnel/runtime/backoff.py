@@ -1,4 +1,4 @@
-"""Exponential back-off with random deviation, like the Rust ztunnel's for the node agent."""
+"""Exponential back-off with random deviation, like that of the Rust ztunnel towards the node agent."""
 
 from dataclasses import dataclass
 
@@ -19,11 +19,11 @@ class Backoff:
     _next_s: float = 0.0
 
     def next(self, random: float = 0.5) -> float:
-        """Return the next wait in seconds. ``random`` in [0, 1) varies it; 0.5 gives the plain wait."""
+        """Return the next wait in seconds. ``random`` in [0, 1) varies it; 0.5 causes no deviation."""
         wait = min(max(self._next_s, self.first_s), self.limit_s)
         self._next_s = wait * 2
         return wait * (1 + self.spread * (2 * random - 1))
 
     def reset(self) -> None:
-        """Return to the first wait; idempotent."""
+        """Start again with the first wait; idempotent."""
         self._next_s = 0.0

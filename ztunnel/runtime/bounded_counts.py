@@ -1,5 +1,5 @@
-"""Counts events by labels that come and go with workloads and policies. The least recently used labels are
-dropped. Pure.
+"""Counts events by labels that come and go with workloads and policies, and drops the least recently used labels.
+Pure.
 """
 
 from collections.abc import Hashable
@@ -7,12 +7,12 @@ from typing import Final, TypeVar
 
 LabelsT = TypeVar("LabelsT", bound=Hashable)
 
-#: The number of label sets counted at a time in one family of metrics.
+#: The most label sets that one family of metrics counts at the same time.
 MOST_COUNTS: Final = 2_000
 
 
 class BoundedCounts(dict[LabelsT, int]):
-    """Counts by labels, in the order of their last use, at most :data:`MOST_COUNTS`."""
+    """The count of each label set, in the order of last use, for at most :data:`MOST_COUNTS` sets."""
 
     def count(self, labels: LabelsT, by: int = 1) -> None:
         number = self.pop(labels, 0) + by

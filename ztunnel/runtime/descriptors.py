@@ -1,8 +1,9 @@
 """Shares the process's file descriptors: a pod that uses most of them stops accepting before they run out.
 
-A part of the descriptors is reserved. Until only this part is free, every pod accepts. While its first half is
-being used, only pods with less than an equal share accept; clients of other pods wait in the accept queue. The
-second half is for dials of established connections, readiness, metrics and the control plane.
+A part of the descriptors is reserved. As long as other descriptors are free, every pod accepts. While the first
+half of the reserve is being used, only pods with less than an equal share accept; clients of other pods wait in
+the accept queue. The second half is for dials of established connections, readiness, metrics and the control
+plane.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 _UNLIMITED: Final = 1 << 20
-#: Above this fraction of descriptors in use, they are counted before each accept.
+#: If more than this fraction of the descriptors is in use, they are counted before each accept.
 _WATCHED: Final = 0.5
-#: The initial size of the kernel's table, with 8 bytes per entry. It grows by itself.
+#: The size to which the kernel's descriptor table is enlarged, 8 bytes per entry. Beyond it, the table grows by
+#: itself.
 _TABLE: Final = 16_384
 
 
 def limit_of_process() -> int:
-    """Return the limit on descriptors that the process has after raising it to the hard limit."""
+    """Return the process's limit on descriptors, which is the hard limit after :func:`raise_limit`."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     return _UNLIMITED if hard == resource.RLIM_INFINITY else min(hard, _UNLIMITED)
 
@@ -34,8 +36,8 @@ def raise_limit() -> None:
     """Raise the process's limit to the hard limit, and enlarge the kernel's descriptor table.
 
     Called before the process starts its first thread. The table doubles with the first descriptor that does not
-    fit: the 65th, the 257th, the 513th and so on. In a process with threads, the system call then waits for 5 to
-    15 ms until no processor uses the old table, and all pods wait meanwhile.
+    fit: the 65th, the 257th, the 513th and so on. In a process with threads, the system call would then wait for 5
+    to 15 ms until no processor uses the old table, and all pods would wait, too.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -50,7 +52,9 @@ def reserve_of(limit: int) -> int:
 
 
 def lowest_free() -> int:
-    """Return the next descriptor's number, below which all are in use (dup(2)), or the limit if none is free."""
+    """Return the lowest free descriptor number (dup(2)), below which all are in use. Return the limit if none is
+    free.
+    """
     with contextlib.suppress(OSError):
         number = os.dup(0)
         os.close(number)
@@ -63,14 +67,14 @@ class Descriptors:
 
     Args:
         limit: see :func:`limit_of_process`.
-        shed: closes an unauthenticated connection. Returns False if there is none.
-        in_use: see :func:`lowest_free`; tests give their own.
+        shed: closes an unauthenticated connection, to free its descriptor. Returns False if there is none.
+        in_use: see :func:`lowest_free`; tests pass their own function.
 
     Attributes:
         reserve: the number of reserved descriptors.
         paused: how often a pod was not allowed to accept since the process started.
-        crowded: whether the reserved part is in use.
-        plentiful: whether every pod may accept.
+        crowded: whether the reserve is in use.
+        plentiful: whether so many descriptors are free that every pod may accept.
     """
 
     def __init__(
@@ -91,19 +95,19 @@ class Descriptors:
 
         Args:
             name: the pod's name, for logs.
-            used: the number of descriptors that it uses already.
+            used: returns the number of descriptors that it uses.
         """
         share = DescriptorShare(self, name, used)
         self._users[share] = None
         return share
 
     def has_most(self, used: int, users: int) -> bool:
-        """Return whether a user has at least an equal share of the descriptors."""
+        """Return whether the user of a share has at least an equal part of the descriptors."""
         return used * users >= self.limit - self.reserve
 
     @property
     def short(self) -> bool:
-        """Whether any pod may not accept connections now."""
+        """Whether any pod is currently not allowed to accept connections."""
         return any(share.waiting for share in self._users)
 
     def note(self, number: int) -> None:
@@ -113,7 +117,9 @@ class Descriptors:
         self.crowded = number >= self.limit - self.reserve
 
     def admits(self, share: DescriptorShare) -> bool:
-        """Return whether a pod may accept a connection now."""
+        """Return whether a pod may accept a connection now. If the reserve is in use, this first tries to close an
+        unauthenticated connection.
+        """
         if self.plentiful:
             return True
         self.note(self._in_use())
@@ -134,8 +140,8 @@ class DescriptorShare:
     """One pod's share, checked before each accept (:class:`ztunnel.runtime.accepting.Gate`).
 
     Attributes:
-        used: number of descriptors that the pod has. waiting: the pod was refused, and has not been admitted
-            since.
+        used: number of descriptors that the pod has.
+        waiting: whether the pod was refused, and has not been admitted since.
     """
 
     def __init__(self, descriptors: Descriptors, name: str, used: Callable[[], int]) -> None:
@@ -145,7 +151,7 @@ class DescriptorShare:
         self._name = name
 
     def admits(self) -> bool:
-        """Return whether to accept a connection now."""
+        """Return whether the pod may accept a connection now."""
         if self._descriptors.plentiful and not self.waiting:
             return True
         admitted = self._descriptors.admits(self)
@@ -166,10 +172,10 @@ class DescriptorShare:
         return admitted
 
     def accepted(self, number: int) -> None:
-        """Record the descriptor of an accepted connection."""
+        """Record the descriptor of a connection that the pod has accepted."""
         self._descriptors.note(number)
 
     def close(self) -> None:
-        """Release the share; idempotent."""
+        """Give the share up; idempotent."""
         self.waiting = False
         self._descriptors.forget(self)

@@ -1,7 +1,8 @@
 """Histograms of durations in seconds. An observation costs one bisection and two additions.
 
 Each bucket keeps an exemplar (OpenMetrics 1.0): the duration, time and ``traceparent`` of a recent connection. All
-are packed into one buffer, made for the first trace, because small objects that live long would pin memory.
+exemplars are packed into one buffer, because many small objects with long lives would fragment memory. The buffer
+is created with the first trace.
 """
 
 import struct
@@ -10,19 +11,20 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 DNS_BUCKETS: Final = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
-#: Buckets for the time from accept to a tunnel's 200 or the application's answer, up to the dial timeout.
+#: Bucket bounds for the time from accept to a tunnel's 200 or the application's answer, up to the dial timeout.
 CONNECT_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
-#: Buckets for the lifetime of a connection: from one request to a day.
+#: Bucket bounds for the lifetime of a connection: from one request to a day.
 LENGTH_BUCKETS: Final = (0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
-#: An exemplar: duration and wall time in seconds, and a ``traceparent``, which has 55 octets in version 00 of W3C
-#: trace context. One more octet shows that a longer one is invalid.
+#: An exemplar's layout: duration and wall time in seconds, and a ``traceparent``. That has 55 octets in version 00
+#: of W3C trace context; one more octet shows that a longer one is invalid.
 _EXEMPLAR: Final = struct.Struct("<dd56s")
-#: The place of the last digit of the flags in a ``traceparent``, and its values if the trace is sampled.
+#: The index of the last flag digit in a ``traceparent``, and the digits of sampled traces.
 _FLAG: Final = 54
 _SAMPLED: Final = b"13"
 _NOT_SAMPLED: Final = ord("0")
-#: How long an exemplar is kept before an unsampled trace can replace it: a sampled one for a few scrapes, and
-#: others so briefly that a scrape finds a recent one. So most observations of a busy proxy cost only a comparison.
+#: The time for which an exemplar is kept before an unsampled trace can replace it. A sampled one stays for a few
+#: scrapes, and others so briefly that a scrape finds a recent one. So most observations of a busy proxy cost only
+#: a comparison.
 _SAMPLED_KEPT_S: Final = 60.0
 _KEPT_S: Final = 1.0
 
@@ -31,7 +33,7 @@ class DurationCounts(NamedTuple):
     """The counts of :class:`Durations`, as a value.
 
     Attributes:
-        numbers: observations by bucket, the last of longer ones.
+        numbers: the number of observations in each bucket. The last bucket is for longer ones.
         total_s: their sum.
         exemplars: the packed exemplars of all buckets, or empty.
     """
@@ -56,7 +58,7 @@ class Exemplar(NamedTuple):
 
 
 class Durations:
-    """One histogram.
+    """One histogram of durations.
 
     Args:
         bounds: the upper bounds of its buckets, in seconds.
@@ -76,7 +78,7 @@ class Durations:
 
         Args:
             trace: the ``traceparent`` of the connection, or empty.
-            wall_s: the wall time, needed with a trace.
+            wall_s: the wall time, required if there is a trace.
         """
         place = bisect_left(self._bounds, seconds)
         self._numbers[place] += 1
@@ -85,14 +87,14 @@ class Durations:
             self._keep(place, seconds, wall_s, trace)
 
     def exemplify(self, seconds: float, trace: bytes, wall_s: float) -> None:
-        """Store the trace of an observation that was counted without one."""
+        """Store the trace of an observation that was already counted without it."""
         self._keep(bisect_left(self._bounds, seconds), seconds, wall_s, trace)
 
     def _keep(self, place: int, seconds: float, wall_s: float, trace: bytes) -> None:
         if len(trace) <= _FLAG:
             return
         sampled = trace[_FLAG] in _SAMPLED
-        # A clock that was set back must not keep an exemplar for longer.
+        # The upper limit matters after the clock was set back: it must not keep an exemplar for longer.
         if not sampled and 0 < self._kept_until_s[place] - wall_s <= _SAMPLED_KEPT_S:
             return
         self._kept_until_s[place] = wall_s + (_SAMPLED_KEPT_S if sampled else _KEPT_S)
@@ -118,7 +120,7 @@ class Durations:
         return DurationCounts(tuple(self._numbers), self.total_s, bytes(self._exemplars))
 
     def add(self, counts: DurationCounts) -> None:
-        """Add the counts of another process, with the same bounds."""
+        """Add the counts of another process's histogram, which has the same bounds."""
         for place, number in enumerate(counts.numbers):
             self._numbers[place] += number
         self.total_s += counts.total_s
@@ -131,7 +133,7 @@ class Durations:
                 self._put(place, *found)
 
     def cumulative(self) -> Iterator[tuple[str, int]]:
-        """Iterate over (upper bound, number of observations up to it)."""
+        """Iterate over pairs of an upper bound and the number of observations up to it."""
         seen = 0
         for bound, number in zip((*self._bounds, "+Inf"), self._numbers, strict=True):
             seen += number

@@ -1,6 +1,6 @@
 """Tunes the garbage collector and returns free memory to the system (``bench/scale.py``, ``bench/idle.py``).
 
-It acts at three times: while the first configuration arrives, when it has arrived, and after a peak of load.
+It acts at three moments: while the first configuration arrives, when it has arrived, and after a peak of load.
 """
 
 import asyncio
@@ -15,20 +15,22 @@ from typing import Final
 from hbone.aio.poller import Poller
 
 _M_ARENA_MAX: Final = -8  # malloc.h
-#: A start that takes longer waits for a control plane, and its retries can make garbage.
+#: The longest time without garbage collection. A longer start is waiting for a control plane, and its retries can
+#: create garbage.
 _GROWTH_S: Final = 30.0
-#: Free pages are returned after this time without changes. A guess.
+#: Free pages are returned after this time without a change. A guess.
 _CALM_S: Final = 2.0
 #: The time between two checks whether load has dropped. A guess.
 _CHECK_S: Final = 5.0
-#: Load has dropped if this fraction of the peak is closed, and the peak had at least this many sockets. A smaller
-#: peak leaves too little memory.
+#: Load has dropped if this fraction of the peak's sockets is closed, and the peak had at least this many. A
+#: smaller peak leaves too little memory to return.
 _MANY: Final = 32
 _GONE: Final = 0.75
-#: Up to this number of open sockets a full collection takes about 3 ms. It finds no garbage (see :func:`settle`),
-#: but empties the interpreter's free lists, whose objects can be the last ones in their megabytes.
+#: With at most this number of open sockets, a full collection takes about 3 ms. It finds no garbage (see
+#: :func:`settle`), but it empties the interpreter's free lists, whose objects can be the last ones that keep a
+#: megabyte in use.
 _FEW: Final = 500
-#: The largest fraction of time spent on trimming. Collections take longer in a mesh that has changed much.
+#: The largest fraction of time that trimming may take. Collections take longer in a mesh that has changed much.
 _SHARE: Final = 0.001
 
 
@@ -46,7 +48,7 @@ def expect_growth() -> None:
 
 @contextlib.contextmanager
 def growing() -> Iterator[None]:
-    """Suspend garbage collection until :func:`settle`, for at most ``_GROWTH_S``; entered when the loop runs.
+    """Suspend garbage collection until :func:`settle`, for at most ``_GROWTH_S``; entered once the loop runs.
 
     A collection of young objects visits each permanent object once: 0.6 of 8 s of a start with 20,000 services.
     """
@@ -95,8 +97,8 @@ def trim() -> bool:
 
 
 class MemoryTrimmer:
-    """Returns free memory to the system at calm moments: after changes of the configuration, and after a peak of
-    load.
+    """Returns free memory to the system when the load is low: after changes of the configuration, and after a
+    peak.
 
     Made on a running loop. The owner closes it before the poller.
 
@@ -114,7 +116,7 @@ class MemoryTrimmer:
         self._next = self._loop.call_later(_CHECK_S, self._check)
 
     def changed(self) -> None:
-        """Trim after ``_CALM_S`` without a further change. Called after each change of the configuration."""
+        """Trim after ``_CALM_S`` without a further call. Called after each change of the configuration."""
         if self._calm is not None:
             self._calm.cancel()
         self._calm = self._loop.call_later(_CALM_S, trim)

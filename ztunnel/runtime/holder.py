@@ -33,11 +33,11 @@ import sys
 import time
 
 VARIABLE = "ZTUNNEL_HOLDER_FD"
-#: Tells the proxy how often it was restarted, for its metrics.
+#: The environment variable that tells the proxy how often it was restarted, for its metrics.
 CRASHES_VARIABLE = "ZTUNNEL_HOLDER_CRASHES"
 MOST_CRASHES = 5
 WINDOW_S = 60.0
-#: Pause before restarting a proxy that crashed before becoming ready.
+#: The wait before restarting a proxy that crashed before it was ready.
 PAUSE_S = 0.5
 MOST_BYTES = 256
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -85,7 +85,7 @@ class Holder:
         return _Channel(here)
 
     def _watch(self, channel: _Channel) -> int:
-        """Start one proxy and serve its channel until it ends; return its exit status."""
+        """Start one proxy, serve its channel until it ends, and return its exit status."""
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         poll.register(channel.fileno(), select.POLLIN)
@@ -111,7 +111,7 @@ class Holder:
                 pass
 
     def _receive(self, channel: _Channel) -> bool:
-        """Handle the queued packets; return whether the other end is open."""
+        """Handle the queued packets, and return whether the other end is still open."""
         while True:
             packet, numbers = channel.receive()
             if packet is None:
@@ -140,7 +140,7 @@ class Holder:
             os.close(number)
 
     def _ended(self) -> int | None:
-        """Reap children. Return the proxy's exit status, as a shell reports it, if the proxy has ended."""
+        """Reap ended children. If the proxy has ended, return its exit status, as a shell reports it."""
         status = None
         while True:
             try:
@@ -173,7 +173,7 @@ class Holder:
 
 
 class _Channel:
-    """One end of the channel. Its packets are bytes with at most one descriptor."""
+    """One end of the channel. Each packet has bytes and at most one descriptor."""
 
     def __init__(self, sock: _socket.socket) -> None:
         self._sock = sock
@@ -200,7 +200,7 @@ class _Channel:
         return packet, numbers
 
     def send(self, packet: bytes, number: int | None = None) -> bool:
-        """Return whether the packet was sent."""
+        """Send a packet, and return whether that succeeded."""
         rights = []
         if number is not None:
             data = number.to_bytes(_INT_BYTES, sys.byteorder)
@@ -223,7 +223,7 @@ def _log(text: str) -> None:
 
 
 if __name__ == "__main__":
-    # The proxy's limit on listening sockets.
+    # The proxy inherits this limit, which bounds its listening sockets.
     _, _most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (_most, _most))
     sys.exit(Holder(sys.argv[1:]).run())

@@ -1,6 +1,6 @@
 """Reads facts about the node's kernel and this process for the page ``/check``, which ``ztunnel check`` evaluates.
 
-Network files describe this process's network namespace. A value that cannot be read is ``None``.
+Facts about the network are those of this process's network namespace. A value that cannot be read is ``None``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ztunnel.runtime.memory import memory_limit_bytes
 
 _PROC: Final = Path("/proc")
 _CGROUPS: Final = Path("/sys/fs/cgroup")
-#: The most devices that are listed. A node has one per pod.
+#: The most network devices that are listed. A node has one per pod.
 _MOST_DEVICES: Final = 512
 
 
@@ -23,7 +23,7 @@ def kernel_facts(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, Any]
     """Return the facts as JSON values.
 
     Args:
-        proc: the file system of processes.
+        proc: the folder where the kernel shows processes.
         cgroups: the root of control groups.
     """
     net = proc / "sys/net"
@@ -47,7 +47,7 @@ def kernel_facts(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, Any]
 
 
 def process_facts(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, Any]:
-    """Return the resources that this process uses, and its limits."""
+    """Return the resources that this process uses, with their limits."""
     status = {name: value for name, _, value in _fields(proc / "self/status")}
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     resident = status.get("VmRSS", "").split()
@@ -62,7 +62,7 @@ def process_facts(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> dict[str, Any
 
 
 def _throttling(proc: Path, cgroups: Path) -> dict[str, int | None]:
-    """Return the periods of this cgroup's CPU limit, and the number of throttled periods."""
+    """Return how many periods of this cgroup's CPU limit have passed, and in how many it was throttled."""
     path = next((line.split("::", 1)[1] for line in _lines(proc / "self/cgroup") if "::" in line), "/")
     for folder in (cgroups / path.strip("/"), cgroups):
         found = dict(line.split() for line in _lines(folder / "cpu.stat") if len(line.split()) == 2)
@@ -94,7 +94,7 @@ def _mtus(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def _sockets(path: Path) -> dict[str, int]:
-    """Return the TCP sockets of the namespace by state, as ``/proc/net/sockstat`` counts them."""
+    """Return the numbers of TCP sockets by state, as ``/proc/net/sockstat`` counts them for the namespace."""
     for line in _lines(path):
         words = line.split()
         if words[:1] == ["TCP:"]:
@@ -103,7 +103,7 @@ def _sockets(path: Path) -> dict[str, int]:
 
 
 def _listening(path: Path) -> set[int]:
-    """Return the ports that have a listener: state 0A in ``/proc/net/tcp``."""
+    """Return the ports with a listening socket (state 0A in ``/proc/net/tcp``)."""
     found = set()
     for line in _lines(path)[1:]:
         words = line.split()

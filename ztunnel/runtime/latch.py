@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 class Latch:
     """A flag that is set once and never cleared.
 
-    A mesh has two latches per cluster, mostly without waiters. :class:`asyncio.Event` takes 700 bytes,
-    mainly for its queue. This class stores the current waiters only.
+    A mesh has two latches per cluster, mostly without waiters. This class stores only current waiters, whereas
+    :class:`asyncio.Event` takes 700 bytes, mainly for its queue.
     """
 
     __slots__ = ("_set", "_then")
@@ -28,7 +28,7 @@ class Latch:
             call()
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call ``call`` when the latch is set; at once if it is."""
+        """Call ``call`` when the latch is set, or at once if it is set already."""
         if self._set:
             call()
         else:
@@ -52,7 +52,7 @@ class Latch:
 
 
 def all_of(latches: Collection[Latch]) -> Latch:
-    """Return a latch that is set when all of ``latches`` are; at once for none."""
+    """Return a latch that is set when all of ``latches`` are set. It is set at once if there are none."""
     result = Latch()
     left = len(latches)
 

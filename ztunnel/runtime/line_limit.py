@@ -7,7 +7,8 @@ from collections.abc import Callable
 from hbone.flow import Budget
 from ztunnel.runtime.clock import Clock
 
-#: Burst and rate per second. A person reads the first few lines; the count replaces the rest.
+#: The burst of lines and their rate per second. A person reads the first few lines; for the rest the count
+#: suffices.
 BURST = 50
 RATE = 5.0
 
@@ -19,8 +20,7 @@ class LineLimit:
 
     Args:
         clock: for durations.
-        suppressed: called before an admitted line, with the number of lines suppressed since the last admitted
-            one.
+        suppressed: called before a line is admitted, with the number of lines suppressed since the previous one.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class LineLimit:
         self._left_out = 0
 
     def admits(self) -> bool:
-        """Return whether to write a line now; call it once for each."""
+        """Return whether to write a line now. Call this once for each line."""
         if not self._budget.affords(self._clock.monotonic()):
             self._left_out += 1
             return False

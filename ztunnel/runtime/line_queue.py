@@ -1,16 +1,18 @@
-"""Collects the lines of one log file, and hands them to the writer soon, or at once if there are many."""
+"""Collects the lines of one log file, and hands them to the writer after a short time, or at once if there are
+many.
+"""
 
 import asyncio
 import threading
 
 from ztunnel.runtime.log_writer import LogFile, LogWriter
 
-#: How long a line is delayed, so that one write can carry several lines.
+#: The longest delay of a line, during which more lines can join the same write.
 _FLUSH_S = 0.05
 
 
 class LineQueue:
-    """The queue of one file.
+    """The queue of lines for one log file.
 
     Args:
         writer: writes in its own thread.
@@ -24,7 +26,7 @@ class LineQueue:
         self._queueing = threading.RLock()  # other threads log, too
 
     def pass_on(self, lines: bytes) -> None:
-        """Queue complete lines for the writer; safe in every thread."""
+        """Queue complete lines for the writer. Any thread may call this."""
         with self._queueing:
             if self._file.append(lines):
                 self._writer.hand_over(self._file)

@@ -1,4 +1,4 @@
-"""Pauses accepting connections, for a limited time, while the log is written too slowly. Pure.
+"""Pauses accepting connections, for a limited time, if the log cannot be written fast enough. Pure.
 
 Lines beyond :data:`~ztunnel.runtime.log_writer.MAX_PENDING` are dropped. A proxy configured to lose no lines stops
 accepting at half of that, and clients wait in the accept queue. A blocked log must not stop the node, so after a
@@ -43,4 +43,4 @@ class LogPressure:
         return self._given_up
 
     def accepted(self, number: int) -> None:
-        """No-op: only the log decides (:class:`~ztunnel.runtime.accepting.Gate`)."""
+        """Does nothing, because only the state of the log decides (:class:`~ztunnel.runtime.accepting.Gate`)."""

@@ -22,20 +22,20 @@ log = logging.getLogger(__name__)
 
 FLUSH_BYTES: Final = 64 * 1024
 MAX_PENDING: Final = 16 * 1024 * 1024
-#: Seconds between two reports of write errors of one file. A guess, between too many reports and too few.
+#: Seconds between two reports of write errors of one file. A guess between too many reports and too few.
 COMPLAIN_EVERY_S: Final = 60.0
 _STANDARD: Final = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 class Count(Protocol):
-    """A counter whose ``value`` callers increase."""
+    """A counter. Callers increase its ``value``."""
 
     value: int
 
 
 @dataclass(slots=True)
 class PlainCount:
-    """A counter that is not part of any statistics."""
+    """A counter that no statistics page shows."""
 
     value: int = 0
 
@@ -45,9 +45,9 @@ class WriteCounts:
     """The counters of a :class:`LogWriter`.
 
     Attributes:
-        completed: pieces that were written completely.
-        failed: pieces that were lost to an error of the file.
-        dropped: lines that were dropped because the file is too slow, or lost to an error.
+        completed: the number of pieces that were written completely.
+        failed: the number of pieces that were lost because of an error of the file.
+        dropped: the number of lines that were dropped because the file is too slow, or lost because of an error.
     """
 
     completed: Count = field(default_factory=PlainCount)
@@ -56,7 +56,7 @@ class WriteCounts:
 
 
 class WriteFailed(Exception):
-    """A file has not taken all bytes.
+    """A file did not take all bytes.
 
     Attributes:
         error: the reason.
@@ -86,7 +86,7 @@ class LogFile:
         self._torn = False  # whether the file ends in the middle of a line
 
     def append(self, line: bytes) -> bool:
-        """Queue one or more complete lines. Return whether enough are queued for a write."""
+        """Queue one or more complete lines. Return whether there are enough for a write."""
         self._lines.append(line)
         self._size += len(line)
         return self._size >= FLUSH_BYTES
@@ -113,7 +113,8 @@ class LogFile:
                 try:
                     view = view[os.write(self._fd, view) :]
                 except BlockingIOError:
-                    # Standard output can be a pipe that the parent process made non-blocking.
+                    # The write would block, because standard output can be a pipe that the parent process made
+                    # non-blocking.
                     waiting = select.poll()
                     waiting.register(self._fd, select.POLLOUT)
                     waiting.poll()
@@ -125,7 +126,9 @@ class LogFile:
         self._torn = False
 
     def failed(self, error: OSError, lost: int, now_s: float) -> str | None:
-        """Count ``lost`` bytes. Return a report to log, or None within ``COMPLAIN_EVERY_S`` of the last report."""
+        """Add ``lost`` bytes to the count. Return a report to log, or None within ``COMPLAIN_EVERY_S`` of the last
+        report.
+        """
         self._lost += lost
         if self._complained_s is not None and now_s - self._complained_s < COMPLAIN_EVERY_S:
             return None
@@ -156,7 +159,7 @@ def _open(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
 
-#: A command for the writer thread: write bytes, reopen a file, set an event, or (``None``) end.
+#: A command for the writer thread: write bytes, reopen a file, set an event, or ``None`` to end.
 _Order = tuple[LogFile, bytes] | LogFile | threading.Event | None
 
 
@@ -171,7 +174,8 @@ class LogWriter:
         self.counts = counts or WriteCounts()
         self._files: dict[str, LogFile] = {}
         self._queue: queue.SimpleQueue[_Order] = queue.SimpleQueue()
-        # Each counter has one writing thread, so neither needs a lock. The difference is the size of the queue.
+        # Each of the two counters is written by one thread only, so neither needs a lock. Their difference is the
+        # size of the queue.
         self._bytes_queued = 0
         self._bytes_done = 0
         self._thread = threading.Thread(target=self._run, name="log writer", daemon=True)
@@ -183,7 +187,7 @@ class LogWriter:
         return self._bytes_queued - self._bytes_done > MAX_PENDING // 2
 
     def file(self, path: str) -> LogFile:
-        """Return the file at ``path``, opened on first use and shared afterwards.
+        """Return the log file at a path. It is opened on first use, and shared afterwards.
 
         Raises:
             OSError: it cannot be opened.
@@ -193,12 +197,14 @@ class LogWriter:
         return self._files[path]
 
     def flush(self) -> None:
-        """Hand the lines of every file to the thread."""
+        """Hand the queued lines of every file to the writer thread."""
         for file in self._files.values():
             self.hand_over(file)
 
     def hand_over(self, file: LogFile) -> None:
-        """Hand the lines of ``file`` to the thread, or drop and count them if its queue is full."""
+        """Hand the queued lines of a file to the writer thread. If the thread's queue is full, drop and count
+        them.
+        """
         data = file.take()
         if not data:
             return
@@ -209,7 +215,7 @@ class LogWriter:
         self._queue.put((file, data))
 
     def reopen(self) -> None:
-        """Open the files again after a rotation: earlier lines go to the old files, later ones to new files.
+        """Reopen the files after a rotation. Earlier lines go to the old files, later lines to the new ones.
         Returns at once.
         """
         self.flush()

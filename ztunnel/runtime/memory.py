@@ -7,7 +7,8 @@ from typing import Final
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _PROC: Final = Path("/proc")
-#: Fractions of the memory for bytes that wait for applications: for all connections, and for those of one pod.
+#: The fractions of the memory limit that bytes waiting for applications may use: for all connections, and for
+#: those of one pod.
 _WAITING: Final = 4
 _WAITING_OF_POD: Final = 4
 _LEAST_WAITING: Final = 16 * 1024 * 1024
@@ -16,7 +17,8 @@ _LEAST_WAITING: Final = 16 * 1024 * 1024
 def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
     """Return the smallest memory limit: of this process's cgroup, of its parents, or the machine's memory.
 
-    Reads version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``). An unreadable file is no limit.
+    This reads cgroups of version 2 (``memory.max``) and version 1 (``memory.limit_in_bytes``). A file that cannot
+    be read sets no limit.
     """
     limits = [_machine_bytes(proc)]
     for line in _text(proc / "self/cgroup").splitlines():
@@ -25,8 +27,8 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
             continue
         root = cgroups / "memory" if controllers else cgroups
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # Inside a container the path can be the host's, which does not exist there. The container's own limit is
-        # at the root then.
+        # Inside a container, the path can be the host's, which does not exist there. Then the container's own
+        # limit is at the root.
         folder = root / path.strip("/")
         for each in (folder, *folder.parents):
             limit = _text(each / name).strip()
@@ -38,7 +40,9 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
 
 
 def waiting_bytes(limit: int) -> tuple[int, int]:
-    """Return how many bytes can wait for applications in a process of ``limit`` bytes, and in one pod."""
+    """Return how many bytes may wait for applications in a process with a memory limit of ``limit`` bytes, and how
+    many in one pod.
+    """
     in_all = max(_LEAST_WAITING, limit // _WAITING)
     return in_all, max(_LEAST_WAITING // 2, in_all // _WAITING_OF_POD)
 

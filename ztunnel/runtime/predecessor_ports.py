@@ -1,4 +1,4 @@
-"""Leaves new connections to a predecessor on the same ports, while this process cannot serve them yet."""
+"""Leaves new connections to a predecessor that has the same ports, as long as this process cannot serve them."""
 
 import socket
 from weakref import WeakSet
@@ -10,24 +10,28 @@ class PredecessorPorts:
     """The listening sockets of a process that still lacks certificates, policies or revocation lists.
 
     Both processes listen during an upgrade, and the kernel would distribute new connections over both. Until
-    :meth:`take` all of them go to the predecessor, and afterwards to this process. Without a predecessor, this
-    process gets all connections from the start.
+    :meth:`take` is called, all new connections go to the predecessor, and afterwards to this process. Without a
+    predecessor, this process gets all connections from the start.
     """
 
     def __init__(self) -> None:
         self._left: WeakSet[socket.socket] | None = None
 
     def begin(self) -> None:
-        """Leave connections of sockets that listen from now on, until :meth:`take`."""
+        """From now on, sockets that start to listen leave their connections to the predecessor, until
+        :meth:`take`.
+        """
         self._left = WeakSet()
 
     def listening(self, sock: socket.socket) -> None:
-        """Call this directly after a socket has started to listen."""
+        """Leave the connections of a socket to the predecessor, if needed. Call this directly after the socket has
+        started to listen.
+        """
         if self._left is not None and sockets.leave_to_older(sock):
             self._left.add(sock)
 
     def take(self) -> None:
-        """Take the new connections from now on. Idempotent."""
+        """From now on, take new connections in this process; idempotent."""
         left, self._left = self._left, None
         for sock in left or ():
             if sock.fileno() >= 0:

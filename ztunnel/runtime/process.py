@@ -23,14 +23,15 @@ _HOLD_SOCKETS: Final = "ZTUNNEL_HOLD_SOCKETS"
 
 
 def forbid_core_dumps() -> None:
-    """Keep this process's memory out of core dumps; as root, also from processes without CAP_SYS_PTRACE.
+    """Keep this process's memory out of core dumps, and as root also hide it from processes without
+    CAP_SYS_PTRACE.
 
     Raises:
         OSError: the kernel refuses.
     """
     if os.geteuid():
-        # If the process were undumpable, a process of another user could not read its own /proc/self/fd. With a
-        # limit of one byte the kernel neither writes a core nor starts a program that receives one (core(5)).
+        # An undumpable process that is not root could not read its own /proc/self/fd. With a limit of one byte,
+        # the kernel neither writes a core file nor starts a program that receives one (core(5)).
         try:
             resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
         except ValueError as error:
@@ -56,11 +57,12 @@ def _prctl(option: int, value: int) -> None:
 
 
 def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) -> Mapping[str, str]:
-    """Start a parent process that holds the listening sockets, if configured. Returns in the process that serves.
+    """Start a parent process that holds the listening sockets, if that is configured. Returns in the process that
+    serves.
 
     Args:
         environment: this process's environment.
-        wanted: a flag requests the holder; ``ZTUNNEL_HOLD_SOCKETS`` requests it, too.
+        wanted: whether a flag requests the holder. ``ZTUNNEL_HOLD_SOCKETS`` can also request it.
         serves: whether this process will serve, instead of only checking its configuration.
 
     Returns:
@@ -101,7 +103,7 @@ def start_again(*more: str) -> int:
     """Start this program again with the same arguments and environment, beside this process.
 
     Args:
-        more: further arguments, if they were not given already.
+        more: further arguments, which are added unless they were given already.
 
     Returns:
         The id of the new process. It has a session of its own, and outlives this process.
@@ -111,12 +113,12 @@ def start_again(*more: str) -> int:
     """
     command = [sys.executable, *sys.orig_argv[1:]]
     command += [each for each in more if each not in command]
-    # This process never waits for the successor, which replaces it and then becomes init's child.
+    # This process never waits for its successor, which replaces it and becomes a child of init.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True).pid
 
 
 def start_successor(earlier: int | None, *, moves: bool) -> int | None:
-    """Start a successor of this proxy in place, which takes over when it is ready; the answer to SIGUSR2.
+    """Start a successor of this proxy as the answer to SIGUSR2. It takes over when it is ready.
 
     Args:
         earlier: the result of the last call, ``None`` before the first.

@@ -1,4 +1,4 @@
-"""The commit that this program was built from."""
+"""Finds the commit from which this program was built."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-#: Written into the package ``ztunnel`` when it is built (see ``setup.py``): ``COMMIT`` or ``COMMIT-dirty``.
+#: The file in the package ``ztunnel`` that is written when the package is built (see ``setup.py``). It contains
+#: ``COMMIT`` or ``COMMIT-dirty``.
 RECORD: Final = "revision.txt"
 _DIRTY: Final = "-dirty"
 
@@ -15,7 +16,7 @@ class Revision(NamedTuple):
     """A commit, and whether the tree had uncommitted changes.
 
     Attributes:
-        commit: its name; ``unknown`` without a record or a repository.
+        commit: the commit's hash; ``unknown`` without a record or a repository.
         status: ``Clean`` or ``Modified``, as the record says; ``unknown`` in a checkout, whose files can change.
     """
 

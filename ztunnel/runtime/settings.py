@@ -3,11 +3,11 @@
 import re
 from typing import Final
 
-#: Default of ``ZTUNNEL_SPIN_US``: long enough for the answer of a nearby peer. Longer polling had no benefit
-#: (``bench.compare --only "rr, 1"``).
+#: The default of ``ZTUNNEL_SPIN_US``, which is long enough for the answer of a nearby peer. Longer polling had no
+#: benefit (``bench.compare --only "rr, 1"``).
 SPIN_US: Final = 200
 
-#: Unit names of durations and their seconds, as accepted by the Rust ztunnel's parser (crate ``duration-str``).
+#: The names of duration units, and each unit's seconds, as in the Rust ztunnel's parser (crate ``duration-str``).
 _UNITS: Final = {
     name: seconds
     for seconds, names in (
@@ -22,14 +22,14 @@ _UNITS: Final = {
     )
     for name in names
 }
-#: ``sun_path`` of unix(7) has 108 bytes, and a zero at its end.
+#: The longest path of a Unix socket: ``sun_path`` of unix(7) has 108 bytes, and ends with a zero.
 _LONGEST_SOCKET_PATH: Final = 107
 _PIECE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)", re.ASCII)
 _NUMBER: Final = re.compile(r"\d+(?:\.\d+)?", re.ASCII)
 
 
-#: Names of the variables for a Service ``ztunnel`` or ``ztunnel-*``. Those in ``url`` hold a URL, because their
-#: name alone could be that of a setting.
+#: Matches the variables that Kubernetes sets for a Service ``ztunnel`` or ``ztunnel-*``. A name in the group
+#: ``url`` could also be a setting's name, so its value must be a URL.
 _SERVICE_LINK: Final = re.compile(
     r"ZTUNNEL(_[A-Z0-9_]+?)??_"
     r"(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?|(?P<url>PORT))"
@@ -38,7 +38,7 @@ _SERVICE_URL: Final = re.compile(r"(tcp|udp|sctp)://")
 
 
 class SettingsError(Exception):
-    """The faults of settings, which are unusable.
+    """Settings are unusable; this lists their faults.
 
     Attributes:
         faults: one line each, naming the variable or flag.
@@ -53,7 +53,7 @@ class SettingsError(Exception):
 
 
 def plain_reason(error: Exception) -> str:
-    """Return an error as text for people: the file or socket and the kernel's message, without an errno."""
+    """Return an error as a text for people: the file or socket, and the kernel's message without the errno."""
     if not isinstance(error, OSError):
         return str(error)
     inner = getattr(error, "reason", None)  # the cause of a urllib.error.URLError
@@ -64,7 +64,7 @@ def plain_reason(error: Exception) -> str:
 
 
 def is_service_link(name: str, value: str) -> bool:
-    """Return whether Kubernetes sets this variable for a Service ``ztunnel`` or ``ztunnel-*``."""
+    """Return whether Kubernetes has set this variable for a Service ``ztunnel`` or ``ztunnel-*``."""
     found = _SERVICE_LINK.fullmatch(name)
     return found is not None and (found["url"] is None or _SERVICE_URL.match(value) is not None)
 
@@ -92,7 +92,7 @@ def boolean(text: str) -> bool:
 
 
 def socket_path(text: str) -> str:
-    """Parse the absolute path of a Unix socket. Empty stays empty and means none.
+    """Parse the absolute path of a Unix socket. An empty text stays empty, which means none.
 
     Raises:
         ValueError: the path is relative, or longer than an address of unix(7).
@@ -104,12 +104,13 @@ def socket_path(text: str) -> str:
     return text
 
 
-#: The socket in the folder where a proxy meets its successor.
+#: The name of the socket, in the handover folder, where a proxy meets its successor.
 HANDOVER_SOCKET = "handover.sock"
 
 
 def handover_dir(text: str) -> str:
-    """Parse the absolute path of the folder with :data:`HANDOVER_SOCKET`. Empty stays empty and means none.
+    """Parse the absolute path of the folder with :data:`HANDOVER_SOCKET`. An empty text stays empty, which means
+    none.
 
     Raises:
         ValueError: see :func:`socket_path`.

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-#: Bytes of the path in an address of unix(7), without the final zero.
+#: The most bytes of a path in an address of unix(7), without the final zero.
 _LONGEST_PATH: Final = 107
 
 
 def socket_mode(text: str) -> int:
-    """Return the mode of a Unix socket, for ``argparse``: three octal digits.
+    """Parse the mode of a Unix socket for ``argparse``: three octal digits.
 
     Raises:
         argparse.ArgumentTypeError: the text is not such a mode.
@@ -28,7 +28,7 @@ def socket_mode(text: str) -> int:
 
 
 async def ready(sock: socket.SocketType, *, writing: bool) -> None:
-    """Wait until a socket is readable, or writable. At most one task can wait for each."""
+    """Wait until a socket is readable, or writable. Only one task at a time can wait for each of the two."""
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
 
@@ -50,8 +50,8 @@ class PeerProcess:
     """The process at the other end of a Unix socket, as the kernel reports it (SO_PEERCRED of unix(7)).
 
     Attributes:
-        pid: in our process namespace. 0 if it is not visible there.
-        uid: in our user namespace.
+        pid: the process id, as seen in our pid namespace. 0 if the process is not visible there.
+        uid: the user id, as seen in our user namespace.
     """
 
     pid: int
@@ -59,7 +59,7 @@ class PeerProcess:
 
     @classmethod
     def of(cls, descriptor: int) -> Self:
-        """Return the connected process. Its credentials are those at the time of the connect."""
+        """Return the process that has connected. Its credentials are those at the time of the connect."""
         sock = socket.socket(fileno=descriptor)  # uvloop's socket object has no getsockopt
         try:
             pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -85,8 +85,8 @@ class UnixListener:
     def __init__(self, path: Path, kind: int, backlog: int) -> None:
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
-        # The socket is renamed over the old path once it listens with its final mode. So no client connects to a
-        # socket that does not listen yet, and no other user can open the socket.
+        # The new socket listens, and has its final mode, before it is renamed to the path. So no client connects
+        # to a socket that does not listen yet, and no other user can open the socket.
         making = path.with_name(f".{os.getpid()}")
         try:
             if len(os.fsencode(path)) > _LONGEST_PATH:  # the new name is shorter, but clients could not connect
@@ -104,8 +104,10 @@ class UnixListener:
             raise OSError(error.errno or errno.EINVAL, error.strerror or str(error), str(path)) from error
 
     def remove(self) -> None:
-        """Remove the path unless a successor has replaced it. Call before the socket is closed; idempotent."""
-        # While the socket is open no other file can have its inode number.
+        """Remove the path, unless it already belongs to a successor's socket. Call this before the socket is
+        closed; idempotent.
+        """
+        # As long as the socket is open, no other file can have its inode number.
         with contextlib.suppress(FileNotFoundError):
             if self.path.stat().st_ino == self._inode:
                 self.path.unlink()

@@ -14,11 +14,11 @@ from ztunnel.runtime.log_writer import PlainCount
 
 log = logging.getLogger(__name__)
 
-#: The waits before a failed task restarts; guesses: short enough for a proxy that depends on it, long enough not
-#: to fill the log.
+#: The waits before a failed task restarts. They are guesses: short enough for a proxy that depends on the task,
+#: and long enough not to fill the log.
 _FIRST_RESTART_S: Final = 0.1
 _LONGEST_RESTART_S: Final = 15.0
-#: How often kept tasks of this process failed and were started again.
+#: How often kept tasks of this process have failed and were restarted.
 restarts: Final = PlainCount()
 _owners: Final[weakref.WeakSet["Tasks"]] = weakref.WeakSet()
 
@@ -27,7 +27,7 @@ class Tasks:
     """The tasks and fibers of one object, which closes them when it ends.
 
     A task that fails is a bug of ours: it is logged with its traceback, and other tasks continue. Tasks that the
-    process needs for its whole life, such as a connection to the control plane or an accept loop, are started by
+    process needs until it ends, such as a connection to the control plane or an accept loop, are started by
     :meth:`keep`, and restarted after a failure. A task cannot be cancelled before its first await, so that its
     ``finally`` releases its resources.
     """
@@ -47,7 +47,7 @@ class Tasks:
         return sum(isinstance(each, Fiber) for each in self._running)
 
     def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Run ``work`` as a task until it ends or the owner closes."""
+        """Run ``work`` as a task, until it ends or the owner closes."""
         task = StartedTask(work, loop=asyncio.get_running_loop(), name=f"{self._owner}: {name}")
         if self._closed:
             task.cancel()
@@ -62,15 +62,16 @@ class Tasks:
         *,
         first_s: float = _FIRST_RESTART_S,
     ) -> asyncio.Task[Any]:
-        """Run ``work()`` as a task, again after each failure, until it returns or the owner closes.
+        """Run ``work()`` as a task, and again after each failure, until it returns or the owner closes.
 
-        Not for tasks that carry connections: a second attempt cannot continue half of a connection's state.
+        This is not for tasks that carry connections, because a second attempt cannot continue with half of a
+        connection's state.
 
         Args:
             work: called for each attempt. Its ``finally`` releases the resources of the attempt.
             name: for logs.
-            first_s: the wait before the second attempt. Later waits double up to 15 s, and restart at the first
-                once an attempt has lasted longer than that.
+            first_s: the wait before the second attempt. Later waits double up to 15 s. After an attempt that has
+                lasted longer than that, the first wait applies again.
         """
         return self.start(self._kept(work, name, Backoff(first_s, _LONGEST_RESTART_S)), name)
 
@@ -91,7 +92,7 @@ class Tasks:
                 return
 
     def run(self, poller: Poller, work: Coroutine[Any, Any, None], name: str) -> Fiber:
-        """Run ``work`` as a fiber, which resumes in the turns of ``poller``. For work on connections."""
+        """Run ``work`` as a fiber that ``poller`` resumes. This is for work on connections."""
         fiber = Fiber(poller, work, f"{self._owner}: {name}", self._done)
         if self._closed:
             fiber.cancel()
@@ -104,7 +105,7 @@ class Tasks:
             log.error("task %s failed", task.get_name(), exc_info=error)
 
     def cancel(self) -> None:
-        """Cancel every task without waiting, and all that start later; idempotent."""
+        """Cancel every task without waiting, and also tasks that start later; idempotent."""
         self._closed = True
         for task in list(self._running):
             task.cancel()
@@ -117,12 +118,12 @@ class Tasks:
 
 
 def fibers_running() -> int:
-    """Return the number of this process's fibers that have not ended, for metrics; iterates over all fibers."""
+    """Return how many fibers of this process have not ended, for metrics. This iterates over all fibers."""
     return sum(owner.fibers for owner in _owners)
 
 
 def errors_of(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over the errors in an exception group, and in the groups inside it."""
+    """Iterate over the errors in an exception group, including those in nested groups."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from errors_of(inner)

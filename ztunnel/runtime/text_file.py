@@ -9,7 +9,7 @@ def read_text(path: Path, *, newline: str | None = None) -> str:
 
     Args:
         path: the file.
-        newline: the parameter of :func:`open`. Empty keeps the line ends of the file.
+        newline: the parameter of :func:`open`. An empty text keeps the file's line ends.
 
     Raises:
         OSError: the file cannot be read; ``EILSEQ`` if it is not UTF-8, so that callers handle both alike.
@@ -22,14 +22,14 @@ def read_text(path: Path, *, newline: str | None = None) -> str:
 
 
 def read_again(path: Path, *, holds: bool) -> str:
-    """Return the text of a file that was read before, and is followed.
+    """Return the current text of a file that is followed, and that has been read before.
 
     A program that writes the file in place empties it first, and can take long for the rest, as in ``helm template
     > policies.yaml``. Until then, an empty file does not mean that its former content was removed.
 
     Args:
         path: the file.
-        holds: whether its last good text has content, which an empty file would take away.
+        holds: whether the last good text has content that an empty file would remove.
 
     Raises:
         OSError: see :func:`read_text`; ``ENODATA`` if the file is empty although it ``holds`` content.

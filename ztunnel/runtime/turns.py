@@ -8,14 +8,14 @@ from hbone.aio.poller import Poller
 
 
 async def turned(poller: Poller) -> None:
-    """Return in the next iteration of ``poller``; never if the poller is stuck."""
+    """Return in the next iteration of ``poller``. If the poller is stuck, this never returns."""
     future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     poller.call_soon(_Step(future))
     await future
 
 
 class _Step:
-    """Resolves a future in a turn of the poller; see :class:`hbone.aio.poller.Steppable`."""
+    """Resolves a future in an iteration of the poller; see :class:`hbone.aio.poller.Steppable`."""
 
     def __init__(self, turned: asyncio.Future[None]) -> None:
         self._turned = turned

@@ -1,13 +1,13 @@
 """Watches the event loop of a process: a stall is logged with the stack that caused it, and counted.
 
 A timer on the loop ticks every :data:`BEAT_S`, and a thread checks that it did. Only the thread can report a stall
-while the loop is blocked and its stack shows why. Each tick measures its own delay, so the loop counts delays.
-When a stall ends, a further line has its length.
+while the loop is still blocked, so that the stack shows why. The loop counts delays, because each tick measures
+its own. When a stall has ended, a further log line has its length.
 
 In a process that was stopped (SIGSTOP, a frozen control group, a machine without a free core) every function is
 late, so the stack would show an innocent one. The thread detects that it was late itself while the process used no
-processor, and reports no stack. A C function that keeps the interpreter's lock also delays the thread, but uses
-the processor. Its caller is still at the top of the stack then.
+processor, and reports no stack. A C function that keeps the interpreter's lock also delays the thread, but it uses
+the processor, and its caller is still at the top of the stack.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ztunnel.runtime.log_writer import Count, PlainCount
 
 log = logging.getLogger(__name__)
 
-#: Seconds between two beats, and between two checks.
+#: Seconds between two beats of the loop, and between two checks by the thread.
 BEAT_S: Final = 0.5
-#: The shortest delay reported as a stall. Envoy calls it a mega miss and has the same default.
+#: The shortest delay that is reported as a stall. Envoy calls this a mega miss, and has the same default.
 STALL_S: Final = 1.0
-#: The shortest delay counted as a miss; Envoy's watchdog_miss.
+#: The shortest delay that is counted as a miss, like Envoy's watchdog_miss.
 MISS_S: Final = 0.2
-#: The number of innermost stack frames in a report.
+#: The number of innermost stack frames that a report shows.
 _FRAMES: Final = 25
-#: The fraction of the thread's delay during which the process must have used a processor in order to count as
-#: running.
+#: If the thread was delayed, the process counts as running if it used a processor for at least this fraction of
+#: the delay.
 _RAN: Final = 0.5
 
 
@@ -44,9 +44,9 @@ class LoopDelays:
     """Counts and sums the delays of one loop's beats.
 
     Attributes:
-        misses: beats more than ``MISS_S`` late.
-        stalls: beats more than ``STALL_S`` late.
-        late_s: seconds that all beats were late together.
+        misses: the number of beats that were more than ``MISS_S`` late.
+        stalls: the number of beats that were more than ``STALL_S`` late.
+        late_s: the sum of all beats' delays, in seconds.
     """
 
     misses: Count = field(default_factory=PlainCount)
@@ -61,7 +61,8 @@ class Watchdog:
         delays: receives the counts.
         flush: called by the thread after a report. Log lines that wait for a timer of the loop would wait for the
             end of the stall, which might never come.
-        culprit: returns the name of foreign code, such as an addon, that runs on the loop. Empty if none does.
+        culprit: returns the name of foreign code that is running on the loop, such as an addon. Empty if there is
+            none.
         stall_s, beat_s: see the constants; tests give shorter ones.
     """
 
@@ -143,10 +144,10 @@ class Watchdog:
 
 
 class _Check:
-    """Decides at each check of the thread whether to report a new stall. Pure.
+    """Decides, each time the thread checks the loop, whether to report a new stall. Pure.
 
     Attributes:
-        beat_s_at: time of the last beat, written by the loop.
+        beat_s_at: the time of the last beat. The loop writes it.
     """
 
     def __init__(self, *, stall_s: float, beat_s: float) -> None:
@@ -157,12 +158,12 @@ class _Check:
         self._last_s = self._last_cpu_s = 0.0
 
     def begin(self, now_s: float, cpu_s: float) -> None:
-        """Start: treat ``now_s`` as the time of the first beat and the first check."""
+        """Start with ``now_s`` as the time of the first beat and the first check."""
         self.beat_s_at = self._last_s = now_s
         self._last_cpu_s = cpu_s
 
     def stalled(self, now_s: float, cpu_s: float) -> bool:
-        """Return True once per stall.
+        """Return True at the first check that detects a stall, and then False until the stall has ended.
 
         Args:
             now_s: monotonic seconds.

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import TypeAlias
 
-#: Device, inode, size and modification time of the file at a path. None if there is none.
+#: A file's state: its device, inode, size and modification time. None if there is no file.
 FileState: TypeAlias = tuple[int, int, int, int] | None
 
 
 def file_state(path: Path) -> FileState:
-    """Return the state of the file behind all links, so that a swapped link is a change."""
+    """Return the state of the file to which all links lead, so that replacing a link also counts as a change."""
     try:
         status = path.stat()
     except OSError:

@@ -1,7 +1,7 @@
 """Lists of captured traffic, from the flags of ``ztunnel init`` and from annotations. Pure.
 
-Each reader returns the values or raises ValueError with a reason that fits behind the name of a flag or
-annotation.
+Each reader returns the values, or raises ValueError with a reason that can follow the name of a flag or annotation
+in a message.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from ztunnel.runtime.formats.go_values import parse_cidr_or_address
 
 ALL: Final = "*"
 ALL_DEVICES: Final = "+"
-#: IFNAMSIZ without its zero byte (linux/if.h).
+#: The longest name of a network device: IFNAMSIZ without its zero byte (linux/if.h).
 _LONGEST_INTERFACE: Final = 15
 
 
 def ports(text: str) -> tuple[int, ...]:
-    """Return ports, each once, in the given order. An empty list has none.
+    """Return a list of ports in the given order, without duplicates. An empty text is an empty list.
 
     Raises:
         ValueError: an entry is not a port from 1 to 65535.
@@ -40,7 +40,8 @@ def all_or_ports(text: str) -> tuple[int, ...] | None:
 
 
 def networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:
-    """Return networks, with the bits after their prefix cleared. A single address is a network of one.
+    """Return networks, with the bits after their prefix cleared. A single address becomes a network of one
+    address.
 
     Raises:
         ValueError: an entry has another form.
@@ -58,7 +59,7 @@ def all_or_networks(text: str) -> tuple[IPv4Network | IPv6Network, ...] | None:
 
 
 def interfaces(text: str) -> tuple[str, ...]:
-    """Return names of devices. A final ``+`` stands for any rest, like in iptables.
+    """Return names of devices. A ``+`` at the end of a name matches any further characters, like in iptables.
 
     Raises:
         ValueError: a name that Linux does not allow for devices, or ``+`` alone.

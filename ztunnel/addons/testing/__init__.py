@@ -31,14 +31,14 @@ _ANY = object()
 
 
 class HookFault(AssertionError):
-    """A hook failed so that a proxy would suspend its addon, or its verdict is not the expected one."""
+    """A hook failed in a way for which a proxy would suspend its addon, or its verdict is not the expected one."""
 
 
 def workload(text: str, labels: Mapping[str, str] | None = None, **more: Any) -> Workload:
     """Return a workload from ``name.namespace``. Its service account and label ``app`` are its name.
 
     Args:
-        text: without a namespace, the workload is in ``default``.
+        text: the name. Without a namespace, the workload is in ``default``.
         labels: labels that replace the default ones.
         more: further attributes of :class:`ztunnel.addons.Workload`.
     """
@@ -108,7 +108,7 @@ def _identity(side: Workload) -> str:
 
 
 class Playbook:
-    """One addon, called by a test.
+    """Calls the hooks of one addon in a test.
 
     Args:
         addon: the addon's class.
@@ -123,14 +123,15 @@ class Playbook:
     """
 
     def __init__(self, addon: type, **options: Any) -> None:
-        # The class defines the addon's name, so the same options are returned for any name.
+        # The loader looks up options by the addon's name, which only the class defines. So every name gets these
+        # options.
         given = {key: Given(_as_yaml(value), "the test") for key, value in options.items()}
         self._loaded = load_class(addon, _Everyone(given))
         self.addon: Any = self._loaded.instance
         self.slowest_us = 0.0
 
     def connecting(self, facts: Facts | None = None, *, expect: object = _ANY) -> Verdict | None:
-        """Call the hook and return its verdict.
+        """Call the hook ``connecting`` and return its verdict.
 
         Args:
             facts: ``None`` means the facts of :func:`outbound`.
@@ -142,7 +143,7 @@ class Playbook:
         return self._decide("connecting", facts if facts is not None else outbound(), expect)
 
     def accepting(self, facts: Facts | None = None, *, expect: object = _ANY) -> Verdict | None:
-        """Call the hook and return its verdict; see :meth:`connecting`."""
+        """Call the hook ``accepting`` and return its verdict; see :meth:`connecting`."""
         return self._decide("accepting", facts if facts is not None else inbound(), expect)
 
     def opened(self, facts: Facts | None = None) -> None:
@@ -162,7 +163,7 @@ class Playbook:
         self._call("mesh_changed", summary if summary is not None else MeshSummary(10, 5, 2))
 
     def metrics(self) -> list[Metric]:
-        """Call the hook and return its families."""
+        """Call the hook ``metrics`` and return its families."""
         families = list(self._call("metrics") or ())
         for family in families:
             fault = fault_of_metric(family)
@@ -203,7 +204,7 @@ class Playbook:
 
 
 class _Everyone(dict[str, Mapping[str, Given]]):
-    """Returns the same options for every name of an addon."""
+    """Returns the same options, whatever the addon's name is."""
 
     def __init__(self, given: Mapping[str, Given]) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 
 class HookItem(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """The calls of one hook. ``results`` counts the calls by result."""
+    """The calls of one addon's hook. ``results`` has the number of calls by result."""
 
     name: str
     calls: int
@@ -27,7 +27,9 @@ class HookItem(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
 
 
 class AddonItem(Item, frozen=True, kw_only=True):
-    """An addon of a proxy, summed over the proxy's processes. ``hook`` is the hook that a table row describes."""
+    """An addon of a proxy, summed over the proxy's processes. In a table row, ``hook`` is the hook that the row is
+    about.
+    """
 
     name: str
     source: str
@@ -46,7 +48,7 @@ class AddonItem(Item, frozen=True, kw_only=True):
 
 
 def _by_hook(item: AddonItem) -> Iterator[AddonItem]:
-    """Yield a row for the addon, and one for each hook."""
+    """Yield a table row for the addon, and one for each of its hooks."""
     yield item
     for hook in item.hooks:
         faults = hook.results.get("fault", 0) + hook.results.get("timeout", 0)

@@ -27,7 +27,7 @@ from ztunnel.proxy.addons.load import AddonError, LoadedAddon, find_class, load_
 from ztunnel.proxy.addons.settings import OPTION, addon_settings, parse_spec
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-#: The number of measured calls of each hook, and of warm-up calls before.
+#: The numbers of measured calls and of preceding warm-up calls, for each hook.
 _CALLS: Final = 500
 _WARM_UP: Final = 20
 
@@ -147,7 +147,7 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _checked(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the faults of an addon, and print the results of the checks."""
+    """Yield an addon's faults, and print the results of all checks."""
     settings, faults = addon_settings({"ZTUNNEL_ADDONS": args.file, OPTION: "\n".join(args.addon_option)})
     if faults or settings is None:
         yield from faults
@@ -212,7 +212,7 @@ def _faults_by_mypy(file: str) -> Iterator[str]:
         print("mypy is not installed; only annotations of hooks were checked")
         return
     flags = ("--follow-imports=silent", "--no-error-summary", "--config-file=")
-    # mypy finds installed packages by itself, except a package installed as a link to its sources.
+    # mypy finds installed packages by itself, unless a package is installed as a link to its sources.
     sources = Path(ztunnel.__file__).parents[1]
     found = {} if sources.name == "site-packages" else {"MYPYPATH": str(sources)}
     done = subprocess.run(

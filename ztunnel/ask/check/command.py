@@ -1,7 +1,7 @@
 """The command ``ztunnel check``.
 
-Exit status: 0 without errors; 1 with an error, or with ``--fail-on warning`` a warning; 2 if a node does not
-answer or the command line is wrong.
+Exit status: 0 without errors; 1 if there is an error, or with ``--fail-on warning`` a warning; 2 if a node does
+not answer or the command line is wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ztunnel.ask.inspect.source import AskFailed, add_source, chose_one, failed
 from ztunnel.runtime.console.output import Answer, Silent, emit
 from ztunnel.runtime.settings import duration_s
 
-#: Seconds between two attempts of ``--wait``.
+#: Seconds between two attempts with ``--wait``.
 _AGAIN_S: Final = 5.0
 
 
@@ -48,7 +48,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Check, print and return the exit status."""
+    """Run the checks, print their results and return the exit status."""
     try:
         checks = chosen(_names(args.only), _names(args.skip), before=args.pre)
         until_s = time.monotonic() + (duration_s(args.wait) if args.wait else 0.0)
@@ -67,7 +67,7 @@ def run_command(args: argparse.Namespace) -> int:
             for check in checks
         ]
         return emit(Answer(kind=CHECK_RESULT, items=results), args.output)
-    # By default all nodes are checked.
+    # Without flags, all nodes are checked.
     args.all_nodes = args.all_nodes or not (chose_one(args) or args.no_cluster)
     while True:
         try:
@@ -95,7 +95,7 @@ def checked(args: argparse.Namespace, checks: Sequence[Check]) -> Answer[CheckRe
 
 
 def answer_of(results: Sequence[CheckResult], silent: Any = (), *, fail_on: str = "error") -> Answer[CheckResult]:
-    """Return the results as an answer, with a sentence that summarizes them."""
+    """Return the results as an answer whose summary is one sentence."""
     counted = Counter(result.severity for result in results)
     bad = counted["error"] > 0 or (fail_on == "warning" and counted["warning"] > 0)
     ids = len({result.id for result in results})

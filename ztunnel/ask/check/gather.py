@@ -57,7 +57,7 @@ _ACCESS: Final = Kind(
 _VERBS: Final = (("create", "", "pods", "portforward"), ("get", "", "pods", "log"))
 #: The longest wait for the API server.
 _API_S: Final = 5.0
-#: The most nodes that one node tries to reach.
+#: The most other nodes that one node's proxy tries to reach.
 _MOST_REACHED: Final = 20
 _NOT_FOUND: Final = 404
 _NO_CLUSTER: Final = "--no-cluster"
@@ -88,7 +88,7 @@ def gather_facts(args: argparse.Namespace, *, before: bool) -> Facts:
 
 
 def cluster_facts(args: argparse.Namespace) -> Facts:
-    """Return the API server's facts."""
+    """Return the facts from the API server."""
     try:
         return asyncio.run(_cluster(args))
     except KubeError as error:
@@ -140,7 +140,7 @@ def _group(kind: Kind) -> str:
 def clock(date: str, began_s: float, ended_s: float) -> float | None:
     """Return how far a server's clock is ahead of this machine's, by its ``Date`` header; ``None`` without one.
 
-    ``Date`` has whole seconds, so half a second is added.
+    The header has whole seconds, so half a second is added.
     """
     try:
         return parsedate_to_datetime(date).timestamp() + 0.5 - (began_s + ended_s) / 2
@@ -189,14 +189,16 @@ def _page(pages: Pages, path: str) -> Any:
 
 
 class Shared:
-    """Stores equal lists of different nodes once, because all proxies of a mesh describe the same workloads."""
+    """Keeps one copy of lists that are equal on several nodes, because all proxies of a mesh describe the same
+    workloads.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[bytes, Any] = {}
         self._lock = threading.Lock()
 
     def of(self, facts: NodeFacts) -> NodeFacts:
-        """Return the facts of a node with lists that are shared with other nodes."""
+        """Return a node's facts, in which lists that equal another node's are the same objects."""
         if facts.dump is None:
             return facts
         dump = dict(facts.dump)
@@ -209,7 +211,7 @@ class Shared:
 
 
 def look(pages: Pages) -> NodeFacts:
-    """Have one proxy test port 15008 on other nodes, and return its facts.
+    """Ask one proxy to connect to port 15008 on other nodes, and return its facts with the results.
 
     Raises:
         AskFailed: it does not answer.

@@ -28,7 +28,7 @@ from ztunnel.runtime.settings import duration_s
 _LAST: Final = 20
 #: Seconds between two requests of ``--follow``.
 _AGAIN_S: Final = 1.0
-#: A time after all flows, in nanoseconds.
+#: A time in nanoseconds that is later than any flow's.
 _NEVER_NS: Final = 1 << 63
 JSONPB: Final = "jsonpb"
 
@@ -84,7 +84,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 class _Add(argparse.Action):
-    """Adds a filter to the command line's filters, negated by a pending ``--not``."""
+    """Adds a filter from the command line. A preceding ``--not`` negates it."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         filters: list[Filter | None] = list(namespace.filters or [])
@@ -99,7 +99,7 @@ class _Add(argparse.Action):
 
 
 class _Not(argparse.Action):
-    """Records that the next filter is negated."""
+    """Marks the next filter as negated."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         namespace.filters = [*(namespace.filters or []), None]
@@ -107,7 +107,9 @@ class _Not(argparse.Action):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The flows that a command line selects: a test, time bounds in nanoseconds, and the number per proxy."""
+    """The flows that a command line selects: a test for flows, two time limits in nanoseconds, and the number per
+    proxy.
+    """
 
     test: Test
     since_ns: int
@@ -152,7 +154,7 @@ def _wanted(args: argparse.Namespace, now_s: float) -> Wanted:
 
 
 def moment_ns(text: str | None, now_s: float, name: str) -> int | None:
-    """Return a time in nanoseconds: ``5m`` ago, or RFC 3339.
+    """Parse a time: ``5m`` (ago) or RFC 3339. Return it in nanoseconds.
 
     Raises:
         BadFilter: it is neither.
@@ -236,7 +238,7 @@ def _given(**values: str) -> dict[str, str]:
 
 
 def clause_of(answer: Any) -> str | None:
-    """Return the clause that caused a refusal: that of a matching DENY, or the reason why no ALLOW matches."""
+    """Return the policy clause that caused a refusal: the matching DENY clause, or why no ALLOW policy matches."""
     inbound = answer.get("inbound") or {} if isinstance(answer, Mapping) else {}
     policies = inbound.get("policies") or ()
     denies = [each for each in policies if each.get("action") == "Deny" and each.get("holds")]
@@ -246,7 +248,7 @@ def clause_of(answer: Any) -> str | None:
 
 
 def time_ns(text: str) -> int:
-    """Parse a flow's time in nanoseconds, which ``datetime`` cannot represent."""
+    """Parse a flow's time to nanoseconds, which ``datetime`` cannot represent."""
     whole, _, rest = text.rstrip("Z").partition(".")
     seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
     return int(seconds) * 1_000_000_000 + int(rest.ljust(9, "0")[:9] or 0)
@@ -270,8 +272,8 @@ def follow(args: argparse.Namespace, wanted: Wanted) -> int:
     first = True
 
     def fresh(node: str, pages: Pages) -> list[Line]:
-        # Flows that the filters hide are read, too. Otherwise each request would repeat them, and the proxy would
-        # report flows as overwritten that were read before.
+        # Also request the flows that the filters hide. Otherwise each request would return them again, and the
+        # proxy would report flows as overwritten that were already read.
         lines = look(pages, Wanted(_any_flow, newest.get(node, start_ns), wanted.until_ns, None))
         if lines:
             newest[node] = max(time_ns(flow.time) for flow, _ in lines)
@@ -303,7 +305,7 @@ def _any_flow(flow: Flow) -> bool:
 
 
 class _Printer:
-    """Prints flows as lines. Columns become wider if needed, and never narrower."""
+    """Prints flows as lines of a table. Columns become wider when needed, and never narrower."""
 
     def __init__(self, form: Format) -> None:
         self._form = form

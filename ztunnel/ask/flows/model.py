@@ -1,7 +1,7 @@
 """Flows read from lines of ``/flows``, as commands print them, and the filters that select flows. Pure.
 
 Filters work like Hubble's. Pods are selected by ``NAMESPACE/PREFIX``: an empty namespace matches any, and a prefix
-alone means namespace ``default``. Filters of one kind are alternatives; filters of different kinds must all hold.
+alone means namespace ``default``. Filters of one kind are alternatives; filters of different kinds must all match.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ VERDICTS: Final = ("FORWARDED", "DROPPED", "ERROR", "AUDIT")
 class Flow(Item, frozen=True, kw_only=True):
     """A connection that ended. If it is not ``encrypted``, ``source_identity`` is not proven.
 
-    ``failure`` is the reason as in ``ztunnel_connection_errors_total``. ``clause`` is the clause of the current
-    policies that refuses it, with ``--why``.
+    ``failure`` is the reason as in ``ztunnel_connection_errors_total``. With ``--why``, ``clause`` is the clause
+    of the current policies that refuses the connection.
     """
 
     time: str
@@ -161,7 +161,7 @@ def make(name: str, value: str, *, negated: bool = False) -> Filter:
     Args:
         name: from, to, pod, identity, verdict, port, service, plain, encrypted, direction or trace.
         value: the flag's value.
-        negated: matching flows are left out.
+        negated: whether matching flows are left out instead of selected.
 
     Raises:
         BadFilter: the value has another form.
@@ -207,7 +207,9 @@ def _test(name: str, value: str) -> Test:
 
 
 def _side(value: str) -> Callable[[str | None, str, str | None], bool]:
-    """Return a test of one side: a SPIFFE id (``*`` matches any text), an address or block, or a pod's prefix."""
+    """Return a test of a flow's source or destination. It compares a SPIFFE id (``*`` matches any text), an
+    address or CIDR block, or the beginning of a pod's name.
+    """
     if value.startswith("spiffe://"):
         return lambda pod, address, identity: identity is not None and fnmatch.fnmatchcase(identity, value)
     try:
@@ -230,7 +232,9 @@ def _prefix(value: str) -> str:
 
 
 def chosen(filters: Sequence[Filter]) -> Test:
-    """Return whether a flow is selected: a filter of each kind holds, and no negated one does."""
+    """Return whether the filters select a flow: of each kind at least one matches, and no negated filter
+    matches.
+    """
     kinds: dict[str, list[Test]] = {}
     for each in filters:
         if not each.negated:

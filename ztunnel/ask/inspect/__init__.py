@@ -1,4 +1,4 @@
-"""Commands that ask a running proxy: ``ztunnel status``, ``connections``, ``explain`` and others."""
+"""Commands that query a running proxy: ``ztunnel status``, ``connections``, ``explain`` and others."""
 
 from ztunnel.ask.inspect.command import add_arguments
 from ztunnel.ask.inspect.completion import candidates, names_for

@@ -29,7 +29,7 @@ def file_of(path: str) -> str:
 
 
 class Archive:
-    """The files of one archive, by their paths without the first folder."""
+    """The files of one archive, by their paths below its first folder."""
 
     def __init__(self, name: str, files: Mapping[str, bytes]) -> None:
         self.name = name

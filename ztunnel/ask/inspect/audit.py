@@ -41,7 +41,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def _cell(item: PodAudit, check: str) -> str:
-    """Return the table cell of one check. For the annotation it is the annotation's value."""
+    """Return the table cell for one check of a pod: its result, or for the annotation the annotation's value."""
     answer = item.checks.get(check, "-")
     if check == "annotation" and answer != "-":
         return f"{item.annotation or 'none'}{', wrong' if answer == 'wrong' else ''}"
@@ -49,7 +49,7 @@ def _cell(item: PodAudit, check: str) -> str:
 
 
 class AuditFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """A difference between a pod and its expected state; ``repairable`` by ``--repair``."""
+    """A difference between a pod and its expected state. ``repairable``: ``--repair`` can correct it."""
 
     check: str
     reason: str

@@ -1,4 +1,4 @@
-"""The commands that ask proxies through their admin servers: tables, parts of the configuration, log levels.
+"""The commands that query proxies through their admin servers: tables, parts of the configuration, log levels.
 
 Exit status: 0; 1 if ``status`` reports an error; 2 if there is no answer, or a node does not answer.
 """
@@ -138,7 +138,7 @@ def _answer(args: argparse.Namespace) -> Answer[Any]:
 
 
 def merged(by_node: Mapping[str, Sequence[Any]]) -> list[Any]:
-    """Merge the proxies' items about the mesh. An item that only some nodes report lists these nodes."""
+    """Merge the proxies' items about the mesh. If only some nodes report an item, it lists these nodes."""
     seen: dict[bytes, tuple[Any, list[str]]] = {}
     for node, items in by_node.items():
         for item in items:
@@ -172,7 +172,7 @@ def _looked(args: argparse.Namespace, pages: Pages) -> tuple[Kind[Any], list[Any
 def _asked_pages(
     args: argparse.Namespace, pages: Pages, table: EnvoyTable, dump: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the pages of a running proxy. If an Envoy lacks a page, its dump replaces the page."""
+    """Return the pages of a running proxy. For a page that an Envoy lacks, use its dump."""
     try:
         needed = {path: pages.json(path, PARAMETERS.get(path)) for path in table.paths}
     except AskFailed as error:
@@ -232,7 +232,7 @@ def _config(args: argparse.Namespace) -> int:
         return failed(args, str(error))
     except NoSuchPart as error:
         return failed(args, f"{args.file or args.address}: {error}")
-    # A single value is printed bare, for shells, unless a form is requested.
+    # Print a single value without quotes, for use in shells, unless an output format is requested.
     if isinstance(found, str) and args.output.for_people:
         print_text(found)
     else:
@@ -241,7 +241,7 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _asked(address: str, key: str | None, entry: str) -> Any:
-    """Return a part of a running proxy's dump. Ours sends only that part; other proxies send the whole dump.
+    """Return a part of a running proxy's dump. Our proxy sends only that part; other proxies send the whole dump.
 
     Raises:
         AskFailed, NoSuchPart: there is no answer, or no entry of that name.
@@ -278,7 +278,9 @@ def _log(args: argparse.Namespace) -> int:
 
 
 def _levels(page: str) -> Mapping[str, str]:
-    """Return the levels on ``/logging``: by target of the log filter, or in Envoy's dialect by logger."""
+    """Return the log levels that ``/logging`` shows: by target of the log filter, or in Envoy's dialect by
+    logger.
+    """
     _, current, text = page.partition("current log level is ")
     if current:
         clauses = [clause.rpartition("=") for clause in text.strip().split(",")]

@@ -17,7 +17,7 @@ from ztunnel.runtime.formats.entries import names_of
 _NAMES_S: Final = 1.0
 
 SCRIPTS: Final[Mapping[str, str]] = {
-    # Split the line again: the shell's own words end at colons, which occur in addresses and services.
+    # Split the line again, because the shell also splits words at colons, which occur in addresses and services.
     "bash": r"""_ztunnel() {
     local line=${COMP_LINE:0:COMP_POINT} words last
     read -ra words <<< "$line"
@@ -85,7 +85,8 @@ def candidates(
 
 
 def names_for(words: Sequence[str], address: str) -> Callable[[str], Iterable[str]]:
-    """Return the source of names for :func:`candidates`: the proxy that a line addresses, and kubectl's cluster.
+    """Return the source of names for :func:`candidates`: the proxy that the command line addresses, and kubectl's
+    cluster.
 
     There are no names if there is no answer within :data:`_NAMES_S`. A proxy selected by ``--pod`` or ``--node``
     is not queried, because reaching it takes longer.
@@ -166,7 +167,7 @@ def _parts(dump: Any, words: Sequence[str]) -> Iterator[str]:
 
 
 def _entries(dump: Any, words: Sequence[str]) -> Iterator[str]:
-    """Yield the names of entries in the part that the last word but one names."""
+    """Yield the names of a dump part's entries. The second-to-last word on the command line names the part."""
     found = part(dump, words[-2])
     listed = found if isinstance(found, list) else []
     if isinstance(found, Mapping):
@@ -179,7 +180,7 @@ def _entries(dump: Any, words: Sequence[str]) -> Iterator[str]:
 #: The kind of object that kubectl lists for a flag's value.
 _OF_CLUSTER: Final[Mapping[str, str]] = {"pod": "pods", "node": "nodes"}
 _LEVELS: Final = ("error", "warn", "info", "debug", "trace", "off")
-#: Functions that find the names for a command's argument in a dump. An empty command means any command.
+#: Functions that find names in a dump, by command and argument. An empty command means any command.
 _OF_DUMP: Final[Mapping[tuple[str, str], Callable[[Any, Sequence[str]], Iterator[str]]]] = {
     ("explain", "source"): _pods,
     ("explain", "destination"): _services,

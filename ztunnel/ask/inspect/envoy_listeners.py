@@ -52,7 +52,7 @@ from ztunnel.proxy.envoy.telemetry.decisions import Decisions
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, Surround
 from ztunnel.runtime.clock import Clock
 
-#: The facts that no dump contains.
+#: Lines about the facts that no dump contains.
 _LACKS: Final = ("the proxy's flags: --tunnel-source is taken for its default", "Calico's policies")
 _NO_ENDPOINTS: Final = "endpoints: save it from /config_dump?include_eds"
 _MOST_TOLD: Final = 8
@@ -121,7 +121,8 @@ def read_configuration(dump: Mapping[str, Any], clock: Clock) -> tuple[Configura
     return Configuration(listeners, clusters.get, clock.wall(), tunnel_rules=rules, saved=secrets), lacks
 
 
-#: For each kind of resource: its section of the dump, the lists in it, and the paths of the resource in an entry.
+#: For each kind of resource: its section of the dump, the lists in that section, and where an entry contains the
+#: resource.
 _PLACES: Final[Mapping[str, tuple[str, tuple[str, ...], tuple[str, ...]]]] = {
     "listeners": (
         "ListenersConfigDump",
@@ -161,7 +162,7 @@ def _no_file(path: str) -> bytes:
 
 
 class _Reader:
-    """Creates the objects that the answers describe. An unreadable resource becomes a line of ``lacks``."""
+    """Creates the objects that the answers describe. For an unreadable resource, ``lacks`` gets a line."""
 
     def __init__(self, clock: Clock, lacks: list[str]) -> None:
         self._clock = clock
@@ -185,7 +186,7 @@ class _Reader:
         self._lacks.append(f"{kind} {name}: {error}")
 
     def assignments(self, values: list[Mapping[str, Any]]) -> dict[str, LoadAssignment]:
-        """Return the endpoints by name of their assignment."""
+        """Return the endpoints by the name of their ClusterLoadAssignment."""
         found = {}
         for value in values:
             message = self._message("endpoints", _without_zero_weights(value), ClusterLoadAssignment)
@@ -199,7 +200,7 @@ class _Reader:
     def clusters(
         self, values: list[Mapping[str, Any]], assignments: Mapping[str, LoadAssignment]
     ) -> dict[str, LiveCluster]:
-        """Return the clusters by name, with their endpoints as far as the dump has them."""
+        """Return the clusters by name, with the endpoints that the dump has."""
         surround = Surround(
             sources=None,  # type: ignore[arg-type]  # nothing subscribes: clusters are not started
             secrets=self._secrets,
@@ -221,7 +222,7 @@ class _Reader:
             except ConfigError as error:
                 self._unread("cluster", value, error)
                 continue
-            # The dump's endpoints come first: they include the addresses that DNS returned.
+            # Endpoints of the dump replace configured ones, because they include the addresses that DNS returned.
             assignment = assignments.get(model.eds_name) or assignments.get(model.name) or model.assignment
             if assignment is not None and model.discovery is not Discovery.ORIGINAL_DST:
                 cluster.preset(assignment)
@@ -229,7 +230,7 @@ class _Reader:
         return found
 
     def extensions(self, values: list[Mapping[str, Any]]) -> dict[str, Message]:
-        """Return the configurations of filters that came by ECDS, by name."""
+        """Return the filter configurations that were received by ECDS, by name."""
         found = {}
         for value in values:
             message = self._message("extension", value, TypedExtensionConfig)
@@ -241,7 +242,9 @@ class _Reader:
         return found
 
     def _discover(self, listener: LiveListener, extensions: Mapping[str, Message]) -> None:
-        """Give a listener and its chains the filters that came by ECDS. Missing filters stay missing."""
+        """Insert the filters received by ECDS into a listener and its chains. A filter that the dump lacks stays
+        missing.
+        """
         for entry in listener.model.listener_filters:
             if isinstance(entry.filter, DiscoveredFilter) and entry.filter.name in extensions:
                 found = compile_listener_filter(extensions[entry.filter.name], self._surroundings)
@@ -294,7 +297,7 @@ class _Reader:
         return found
 
     def certificates(self, values: list[Mapping[str, Any]]) -> SavedSecrets:
-        """Return the description of the secrets' certificates for answers."""
+        """Return a description of the certificates in the dump's secrets, for answers."""
         identities, ends = {}, {}
         for value in values:
             chain = (value.get("tls_certificate") or {}).get("certificate_chain") or {}
@@ -310,7 +313,7 @@ class _Reader:
 
 
 def _without_zero_weights(value: Any) -> Any:
-    """Return an assignment without weights of 0, which a dump shows for weights that are not set."""
+    """Return an assignment without its weights of 0, which a dump shows where no weight was set."""
     if isinstance(value, dict):
         return {
             key: _without_zero_weights(inner)

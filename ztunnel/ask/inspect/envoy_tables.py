@@ -30,7 +30,7 @@ from ztunnel.runtime.console.output import Kind
 #: Admin pages by path; ``None`` if the proxy does not have the page.
 Pages = Mapping[str, Any]
 
-#: The most names of one kind that the status lists. The rest is given as a number.
+#: The most names of one kind that ``status`` lists. Of more, only the number is shown.
 _MOST_TOLD: Final = 8
 _CONNECTED: Final = "control_plane.connected_state"
 _LISTENERS, _CLUSTERS, _SECRETS = "ListenersConfigDump", "ClustersConfigDump", "SecretsConfigDump"
@@ -55,7 +55,7 @@ def connections(pages: Pages) -> Iterator[kinds.EnvoyConnection]:
 
 
 def policies(pages: Pages) -> Iterator[kinds.EnvoyPolicy]:
-    """Yield the policies of RBAC filters, with the connections that they decided about."""
+    """Yield the policies of RBAC filters, with the numbers of connections that they decided about."""
     for each in pages["/rbac"].get("policies") or []:
         made = each.get("decisions") or {}
         shadow = not any(made.get(key) for key in ("allowed", "denied", "ended"))
@@ -70,7 +70,7 @@ def policies(pages: Pages) -> Iterator[kinds.EnvoyPolicy]:
 
 
 def certificates(pages: Pages) -> Iterator[kinds.Certificate]:
-    """Yield the certificates of the TLS contexts, each once: own leaves, then roots."""
+    """Yield the certificates of TLS contexts, each once: the proxy's own leaves, then roots."""
     found: dict[kinds.Certificate, None] = {}
     for kind, key in (("Leaf", "cert_chain"), ("Root", "ca_cert")):
         for context in pages["/certs"].get("certificates") or []:
@@ -122,7 +122,9 @@ def _place(each: kinds.Denial) -> str:
 
 
 def connected_to_ads(stats: Any) -> bool | None:
-    """Return the statistic about the connected ADS stream; ``None`` if the proxy has no such stream."""
+    """Return the statistic that shows whether the ADS stream is connected; ``None`` if the proxy has no such
+    stream.
+    """
     for each in (stats or {}).get("stats") or []:
         if each.get("name") == _CONNECTED:
             return bool(each.get("value"))
@@ -149,7 +151,7 @@ def _entries(dump: Dump, kind: str, *keys: str) -> Iterator[Dump]:
 
 def _states(listener: Dump) -> list[str]:
     found = [name for name in ("active", "warming", "draining") if listener.get(f"{name}_state")]
-    # A static listener has no states. A listener without an accepted version has its error only.
+    # A dump shows no states for a static listener, and only the error for a listener without an accepted version.
     return found if found or "error_state" in listener else ["active"]
 
 
@@ -172,7 +174,7 @@ def _waiting(page: Any) -> Iterator[str]:
 
 
 def _is_down(cluster: Dump) -> bool:
-    """Return whether a cluster has endpoints and none is healthy. A cluster without endpoints can be intended."""
+    """Return whether a cluster has endpoints, but no healthy one. A cluster without endpoints can be intended."""
     hosts = cluster.get("host_statuses") or []
     return bool(hosts) and not any(_is_healthy(each.get("health_status") or {}) for each in hosts)
 
@@ -187,8 +189,8 @@ class EnvoyTable:
     """A table that comes from admin pages.
 
     Attributes:
-        paths: the pages that it needs. optional: pages that an Envoy does not have; without them their rows are
-            left out.
+        paths: the pages that it needs.
+        optional: pages that an Envoy does not have. Without such a page, its rows are left out.
         items: makes the table's items from the pages.
         kind: the items' kind.
     """
@@ -212,7 +214,7 @@ ENVOY_TABLES: Final = {
     ),
 }
 
-#: Parameters that select the JSON form of a page.
+#: Query parameters that select a page's JSON form.
 PARAMETERS: Final[Mapping[str, Mapping[str, str | None]]] = {
     "/clusters": {"format": "json"},
     "/stats": {"format": "json", "filter": f"^{_CONNECTED}$"},

@@ -61,9 +61,9 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Answer the question, and return the exit status."""
+    """Print the answer to the question on the command line, and return the exit status."""
     words = [each for each in (args.source, args.destination) if each is not None]
-    # Values that are not given by flags come from the positional arguments, in order.
+    # Positional arguments, in order, give the values that no flag gives.
     args.source = args.given_source or (words.pop(0) if words else None)
     args.destination = args.given_destination or (words.pop(0) if words else None)
     ways = tuple(each is not None for each in (args.source, args.connection, args.log_line, args.flow))
@@ -91,8 +91,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Answers:
-    """Answers questions from a running proxy, or from a dump: a saved one, or that of a proxy without
-    ``/explain``."""
+    """Answers questions from a running proxy's ``/explain``, or from a dump: a saved one, or that of a proxy
+    without this page.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._address = args.address
@@ -109,7 +110,7 @@ class _Answers:
         """Return the answer to the parameters of ``/explain``.
 
         Raises:
-            AskFailed: there is no answer. It has a status if another question might have one.
+            AskFailed: there is no answer. ``status`` is not 0 if another question could still get one.
         """
         asked = {**{name: value for name, value in self._given.items() if value}, **question}
         answer = self._near(asked)
@@ -187,10 +188,10 @@ class _Answers:
         raise AskFailed(f"no flow is {wanted[:60]}; `ztunnel flows -o wide` lists them")
 
     def _has_no_page(self, error: AskFailed) -> bool:
-        """Use the dump instead if the proxy has no such page (a Rust ztunnel or an Envoy). Return whether it has
-        none.
+        """If the proxy has no ``/explain`` page (a Rust ztunnel or an Envoy), use its dump instead. Return whether
+        the page is missing.
 
-        Our proxy in Envoy's dialect also answers 404 if it does not have the listener.
+        Our proxy in Envoy's dialect also answers 404 if the requested listener does not exist.
         """
         dump = ask_json(self._address, "/config_dump", {"include_eds": ""})
         if is_envoy_dump(dump) and "invalid path" not in str(error):
@@ -204,8 +205,7 @@ class _Answers:
 
         name = self._file or self._address
         try:
-            # Imported here, because either dialect is slow to import and only answers without a proxy
-            # need it.
+            # Imported here, because each dialect takes long to import, and only answers from a dump need it.
             if is_envoy_dump(dump):
                 from ztunnel.ask.inspect.saved_envoy import SavedEnvoy
 
@@ -257,8 +257,7 @@ def _of_seen(args: argparse.Namespace, answers: _Answers) -> Iterator[Answer]:
 
 
 def _logged(line: str, identity: str) -> Iterator[Seen | str]:
-    """Yield the connections in access lines, each question once. For an unusable line, yield the reason as
-    text."""
+    """Yield the connections in access lines, each only once. For an unusable line, yield the reason as text."""
     asked: set[tuple[tuple[str, str], ...]] = set()
     if line == "-" and isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="backslashreplace")  # names in a log can have other bytes than UTF-8
@@ -270,7 +269,8 @@ def _logged(line: str, identity: str) -> Iterator[Seen | str]:
             continue
         if seen is None:
             continue
-        # The client's port differs each time, and no policy depends on it.
+        # Lines that differ only in the client's port ask the same question, because no policy depends on that
+        # port.
         question = {**seen.asked, "source": seen.asked["source"].rpartition(":")[0]}
         key = (*sorted(question.items()), ("error", seen.shown.get("error", "")))
         if key not in asked:

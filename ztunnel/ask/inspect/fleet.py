@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 I = TypeVar("I", bound=Item)  # noqa: E741  an item
 
-#: The most port-forwards at a time: each is a process of kubectl and a stream through the API server.
+#: The most concurrent port-forwards. Each is a process of kubectl and a stream through the API server.
 MOST_AT_ONCE: Final = 8
 
 
@@ -32,7 +32,7 @@ class Found(Generic[T]):
     Attributes:
         by_node: each node's answer. The node's name is empty if one proxy was selected by its address or pod.
         silent: nodes without an answer.
-        across: several nodes were selected.
+        across: whether several nodes were selected.
     """
 
     by_node: Mapping[str, T]
@@ -43,7 +43,7 @@ class Found(Generic[T]):
 def gather(args: argparse.Namespace, look: Callable[[Pages], T], *, agent: bool = False) -> Found[T]:
     """Return the results of ``look`` for the pages of every proxy or agent that the flags select.
 
-    Like :func:`gather_by_node`, if ``look`` does not need the node's name.
+    Like :func:`gather_by_node`, for a ``look`` that does not need the node's name.
     """
     return gather_by_node(args, lambda node, pages: look(pages), agent=agent)
 
@@ -106,8 +106,8 @@ def _answer(look: Callable[[str, Pages], T], node: str, pages: Pages) -> T:
 def ask_all(
     kubectl: Kubectl, daemon: Daemon, places: Mapping[str, tuple[str, str]], ask: Callable[[str, str], T]
 ) -> Found[T]:
-    """Call ``ask`` with the node and the address of every place, in threads. ``places`` has namespace and name of
-    a pod by node.
+    """Call ``ask`` for every node in threads, with the node's name and a local address that leads to its pod.
+    ``places`` has the namespace and name of that pod by node.
     """
     from ztunnel.ask.inspect.kubectl import Unreachable
 

@@ -1,6 +1,6 @@
 """``ztunnel handover``: shows whether a proxy's open connections can move to its next process, or moves them.
 
-Exit status: 0; 2 when there is no answer, or no successor waits.
+Exit status: 0; 2 if there is no answer, or no successor is waiting.
 """
 
 import argparse

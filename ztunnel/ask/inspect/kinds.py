@@ -54,7 +54,7 @@ class EnvoyConnection(Item, frozen=True, kw_only=True):
 
 
 class Workload(Item, frozen=True, kw_only=True):
-    """A workload of the mesh. ``seen_by``: the nodes whose proxies report it in this form. Empty if all do."""
+    """A workload of the mesh. ``seen_by`` has the nodes whose proxies report it in this form. Empty if all do."""
 
     namespace: str
     name: str
@@ -69,7 +69,7 @@ class Workload(Item, frozen=True, kw_only=True):
 
 
 class Service(Item, frozen=True, kw_only=True):
-    """A service of the mesh. ``seen_by``: like that of a workload."""
+    """A service of the mesh. ``seen_by`` has the nodes whose proxies report it in this form. Empty if all do."""
 
     namespace: str
     name: str
@@ -82,7 +82,9 @@ class Service(Item, frozen=True, kw_only=True):
 
 
 class Policy(Item, frozen=True, kw_only=True):
-    """An authorization policy with its decisions.
+    """An authorization policy, with the numbers of its decisions. ``without_effect`` is the reason why a policy
+    never decides, although it looks like protection. ``enforced`` is false for a dry run, whose numbers are
+    hypothetical.
 
     ``without_effect`` is the reason why a policy never decides, although it looks like protection. ``enforced`` is
     false for a dry run, whose numbers are hypothetical.
@@ -102,7 +104,7 @@ class Policy(Item, frozen=True, kw_only=True):
 
 
 class EnvoyPolicy(Item, frozen=True, kw_only=True):
-    """A policy of RBAC filters, and the number of their chains."""
+    """A policy of RBAC filters. ``chains`` is the number of filter chains that contain it."""
 
     name: str
     action: str | None = None
@@ -115,7 +117,9 @@ class EnvoyPolicy(Item, frozen=True, kw_only=True):
 
 
 class Certificate(Item, frozen=True, kw_only=True):
-    """A certificate of an identity. ``type`` is Leaf, Intermediate or Root; ``None`` if there is none yet."""
+    """A certificate of an identity. ``type`` is Leaf, Intermediate or Root. It is ``None`` as long as the identity
+    has no certificate.
+    """
 
     identity: str | None = None
     type: str | None = None
@@ -126,7 +130,9 @@ class Certificate(Item, frozen=True, kw_only=True):
 
 
 class Denial(Item, frozen=True, kw_only=True):
-    """Denied or ended connections between two workloads. ``listener`` and ``chain`` exist in Envoy's dialect."""
+    """Connections between two workloads that were denied or ended. ``listener`` and ``chain`` exist in Envoy's
+    dialect.
+    """
 
     direction: str | None = None
     source: str | None = None
@@ -141,14 +147,14 @@ class Denial(Item, frozen=True, kw_only=True):
 
 
 class LogLevel(Item, frozen=True, kw_only=True):
-    """The log level of a target, or in Envoy's dialect of a logger."""
+    """A log level: of a target, or in Envoy's dialect of a logger."""
 
     target: str
     level: str
 
 
 class HandoverFact(Item, frozen=True, kw_only=True):
-    """A fact about the move of open connections to another process."""
+    """A fact about whether open connections can move to another process."""
 
     name: str
     value: str

@@ -24,9 +24,9 @@ class Daemon(NamedTuple):
     """A DaemonSet that runs one pod per node.
 
     Attributes:
-        name: its name in errors.
-        label: the label ``app`` of its DaemonSet's pods.
-        port: the port of its admin pages.
+        name: the DaemonSet's name in errors.
+        label: the label ``app`` of the DaemonSet's pods.
+        port: the port of the pods' admin pages.
     """
 
     name: str
@@ -35,23 +35,24 @@ class Daemon(NamedTuple):
 
     @property
     def selector(self) -> str:
-        """The label selector of its pods."""
+        """The label selector of the DaemonSet's pods."""
         return f"app={self.label}"
 
 
-#: The proxy: Istio's own DaemonSet and ours have this label.
+#: The node proxies. Istio's own DaemonSet and ours have this label.
 PROXY: Final = Daemon("ztunnel", "ztunnel", 15000)
 AGENT: Final = Daemon("node agent", "ztunnel-agent", 15014)
 #: The container name of a sidecar proxy, used by Istio's injector and ours.
 _SIDECAR: Final = "istio-proxy"
-#: Time limits for a request to the API server, and for the port to open. A guess for distant clusters.
+#: Time limits for a request to the API server, and until the port is open. They are a guess that allows for
+#: distant clusters.
 _ANSWER_S: Final = 20.0
 _FORWARDING: Final = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
 _KLOG: Final = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d")
 
 
 class Unreachable(Exception):
-    """The pod or node does not exist, or kubectl cannot reach it; the text says which, and what to do."""
+    """The pod or node does not exist, or kubectl cannot reach the cluster; the text says which, and what to do."""
 
 
 class Kubectl:
@@ -96,7 +97,7 @@ class Kubectl:
             raise Unreachable(f"{' '.join(command)}: answered no JSON") from None
 
     def names(self, kind: str, limit_s: float) -> Iterator[str]:
-        """Yield the names of all pods, as ``NAMESPACE/NAME``, or nodes.
+        """Yield the names of all nodes, or of all pods as ``NAMESPACE/NAME``.
 
         Raises:
             Unreachable: there is no answer in time.
@@ -109,8 +110,8 @@ class Kubectl:
         """Return namespace and name of the daemon on a pod's node. For a pod with its own proxy, return that pod.
 
         Args:
-            pod: ``NAME.NAMESPACE`` as istioctl has it, ``NAMESPACE/NAME``, or a name in namespace default.
-            daemon: the DaemonSet whose pod is returned.
+            pod: ``NAME.NAMESPACE`` like in istioctl, ``NAMESPACE/NAME``, or a name in namespace default.
+            daemon: the daemon whose pod on that node is returned.
 
         Raises:
             Unreachable: there is none.
@@ -145,8 +146,8 @@ class Kubectl:
     def of_all_nodes(self, daemon: Daemon) -> dict[str, tuple[str, str]]:
         """Return namespace and name of the daemon's pod on every node, the newer one if two are running.
 
-        On a node without a running one, it is another pod of the daemon: forwarding to it fails with the reason,
-        so that the node is not left out.
+        If none is running on a node, return a pod that is not: forwarding to it fails, and the error reports the
+        node.
 
         Raises:
             Unreachable: there is no answer, or no node has the daemon.
@@ -178,7 +179,7 @@ class Kubectl:
         }
 
     def logs(self, namespace: str, name: str, *, previous: bool = False, limit_bytes: int, since: str = "") -> str:
-        """Return the newest lines of a pod's log, or of its containers before their restart.
+        """Return the newest lines of a pod's log, or of the log from before its containers restarted.
 
         Raises:
             Unreachable: there is no answer in time, or kubectl refuses.
@@ -226,7 +227,7 @@ class Kubectl:
 
 
 def kubectl_of(args: argparse.Namespace) -> Kubectl:
-    """Return kubectl with the flags of a command line."""
+    """Return a runner of kubectl that is configured by the flags of a command line."""
     return Kubectl(args.context, args.kubeconfig, args.as_user, args.request_timeout or _ANSWER_S)
 
 
@@ -279,7 +280,7 @@ def _phase(pod: Mapping[str, Any]) -> str:
 
 
 def _use(pod: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return the sort key of a node's proxy pods. The last one is queried: running pods sort after others, and
+    """Return a sort key for a node's proxy pods, of which the last is queried: running pods sort after others,
     newer ones after older ones.
     """
     return _phase(pod) == "Running", str(pod["metadata"].get("creationTimestamp"))
@@ -291,6 +292,6 @@ def _label(pod: Mapping[str, Any]) -> str:
 
 
 def _complaint(text: str) -> str:
-    """Return the readable part of kubectl's error output, without the preceding klog lines about attempts."""
+    """Return the readable part of kubectl's error output, without the klog lines about attempts before it."""
     lines = [line for line in text.strip().splitlines() if line]
     return next((line for line in lines if not _KLOG.match(line)), lines[0] if lines else "")

@@ -1,4 +1,4 @@
-"""``ztunnel nodes``: a line for the proxy of each node.
+"""``ztunnel nodes``: prints a line about each node's proxy.
 
 Exit status: 0; 1 if a proxy is not ready, has lost its control plane or lacks a certificate; 2 if a proxy does not
     answer.
@@ -23,7 +23,7 @@ from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 
 class NodeStatus(Item, frozen=True, kw_only=True):
-    """The proxy of a node. A value that this make of proxy does not report is ``None``.
+    """The proxy of a node. A value that this kind of proxy does not report is ``None``.
 
     ``last_update_seconds`` is the age of the control plane's last message, ``away_seconds`` how long its stream
     has been lost, ``first_expiry`` the earliest expiry of a certificate, ``oldest_seconds`` the age of the oldest
@@ -133,7 +133,7 @@ def of_envoy(pages: Mapping[str, Any]) -> NodeStatus:
     """Return the row of a proxy in Envoy's dialect, which does not know its pods.
 
     Args:
-        pages: its pages by path; ``None`` for a page that an Envoy or an archive lacks.
+        pages: the pages of the proxy by path; ``None`` for a page that an Envoy or an archive lacks.
     """
     server, denied = pages["/server_info"] or {}, pages["/denials"]
     held = certificates(pages) if pages["/certs"] else ()
@@ -157,8 +157,8 @@ def of_mesh(dump: Mapping[str, Any], check: Mapping[str, Any] | None) -> NodeSta
     """Return the row of a proxy in an Istio mesh.
 
     Args:
-        dump: its ``/config_dump``.
-        check: its ``/check``; ``None`` for the Rust ztunnel.
+        dump: the proxy's ``/config_dump``.
+        check: the proxy's ``/check``; ``None`` for the Rust ztunnel.
     """
     version, plane = dump.get("version") or {}, dump.get("controlPlane") or {}
     pods = list((dump.get("workloadState") or {}).values())

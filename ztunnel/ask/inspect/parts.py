@@ -1,4 +1,4 @@
-"""Parts of a ``config_dump`` by name, of either dialect: ``ztunnel config [PART [NAME]]``. Pure."""
+"""Finds parts of a ``config_dump`` of either dialect by name, for ``ztunnel config [PART [NAME]]``. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -13,7 +13,8 @@ class NoSuchPart(ValueError):
 
 
 def parts_of(dump: Any) -> Mapping[str, Any]:
-    """Return the parts of a dump by name; in Envoy's dialect ``listeners`` for its ListenersConfigDump.
+    """Return the parts of a dump by name. In Envoy's dialect, for example, ``listeners`` is the name of
+    ListenersConfigDump.
 
     Raises:
         NoSuchPart: the value is not a dump.
@@ -31,7 +32,8 @@ def parts_of(dump: Any) -> Mapping[str, Any]:
 
 
 def part(dump: Any, name: str, entry: str = "") -> Any:
-    """Return a part of a dump, or only its entries with a name (a list) or the value of a key.
+    """Return a part of a dump. With ``entry``, return only the value of this key, or the list entries with this
+    name.
 
     Raises:
         NoSuchPart: the part or entry does not exist.
@@ -54,7 +56,7 @@ def part(dump: Any, name: str, entry: str = "") -> Any:
 
 
 def _entries(found: Any) -> Iterator[Any]:
-    """Yield the entries of a part, which is a list, or one of Envoy's sections with several lists."""
+    """Yield the entries of a part, which is a list, or an Envoy section with several lists."""
     if isinstance(found, list):
         yield from found
     elif isinstance(found, Mapping):

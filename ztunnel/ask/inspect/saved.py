@@ -1,4 +1,5 @@
-"""Answers ``/explain`` questions from a ``config_dump``: saved in a file, or of a Rust ztunnel. Pure.
+"""Answers ``/explain`` questions from a ``config_dump``, which is saved in a file or comes from a Rust ztunnel.
+Pure.
 
 Answers have the proxy's own wording, because they come from its functions. Each answer names the facts missing
 from the dump.
@@ -16,26 +17,26 @@ from xds.model.identity import SpiffeId
 from xds.model.workload import Protocol
 from ztunnel.proxy.istio.path.explain import Answer, BadQuestion, Surroundings, certificate, explain, question
 
-#: Keys of our own proxies' dumps. The Rust ztunnel has neither.
+#: Keys that only our proxies' dumps have. The Rust ztunnel's dump has neither.
 _LACKS_OF_OURS: Final = ("endpoints that failed a moment ago, which come last", "Calico's policies")
 _LACKS_OF_RUST: Final = "what an inbound client has proven: it is taken for the workload at its address"
-#: The most unreadable entries that are listed. The rest is given as a number.
+#: The most unreadable entries of a dump that are listed. Of more, only the number is given.
 _MOST_TOLD: Final = 8
 
 
 class SavedMesh:
-    """The mesh of one dump, which answers any number of questions.
+    """The mesh in one dump, which can answer any number of questions.
 
     Attributes:
-        identity_at: the identities of workloads that take tunnels, by the workloads' addresses.
+        identity_at: the identities of workloads that accept tunnels, by address.
     """
 
     def __init__(self, dump: Mapping[str, Any], now_s: float) -> None:
         """Read a dump.
 
         Args:
-            dump: parsed; of an Istio mesh's proxy.
-            now_s: seconds of the wall clock, for certificates.
+            dump: the parsed dump of a proxy in an Istio mesh.
+            now_s: the wall clock in seconds, for the validity of certificates.
 
         Raises:
             ConfigError: it does not have the form of a dump.
@@ -64,7 +65,7 @@ class SavedMesh:
         }
 
     def ask(self, asked: Mapping[str, str]) -> Answer:
-        """Return the answer to the parameters of ``/explain``.
+        """Return the answer to a question, given as the parameters of ``/explain``.
 
         Raises:
             BadQuestion: a party or a parameter is unknown.

@@ -12,11 +12,15 @@ from ztunnel.runtime.clock import Clock
 
 
 class BadQuestion(ValueError):
-    """An end of the connection is not an address, or the listener does not exist; the text says which."""
+    """In a question, an end of the connection is not an address, or the listener does not exist; the text says
+    which.
+    """
 
 
 class SavedEnvoy:
-    """The configuration in a dump of Envoy's dialect. Like :class:`~ztunnel.ask.inspect.saved.SavedMesh`."""
+    """The configuration in a dump of Envoy's dialect; the counterpart of
+    :class:`~ztunnel.ask.inspect.saved.SavedMesh`.
+    """
 
     def __init__(self, dump: Mapping[str, Any], clock: Clock) -> None:
         """Read a dump.
@@ -27,7 +31,7 @@ class SavedEnvoy:
         self._configuration, self._lacks = read_configuration(dump, clock)
 
     def ask(self, asked: Mapping[str, str]) -> Answer:
-        """Return the answer to the parameters of ``/explain``.
+        """Return the answer to a question, given as the parameters of ``/explain``.
 
         Raises:
             BadQuestion: an end is not an address, or the listener does not exist.

@@ -19,22 +19,22 @@ from ztunnel.proxy.envoy.admin.certs import details
 from ztunnel.proxy.envoy.admin.decisions import policies
 from ztunnel.runtime.clock import Clock
 
-#: The places of certificates in a dump, and the lists of ``/certs`` that show them: a chain's leaf, and all roots.
+#: Where a dump contains certificates, and which list of ``/certs`` shows them: a chain's leaf, and all roots.
 _HELD: Final = {"certificate_chain": "cert_chain", "trusted_ca": "ca_cert"}
 
 _NO_STATUS: Final = "state, uptime, what is not ready, health of endpoints, connections, denials"
 
 
 class _Elsewhere(Exception):
-    """The certificates are in a file or a variable of the proxy's node."""
+    """The dump has no certificates, only the name of a file or variable on the proxy's node that contains them."""
 
 
 class SavedPages(NamedTuple):
     """The pages that a table needs, and the parts missing from the dump.
 
     Attributes:
-        pages: by path.
-        lacks: the parts that the dump does not have, a line each.
+        pages: the pages by path.
+        lacks: a line for each part that the dump does not have.
     """
 
     pages: Mapping[str, Any]
@@ -42,7 +42,7 @@ class SavedPages(NamedTuple):
 
 
 def policy_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
-    """Return the pages for the table of policies, without counts, which only a running proxy has.
+    """Return the pages for the table of policies. They have no counts, because only a running proxy has these.
 
     Raises:
         ConfigError: it is no dump of Envoy's dialect.
@@ -83,7 +83,7 @@ def _sections(dump: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _certificates(value: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Find certificates wherever they are: in secrets, and inline in the contexts of listeners and clusters."""
+    """Find all certificates of a dump: in secrets, and inline in the contexts of listeners and clusters."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if key in _HELD and isinstance(inner, Mapping):
@@ -138,5 +138,5 @@ def status_pages(dump: Mapping[str, Any], clock: Clock) -> SavedPages:
     return SavedPages({**found.pages, **pages}, (_NO_STATUS, *found.lacks))
 
 
-#: For each table, the function that rebuilds its pages. Other tables need pages whose content no dump has.
+#: For each table, the function that rebuilds its pages. No dump contains the pages of other tables.
 SAVED_PAGES: Final = {"policies": policy_pages, "certificates": certificate_pages, "status": status_pages}

@@ -1,7 +1,7 @@
 """Converts observed connections, live or from a log, to questions for ``/explain``. Pure.
 
-The question is the connection as seen by its proxy: the dialled address or, at the other end, the request with its
-proven identity. The answer is about the current configuration, which can have changed since.
+A question describes the connection as its proxy saw it: with the dialled address or, at the other end, with the
+request and the proven identity. The answer is about the current configuration, which can have changed since.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from xds.model.address import SocketAddress
 
 Page = Mapping[str, Any]
 
-#: ``k=v`` at the end of a plain line. A text is quoted like in JSON.
+#: A field ``k=v`` of a plain log line. A text value is quoted like in JSON.
 _FIELD: Final = re.compile(r'([A-Za-z_][\w.]*)=("(?:[^"\\]|\\.)*"|\S+)')
-#: The needed fields of istiod's format of 2022 for Envoy, which ``ztunnel control-plane`` also configures.
+#: The required fields of istiod's access log format of 2022 for Envoy, which ``ztunnel control-plane`` also
+#: configures.
 _ENVOY_LINE: Final = re.compile(
     r'\[[^\]]*\] "(?P<method>\S+) \S+ \S+" (?P<code>\S+) (?P<flags>\S+) (?P<details>\S+) (?P<termination>.+?) '
     r'"(?P<failure>[^"]*)" \S+ \S+ \S+ \S+ "[^"]*" "[^"]*" "[^"]*" "(?P<authority>[^"]*)" "(?P<upstream>[^"]*)" '
@@ -30,7 +31,7 @@ _NOTHING: Final = ("", "-")
 
 
 class BadLine(ValueError):
-    """An access log line lacks facts for a question; the text says which."""
+    """An access log line lacks facts that a question needs; the text says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +39,9 @@ class Seen:
     """An observed connection.
 
     Attributes:
-        shown: the observed facts, with stable keys, for the answer.
+        shown: the observed facts, with stable keys, which the answer shows.
         asked: the parameters of ``/explain``.
-        taken: addresses that identify the route taken among several, the most specific first.
+        taken: addresses that show which of several routes the connection took, the most specific first.
     """
 
     shown: Mapping[str, str]
@@ -52,7 +53,8 @@ class Seen:
 
 
 def live(page: Page, wanted: str, identity_at: Mapping[str, str] | None = None) -> Iterator[Seen]:
-    """Yield the selected live connections. If both ends are on this node, both directions, outbound first.
+    """Yield the live connections that are selected. If both ends of one are on this node, both directions are
+    yielded, outbound first.
 
     Args:
         page: ``/connections`` of either dialect, or ``workloadState`` of a dump.
@@ -77,7 +79,8 @@ def live(page: Page, wanted: str, identity_at: Mapping[str, str] | None = None) 
 
 
 def _is_meant(each: Page, wanted: str, source: str, destinations: tuple[str, ...]) -> bool:
-    # An address has no dash. A host name, which an application can dial by SOCKS, can have one.
+    # The first dash ends the source, which is an address. A destination dialled by SOCKS can be a host name with
+    # dashes.
     first, dash, second = wanted.partition("-")
     if str(each.get(source)) != first:
         return False
@@ -134,7 +137,8 @@ def _told(**values: str) -> dict[str, str]:
 
 
 def fields_of(line: str) -> Mapping[str, str]:
-    """Return the fields of a log line, JSON or plain with ``k=v`` at its end. Empty without fields.
+    """Return the fields of a log line in JSON, or of a plain one with ``k=v`` at its end. Empty if it has no
+    fields.
 
     Text before the line is skipped: ``kubectl logs --prefix`` adds the pod's name.
     """
@@ -182,12 +186,12 @@ def logged(line: str, identity: str = "") -> Seen | None:
     }
     if fields.get("direction") == "inbound":
         host, _, port = _address(fields, "dst.addr").rpartition(":")
-        # A tunnel names the application; its TCP connection went to port 15008 of the same pod.
+        # A tunnel request names the application; its TCP connection went to port 15008 of the same pod.
         application = f"{host}:{authority.rpartition(':')[2] or port}"
         asked = _told(source=source, destination=application, identity=identity, direction="inbound")
         return Seen(shown=_told(**shown), asked=asked)
     reached = authority or _address(fields, "dst.addr")
-    # The line has the service's name and the application's port, not the service's.
+    # An access line with the service's name has the port of the application, not of the service.
     asked = {"destination": service, "endpoint": reached} if service else {"destination": reached}
     return Seen(
         shown=_told(**shown),
@@ -197,7 +201,7 @@ def logged(line: str, identity: str = "") -> Seen | None:
 
 
 def line_of_flow(flow: Mapping[str, Any]) -> dict[str, str]:
-    """Return a flow of the recorder as the fields of its access line.
+    """Return an entry of the flight recorder as the fields of its access line.
 
     Raises:
         KeyError, TypeError: the flow has no addresses.
@@ -284,7 +288,7 @@ def told_of(seen: Seen, answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _endpoints(hop: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the endpoints of a hop and of later hops (Envoy's dialect)."""
+    """Yield the endpoints that a hop and all later hops can reach (Envoy's dialect)."""
     for cluster in hop.get("clusters", []):
         for endpoint in cluster.get("endpoints", []):
             yield endpoint

@@ -17,7 +17,7 @@ from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
 ADDRESS: Final = "127.0.0.1:15000"
-#: The longest wait for a page of an admin server.
+#: The time limit for a page of an admin server.
 ANSWER_S: Final = 30.0
 NOT_FOUND: Final = 404
 
@@ -39,7 +39,7 @@ class Pages(Protocol):
 
     Attributes:
         name: the name of the server or file, for errors.
-        saved: the pages come from a file; requests and changes are impossible.
+        saved: whether the pages come from a file, so that requests and changes are impossible.
     """
 
     name: str
@@ -91,7 +91,7 @@ class SavedDump:
 
 
 def page_or_none(pages: Pages, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
-    """Return a page of JSON; ``None`` if the server or the file has none.
+    """Return a page of JSON. ``None`` if the server or the file does not have the page.
 
     Raises:
         AskFailed: there is no answer.
@@ -118,11 +118,11 @@ def add_source(
 
     Args:
         parser: the command's parser.
-        of_agent: the command asks the node agent instead, by default at this address.
-        across: the command can ask all nodes.
-        saved: the command can read a file.
+        of_agent: whether the command queries the node agent, by default at this address.
+        across: whether the command can query all nodes.
+        saved: whether the command can read a file.
         short_file: the short form of ``--file``.
-        own_pod: ``--pod`` means something else to this command.
+        own_pod: whether ``--pod`` has another meaning in this command.
         forms: further forms of ``-o``.
     """
     title = "which agent to query" if of_agent else "which proxy to query"
@@ -157,12 +157,14 @@ def add_source(
 
 
 def add_address(group: argparse._ActionsContainer, default: str, text: str) -> None:
-    """Add ``--address``, also when given as the default a choice of one proxy: :func:`chose_one`."""
+    """Add ``--address``. Giving it chooses one proxy, even with the default as its value; see
+    :func:`chose_one`.
+    """
     group.add_argument("--address", default=default, action=_Address, metavar="HOST:PORT", help=text)
 
 
 class _Address(argparse.Action):
-    """Stores the address, and that there was one: its value can be equal to the default."""
+    """Stores the address, and also that the flag was given, because its value can equal the default."""
 
     def __call__(
         self,
@@ -175,13 +177,13 @@ class _Address(argparse.Action):
 
 
 def chose_one(args: argparse.Namespace) -> bool:
-    """Return whether the flags choose one proxy or a file, for commands that otherwise query all nodes."""
+    """Return whether the flags choose one proxy or a file. Otherwise some commands query all nodes."""
     chose_address = getattr(args, "chose_address", False)
     return chose_address or args.pod is not None or args.node is not None or args.file is not None
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add kubectl's flags about the cluster."""
+    """Add the flags that tell kubectl how to reach the cluster."""
     group = parser.add_argument_group("which cluster to query, with kubectl's flags")
     group.add_argument("--context", default="", metavar="NAME", help="use this context of the kubeconfig")
     group.add_argument("--kubeconfig", default="", metavar="FILE", help="use this kubectl configuration")
@@ -206,11 +208,12 @@ def _timeout_s(text: str) -> float | None:
 def reaching(
     run: Callable[[argparse.Namespace], int], *, agent: bool = False
 ) -> Callable[[argparse.Namespace], int]:
-    """Return a command that runs with ``args.address`` set to the proxy that ``--pod`` or ``--node`` selects.
+    """Return a command that first sets ``args.address`` to the proxy that ``--pod`` or ``--node`` selects, and
+    then runs.
 
     Args:
         run: the command.
-        agent: address the node agent, not the proxy.
+        agent: whether to address the node agent instead of the proxy.
     """
 
     def reached(args: argparse.Namespace) -> int:
@@ -252,7 +255,7 @@ def ask(
         path: the page's path, from ``/``.
         parameters: the query's parameters. Those that are ``None`` are left out.
         method: the request's method.
-        limit_s: the time limit for each step of the server's answer.
+        limit_s: the time limit for each step in which the server answers.
 
     Raises:
         AskFailed: the server or the page does not exist, or the server refuses.
@@ -308,7 +311,7 @@ def parsed(text: str, name: str) -> Any:
     """Return a JSON value, with lone surrogates escaped.
 
     Raises:
-        AskFailed: the text is not JSON; ``name`` says whose text it is.
+        AskFailed: the text is not JSON; ``name`` is the text's source, for the error.
     """
     try:
         value = json.loads(text)

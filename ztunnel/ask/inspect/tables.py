@@ -14,12 +14,12 @@ from ztunnel.policy.effect import without_effect
 from ztunnel.runtime.console.output import Kind
 
 Dump = Mapping[str, Any]
-#: The most denied pairs that the status lists.
+#: The most pairs with denials that ``status`` lists.
 _MOST_DENIALS: Final = 10
 _NONE: Final = "-"
 #: The most digits of a decimal serial number: RFC 5280, 4.1.2.2 allows 20 octets.
 _LONGEST_SERIAL: Final = 49
-#: The lists of a dump whose lengths the status shows.
+#: The lists of a dump whose lengths ``status`` shows.
 _COUNTED: Final = {
     "workloads": ("workload", "workloads"),
     "services": ("service", "services"),
@@ -83,7 +83,7 @@ def services(dump: Dump, namespace: str = "") -> Iterator[kinds.Service]:
 
 
 def policies(dump: Dump, namespace: str = "") -> Iterator[kinds.Policy]:
-    """Yield the policies with their decisions; for a dry-run policy these are hypothetical.
+    """Yield the policies with the numbers of their decisions. For a dry-run policy these are hypothetical.
 
     The last item counts the connections that were denied because no ALLOW policy matched, if there are any.
     """
@@ -106,7 +106,7 @@ def policies(dump: Dump, namespace: str = "") -> Iterator[kinds.Policy]:
 
 
 def decisions(made: Dump, before: str = "") -> dict[str, Any]:
-    """Return the fields of a policy about its decisions."""
+    """Return the fields of a policy that describe its decisions."""
     return {
         "allowed": number(made, f"{before}allowed"),
         "denied": number(made, f"{before}denied"),
@@ -191,7 +191,9 @@ def denials(found: Any, namespace: str = "") -> Iterator[kinds.Denial]:
 
 
 def addon_facts(found: Sequence[Dump]) -> Iterator[kinds.Fact]:
-    """Yield how many addons are active, and a line for each that is suspended or was not replaced."""
+    """Yield the number of active addons, and a line for each addon that is suspended or whose changed file is not
+    used.
+    """
     if not found:
         return
     yield fact("addons", counted(cell(each, "state").partition(" ")[0].rstrip(":") for each in found))
@@ -243,7 +245,7 @@ def _node(dump: Dump, *, captures: bool) -> Iterator[kinds.Fact]:
 
     Args:
         dump: the dump of a proxy in an Istio mesh.
-        captures: the proxy has pods, which the mesh must place on this node.
+        captures: whether the proxy has pods. The mesh must place them on this node.
     """
     config = dump.get("config") or {}
     if config.get("proxyMode") != "Shared":
@@ -275,12 +277,12 @@ def _wrong(held: Sequence[Dump], pods: Sequence[tuple[str, Dump]], found: Sequen
 
 
 def fact(name: str, state: str, severity: Literal["ok", "warning", "error"] = "ok") -> kinds.Fact:
-    """Return a line of a status."""
+    """Return one line of ``status``."""
     return kinds.Fact(name=name, state=state, severity=severity)
 
 
 def control_plane(address: str, away_s: float | None, *, connected: bool) -> kinds.Fact:
-    """Return the status line about the control plane: whether the proxy still receives configuration."""
+    """Return the line of ``status`` about the control plane: whether the proxy still receives configuration."""
     if connected:
         return fact("control plane", f"connected to {address}")
     away = f" for {shown_age(away_s)}" if away_s else ""
@@ -298,7 +300,7 @@ def _concerns(denial: Dump, namespace: str) -> bool:
 
 
 def shown_denial(each: kinds.Denial, where: str = "") -> str:
-    """Format a denial as one line.
+    """Format a denial as one line. ``where`` is the place of the denial, which only Envoy's dialect has.
 
     ``where``: the place of the denial, passed only for Envoy's dialect.
     """
@@ -318,7 +320,7 @@ def _of(dump: Dump, key: str, namespace: str) -> Iterator[Dump]:
 
 
 def _pods(dump: Dump, namespace: str) -> Iterator[tuple[str, str, Dump]]:
-    """Yield name, namespace and state of each pod. If the name is unknown, yield the uid without a namespace."""
+    """Yield each pod's name, namespace and state. If the name is unknown, yield the uid, and no namespace."""
     for uid, state in (dump.get("workloadState") or {}).items():
         info = state.get("info") or {}
         if not namespace or info.get("namespace") == namespace:
@@ -371,7 +373,7 @@ def counted(states: Iterator[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a dump: the function that makes its items, their kind, and its command's help."""
+    """A table of a dump: the function that makes its items, the kind of the items, and the command's help."""
 
     items: Callable[[Dump, str], Iterator[Any]]
     kind: Kind[Any]

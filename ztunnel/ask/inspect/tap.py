@@ -38,7 +38,7 @@ _READ_BYTES: Final = 256 * 1024
 
 
 class TapFailed(Exception):
-    """The capture could not start, or broke off. The text has the reason and a remedy."""
+    """A capture could not start, or it ended early. The text has the reason and a remedy."""
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -118,10 +118,10 @@ _LOOK_S: Final = 0.5
 
 
 class _Output:
-    """The output of a capture. A file keeps its content until the first bytes of the new capture arrive.
+    """The output of a capture. An existing file keeps its content until the first bytes of the new capture arrive.
 
-    It is unbuffered, because a reader follows it, and because the interpreter must not flush into a pipe whose
-    reader has closed.
+    It is unbuffered, because another program can follow it, and because the interpreter must not flush into a pipe
+    whose reader has closed.
     """
 
     def __init__(self, descriptor: int, *, is_file: bool) -> None:
@@ -170,7 +170,7 @@ def _output(name: str) -> Iterator[_Output]:
 def _captured(
     sock: socket.socket, path: str, given: dict[str, str], request: TapRequest, output: _Output
 ) -> Iterator[str]:
-    """Write a capture. Yield messages for its reader, one line each.
+    """Write a capture. Yield messages for the user, one line each.
 
     Raises:
         TapFailed: the capture is refused, or breaks off.
@@ -216,10 +216,9 @@ def _event(http: h11.Connection, sock: socket.socket) -> Any:
 
 
 def _received(sock: socket.socket) -> bytes:
-    """Return the next bytes. An interrupt is handled within half a second.
+    """Return the next bytes. An interrupt is handled within half a second, because this polls.
 
-    A signal just before recv(2) starts does not interrupt the call. The tap would then run until the
-    next packet.
+    A signal just before recv(2) does not interrupt that call, so a blocking tap would run until the next packet.
     """
     while not select.select((sock,), (), (), _LOOK_S)[0]:
         pass

@@ -1,7 +1,7 @@
 """``--watch``: redraws a table on a terminal; elsewhere it prints the changes.
 
-A terminal is redrawn. A pipe gets the existing items and then immediately a line for each added (``+``) or removed
-(``-``) one; with ``-o json`` an object a line. Connections that open and close between two reads are missed;
+A pipe gets the existing items, then a line for each item that is added (``+``) or removed (``-``). With
+``-o json`` each line is an object. Connections that open and close between two reads are missed;
 ``ztunnel flows -f`` shows them, too.
 """
 
@@ -56,8 +56,9 @@ def _interval_s(text: str) -> float:
 def changes(kind: Kind[Any], before: Sequence[Item], after: Sequence[Item]) -> Iterator[Change]:
     """Yield the removed items with ``-``, then the added ones with ``+``.
 
-    Equal items are counted, because a dump can have two equal connections. Fields that change with time alone are
-    not compared. In Envoy's dialect, other fields of a connection change while it is being established.
+    Equal items are counted, because a dump can have two equal connections. Fields that change only because time
+    passes are not compared. In Envoy's dialect, further fields of a connection change while it is being
+    established.
     """
 
     def key(item: Item) -> bytes:
@@ -73,7 +74,7 @@ def changes(kind: Kind[Any], before: Sequence[Item], after: Sequence[Item]) -> I
 
 
 class _Lines:
-    """Prints changes as lines. Columns become wider if needed, and never narrower."""
+    """Prints changed items as lines of a table. Columns become wider when needed, and never narrower."""
 
     def __init__(self, out: TextIO, form: Format) -> None:
         self._out = out
@@ -134,13 +135,13 @@ def watch(
 ) -> int:
     """Show a table until Ctrl-C or until its reader closes. Return the exit status.
 
-    If a proxy stops answering, the command waits, because a successor might be replacing it. The items of a silent
-    node stay as they were.
+    If a proxy stops answering, the command waits, because a successor can be replacing it. Meanwhile the items of
+    that node stay as they were.
 
     Args:
         look: returns the current items.
         interval_s: the time between two reads.
-        form: ``-o``; ``json`` prints an object a line.
+        form: the value of ``-o``; with ``json`` each line is an object.
         command: the command's name in messages.
         out: the output; by default standard output.
         pause: waits for the given seconds.

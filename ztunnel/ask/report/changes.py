@@ -18,7 +18,9 @@ from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 
 class Difference(Item, frozen=True, kw_only=True):
-    """An object that was added, removed or changed. ``fields`` has the old and new values of changed fields."""
+    """The difference of one object: added, removed or changed. ``fields`` has the old and new values of changed
+    fields.
+    """
 
     change: str
     kind: str
@@ -43,9 +45,9 @@ DIFFERENCE: Final[Kind[Difference]] = Kind(
     ),
 )
 
-#: Kinds of named objects, each with the fields that are compared.
+#: The compared fields of every object, by kind and name.
 State = Mapping[tuple[str, str], Mapping[str, Any]]
-#: Fields of tables that change with traffic or time.
+#: Fields of tables that traffic or time alone changes. They are not compared.
 _MOVING: Final = frozenset(("node", "seen_by", "allowed", "denied", "ended", "last_time"))
 
 
@@ -120,7 +122,7 @@ def _objects(dump: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[st
 def merged(
     by_node: Mapping[str, Mapping[tuple[str, str], dict[str, Any]]],
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the state of all nodes together."""
+    """Return the state of all nodes, merged into one."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for state in by_node.values():
         found |= state

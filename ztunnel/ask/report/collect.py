@@ -23,7 +23,7 @@ PAGES: Final = (
 AGENT_PAGES: Final = ("/check", "/audit", "/pods", "/metrics")
 #: The metrics port of a proxy in an Istio mesh.
 STATS: Final = Daemon("ztunnel", "ztunnel", 15020)
-#: Seconds between the two readings of the metrics.
+#: Seconds between the two readings of a proxy's metrics.
 BETWEEN_S: Final = 10.0
 MAX_PAGE: Final = 128 << 20
 MAX_LOG: Final = 10 << 20
@@ -32,7 +32,7 @@ _NOT_FOUND: Final = 404
 
 @dataclass(slots=True)
 class Collected:
-    """The files of one node, by their paths in the archive below the node's folder, and what is missing."""
+    """The files of one node, by their paths below the node's folder in the archive, and the missing pages."""
 
     files: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
@@ -40,8 +40,9 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of a collection: its deadline (monotonic seconds), the oldest log line's age, and whether to be
-    quick."""
+    """Limits of a collection: the deadline (monotonic seconds), the age of the oldest log line, and whether to be
+    quick.
+    """
 
     until_s: float
     since: str = ""
@@ -53,7 +54,7 @@ class Bounds:
 
 
 def collect(args: argparse.Namespace, bounds: Bounds, done: Callable[[str, Collected], None]) -> dict[str, str]:
-    """Collect from the nodes that the flags select, and call ``done`` with each one's files, one call at a time.
+    """Collect from the nodes that the flags select. Call ``done`` with the files of each node, never concurrently.
 
     Returns:
         The nodes that did not answer, with the reason.
@@ -142,7 +143,7 @@ def _pages(found: Collected, address: str, paths: tuple[str, ...], folder: str, 
 def _metrics(
     found: Collected, reach: Callable[[], contextlib.AbstractContextManager[str]], bounds: Bounds
 ) -> None:
-    """Read the metrics twice, so that rates are known."""
+    """Read the metrics twice, so that the archive shows rates."""
     with _noted(found, "metrics"), reach() as address:
         found.files["proxy/metrics"] = ask(address, "/metrics")
         if not bounds.quick and time.monotonic() + BETWEEN_S < bounds.until_s:

@@ -128,8 +128,9 @@ def write(args: argparse.Namespace, bounds: Bounds, writer: Writer, moment: date
 class Writer:
     """Writes an archive while entered. All content passes through :func:`~ztunnel.ask.report.scrub.scrub`.
 
-    A file appears only once the archive is whole, and until then an earlier file of this name stays. After an
-    exception, such as Ctrl-C or a full disk, no part of the archive is left. A device or pipe is written directly.
+    The file appears only when the archive is complete; until then, an earlier file of this name stays. After an
+    exception, such as Ctrl-C or a full disk, no part of the archive is left. Output to a device or pipe is written
+    directly.
 
     Attributes:
         files: number of files.
@@ -170,7 +171,7 @@ class Writer:
                 self._part.unlink(missing_ok=True)
 
     def learn(self, facts: Facts, objects: Mapping[str, Any]) -> None:
-        """Add names that the redaction will replace."""
+        """Add names that the redaction must replace."""
         if self._redact:
             names = {name for node in facts.nodes.values() for name in names_in(node.dump or {})}
             names |= {name for items in objects.values() for name in names_of(items)} | set(facts.nodes)

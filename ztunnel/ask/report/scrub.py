@@ -29,7 +29,7 @@ _SECRET_ANNOTATIONS: Final = ("kubectl.kubernetes.io/last-applied-configuration"
 _IPV4: Final = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.])")
 _IPV6: Final = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])")
 _WORD: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?")
-#: Names that are kept: they do not identify their owner, or checks need them.
+#: Names that are not replaced, because they do not identify their owner, or because checks need them.
 _COMMON: Final = frozenset(
     [
         "default",
@@ -95,7 +95,7 @@ class Redaction:
         self._names = {name for name in parts if name and name not in _COMMON and len(name) > 1}
 
     def name(self, text: str) -> str:
-        """Return the replacement of a name, or the name itself if it is common."""
+        """Return the pseudonym of a name, or the name itself if it need not be replaced."""
         return f"n-{self._digest(text)[:8]}" if text in self._names else text
 
     def text(self, text: str) -> str:
@@ -148,7 +148,7 @@ class Redaction:
 
 
 def names_in(dump: Mapping[str, Any]) -> set[str]:
-    """Return the names in a dump of a proxy that a redaction replaces."""
+    """Return the names in a proxy's dump that a redaction must replace."""
     found: set[str] = set()
     for each in (*(dump.get("workloads") or ()), *(dump.get("services") or ()), *(dump.get("policies") or ())):
         for key in ("name", "namespace", "serviceAccount", "node", "workloadName", "canonicalName", "hostname"):
@@ -160,7 +160,9 @@ def names_in(dump: Mapping[str, Any]) -> set[str]:
 
 
 def names_of(objects: Iterable[Object]) -> set[str]:
-    """Return the names of objects and of their namespaces, nodes and accounts."""
+    """Return the names in API objects that a redaction must replace: of the objects, and of their namespaces,
+    nodes and accounts.
+    """
     found: set[str] = set()
     for item in objects:
         metadata, spec = item.get("metadata") or {}, item.get("spec") or {}

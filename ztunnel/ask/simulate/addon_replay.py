@@ -1,8 +1,8 @@
 """Replays the connections of an access log against an addon that is not loaded, and collects its verdicts.
 
-Each access line becomes the facts that the hook would have got: ``connecting`` for a line of the source's proxy,
-``accepting`` for one of the destination's. All lines go to the same instance of the addon in their order, so that
-its counters work. An addon that reads the clock sees the time of the replay.
+Each access line becomes the facts that the hook would have got: of ``connecting`` for a line of the source's
+proxy, of ``accepting`` for one of the destination's. All lines go to the same instance of the addon in their
+order, so that its counters work. An addon that reads the clock sees the time of the replay.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ORDER = {change: place for place, change in enumerate(Change)}
 
 
 class ReplayFailed(Exception):
-    """A hook of the addon failed; the text says at which line."""
+    """A hook of the replayed addon failed; the text says at which line of the log."""
 
 
 class Replay(NamedTuple):
@@ -33,8 +33,8 @@ class Replay(NamedTuple):
 
     Attributes:
         simulation: the verdicts by pair of workloads.
-        unread: number of access lines that lack facts.
-        others: number of other lines.
+        unread: number of access lines without the facts that a hook needs.
+        others: number of lines that are not access lines.
     """
 
     simulation: Simulation
@@ -48,7 +48,7 @@ def replay(loaded: LoadedAddon, lines: Iterable[str], workloads: Iterable[Worklo
     Args:
         loaded: the addon.
         lines: the log's lines.
-        workloads: the mesh's workloads. Their labels are not in the lines.
+        workloads: the workloads of the mesh, because access lines do not have the workloads' labels.
 
     Raises:
         ReplayFailed: a hook raised, or its result is not a verdict.

@@ -15,7 +15,7 @@ from ztunnel.proxy.istio.path.judgement import judgement
 
 
 class Change(Enum):
-    """The effect of a policy change on the connections of a pair."""
+    """How a policy change affects the connections of a pair."""
 
     NEWLY_REFUSED = "newly refused"
     NEWLY_ALLOWED = "newly allowed"
@@ -44,7 +44,7 @@ class Row(NamedTuple):
 
 
 class Simulation(NamedTuple):
-    """The answer.
+    """The result of a simulation.
 
     Attributes:
         rows: one per pair of workloads, changed ones first.
@@ -60,7 +60,7 @@ class Simulation(NamedTuple):
 
 
 class Judge:
-    """Evaluates connections in one state of a mesh, as the proxy of each destination would."""
+    """Evaluates connections by one state of a mesh, like the proxies of their destinations would."""
 
     def __init__(self, local: LocalMesh) -> None:
         self.mesh = Mesh()
@@ -70,11 +70,13 @@ class Judge:
         }
 
     def workload(self, host: str) -> Workload | None:
-        """Return the workload at an address in any network."""
+        """Return the workload that has an address, in any network."""
         return self._at.get(host)
 
     def refusal(self, workload: Workload, seen: Seen) -> tuple[str, str]:
-        """Return why a connection would be refused (empty if it is allowed), and which policy allows it."""
+        """Return the reason why a connection would be refused (empty if it is allowed), and the policy that allows
+        it.
+        """
         source = SocketAddress(seen.source, 0)
         peer = PeerCertificate(uri_sans=(seen.identity,)) if seen.identity else None
         facts = inbound_facts(source, seen.destination, peer)
@@ -83,7 +85,7 @@ class Judge:
 
 
 def simulate(before: LocalMesh, after: LocalMesh, seen: Mapping[Seen, int]) -> Simulation:
-    """Evaluate each connection in both states, and sum by pair of workloads."""
+    """Evaluate each connection in both states of the mesh, and sum the results by pair of workloads."""
     then, now = Judge(before), Judge(after)
     found: dict[tuple[Change, str, str, str, str], int] = {}
     unknown = 0
@@ -109,7 +111,7 @@ def simulate(before: LocalMesh, after: LocalMesh, seen: Mapping[Seen, int]) -> S
 
 
 def allowed(local: LocalMesh, seen: Iterable[Seen]) -> Iterable[tuple[Workload, Seen]]:
-    """Yield the connections that a mesh allows, each with the workload it went to."""
+    """Yield the connections that a mesh allows, each with its destination workload."""
     judged = Judge(local)
     for connection in seen:
         workload = judged.workload(connection.destination.host)

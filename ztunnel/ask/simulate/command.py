@@ -1,4 +1,4 @@
-"""``ztunnel simulate``: reads a mesh, policies and connections, prints what would change.
+"""``ztunnel simulate``: reads a mesh, policies and connections, and prints which connections would be affected.
 
 Exit status: 0 if no connection would be newly refused, 1 if one would, 2 if there is no answer.
 """
@@ -24,7 +24,7 @@ from ztunnel.runtime.console.terminal import complain, progress
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
-#: The time between two reads of the live connections. Shorter connections can be missed, as the help says.
+#: Seconds between two reads of the live connections. Shorter connections can be missed, which the help mentions.
 _LOOK_S: Final = 0.5
 _OTHER_DIALECT: Final = (
     "simulates the policies of an Istio mesh; in Envoy's dialect shadow_rules of an RBAC filter show what others "
@@ -33,7 +33,7 @@ _OTHER_DIALECT: Final = (
 
 
 class _Failed(Exception):
-    """There is no answer; the text says why."""
+    """The command has no answer; the text says why."""
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -183,7 +183,7 @@ def _logged(file: str) -> Log:
 
 
 def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
-    """Read the live connections repeatedly for a time; each is counted once."""
+    """Read the live connections repeatedly for some time, and count each connection once."""
     try:
         limit_s = duration_s(args.live)
     except ValueError as error:
@@ -218,7 +218,7 @@ def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
 
 
 class SimulatedPair(Item, frozen=True, kw_only=True):
-    """The connections of a pair, evaluated by the current and by the changed policies."""
+    """The connections between a pair of workloads, evaluated by the current and by the changed policies."""
 
     change: str
     source: str
@@ -256,7 +256,7 @@ def _answer(found: Simulation, log: Log) -> Answer[SimulatedPair]:
 
 
 def _judged(found: Simulation) -> int:
-    """Return a text with the number of connections evaluated, and of those to unknown workloads."""
+    """Return a sentence with the numbers of evaluated connections, and of connections to unknown workloads."""
     return sum(found.total(change) for change in Change) + found.unknown
 
 

@@ -2,8 +2,7 @@
 
 It supports the parts of Istio's API (security.istio.io/v1) that a ztunnel enforces: sources by identity,
 namespace, account and address, and operations by port. istiod sends the other parts to waypoints, or leaves their
-rules out. Here a policy with other parts is refused by name, because an answer about half of a policy would be
-misleading.
+rules out. A policy with other parts is refused by name, because an answer about half of it would be misleading.
 """
 
 import ipaddress
@@ -20,7 +19,7 @@ from ztunnel.runtime.formats.go_yaml import load_all
 
 _GROUP: Final = "security.istio.io/"
 _DRY_RUN: Final = "istio.io/dry-run"
-#: Workload attributes that the control plane derives from labels, each with these labels.
+#: Workload attributes that the control plane derives from labels, and the labels of each.
 _KNOWN_LABELS: Final = {
     "service.istio.io/canonical-name": "canonical_name",
     "app.kubernetes.io/name": "canonical_name",
@@ -29,7 +28,7 @@ _KNOWN_LABELS: Final = {
     "app.kubernetes.io/version": "canonical_revision",
     "version": "canonical_revision",
 }
-#: The keys of a workload and of a policy in a dump that are needed to evaluate policies.
+#: The keys of workloads and policies in a dump that an evaluation of policies needs.
 _OF_WORKLOAD: Final = (
     *("uid", "name", "namespace", "serviceAccount", "trustDomain", "workloadIps", "network", "protocol"),
     *("canonicalName", "canonicalRevision", "authorizationPolicies"),
@@ -44,8 +43,8 @@ class Proposal:
     """A proposed policy.
 
     Attributes:
-        labels: the selected workloads' labels. Empty unless its scope is a selector.
-        place: file and document, for errors.
+        labels: the labels of the selected workloads. Empty if its scope is not a selector.
+        place: the file and the document, for errors.
     """
 
     policy: AuthorizationPolicy
@@ -70,7 +69,7 @@ def mesh_of(dump: Mapping[str, Any]) -> LocalMesh:
         ]
     except (TypeError, AttributeError) as error:
         raise ConfigError(f"not the workloads and policies of a config_dump: {error}") from None
-    # JSON is YAML. A dump has the form of a local file, except for keys that do not affect access.
+    # A YAML reader can read JSON. A dump has the form of a local file, except for keys that do not affect access.
     return parse_local_file(json.dumps({"workloads": workloads, "policies": policies}, ensure_ascii=False))
 
 
@@ -111,7 +110,7 @@ def applied(
     enforced: Sequence[str] = (),
     same_selector: Collection[str] = (),
 ) -> LocalMesh:
-    """Return the mesh with a change of policies applied.
+    """Return the mesh as it would be after a change of policies.
 
     Args:
         mesh: the current mesh. proposals: replace policies of the same name.
@@ -131,8 +130,9 @@ def applied(
     for name in removed:
         if policies.pop(PolicyKey(name), None) is None:
             raise ConfigError(f"--remove {name}: the mesh has no such policy")
-    # The control plane removes a policy's name from its workloads when the policy is deleted, or applies to every
-    # workload. A name left behind would cause every connection to be refused, like a policy that has not arrived.
+    # If a policy is deleted, or now applies to every workload, remove its name from the workloads, like the
+    # control plane does. A name that is left would cause every connection to be refused, like a policy that has
+    # not arrived.
     unnamed = {PolicyKey(name) for name in removed}
     unnamed |= {each.policy.key for each in proposals if each.policy.scope is not PolicyScope.WORKLOAD_SELECTOR}
     workloads = [
@@ -232,7 +232,7 @@ def _proposal(document: object, place: str, root_namespace: str) -> Proposal:
 
 
 def _clauses(value: object, place: str, namespace: str) -> Iterator[object]:
-    """Yield the clauses of a rule, which must all match, in the form of a local file."""
+    """Yield the clauses of a rule, all of which must match, in the form of a local file."""
     rule = _mapping(value or {}, place)
     _only(rule, ("from", "to", "when"), place)
     readers: tuple[tuple[str, str, Mapping[str, tuple[str, _Read]]], ...] = (
@@ -322,8 +322,8 @@ def _account(namespace: str) -> _Read:
 
 
 def _matched(value: object, place: str) -> object:
-    """Return a string match: ``*`` alone means that the value is present; at one end it makes a suffix or prefix
-    match.
+    """Return a string match. ``*`` alone matches any value that is present; at one end of the text it matches a
+    suffix or prefix.
     """
     text = _text(value, place)
     if text == "*":

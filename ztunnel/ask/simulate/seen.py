@@ -6,12 +6,12 @@ from typing import Any, Final, NamedTuple
 from xds.model.address import SocketAddress, canonical
 from ztunnel.ask.inspect.seen import fields_of
 
-#: The text in every access line of a connection that counted as opened.
+#: The text in the access lines of connections that were opened.
 MESSAGE: Final = "connection complete"
 
 
 class Seen(NamedTuple):
-    """The facts about one connection to a workload that policies evaluate.
+    """The facts that policies evaluate about one connection to a workload.
 
     Attributes:
         source: the client's address.
@@ -53,8 +53,8 @@ def read_log(lines: Iterable[str]) -> Log:
         if fields.get("direction") != "inbound":
             continue
         try:
-            # A tunnel names the application; its TCP connection went to port 15008. If it names a host, the
-            # address is that of the TCP connection, and the port is the name's.
+            # A tunnel request names the application; its TCP connection went to port 15008. If the request names a
+            # host, take the address of the TCP connection, and the port from the name.
             host, port = split(fields["dst.addr"])
             if authority := fields.get("dst.hbone_addr"):
                 named, port = split(authority)
@@ -76,7 +76,8 @@ def open_now(pods: Mapping[str, Any], identity_at: Mapping[str, str]) -> Iterato
 
     Args:
         pods: the page.
-        identity_at: the identities of workloads by address. A Rust ztunnel's page does not have the proven ones.
+        identity_at: the identities of workloads by address. A Rust ztunnel's page does not show the proven
+            identities.
     """
     for state in pods.values():
         for each in (state.get("connections") or {}).get("inbound") or []:

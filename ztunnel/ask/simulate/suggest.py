@@ -14,8 +14,8 @@ def suggest(connections: Iterable[tuple[Workload, Seen]]) -> str:
     """Return one ALLOW policy in YAML for each called application. It refuses all other connections.
 
     An application is a namespace and a canonical name, which the selector expects in the label ``app``. Callers
-    with an identity are listed by identity, others by address, the only known fact about them. These two lists are
-    separate sources, because one source with both would match only if both match.
+    with an identity are listed by identity, all others by address. The two lists are separate sources, because a
+    source with both would match only callers with both.
 
     Args:
         connections: each with the workload it went to.

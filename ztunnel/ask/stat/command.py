@@ -1,6 +1,6 @@
 """The commands ``ztunnel stat``, ``top`` and ``edges``.
 
-Exit status: 0; 1 of ``edges --fail-on plain`` with a plain pair; 2 if a proxy does not answer.
+Exit status: 0; 1 if ``edges --fail-on plain`` finds an unencrypted pair; 2 if a proxy does not answer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ztunnel.runtime.console.output import Answer, Silent, emit
 from ztunnel.runtime.console.terminal import complain, print_text
 from ztunnel.runtime.settings import duration_s
 
-#: The default seconds between two readings, also those in an archive.
+#: The default number of seconds between two readings, also of the readings in an archive.
 _WINDOW: Final = "10s"
 _ARCHIVED_S: Final = 10.0
 _NOT_FOUND: Final = 404
@@ -87,7 +87,7 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, print, and return the exit status."""
+    """Measure the traffic, print it, and return the exit status."""
     args.all_nodes = args.all_nodes or not chose_one(args)
     try:
         window_s = duration_s(args.window)

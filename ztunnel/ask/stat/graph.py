@@ -9,7 +9,9 @@ from ztunnel.ask.stat.traffic import Edge
 
 
 def dot(edges: Iterable[Edge]) -> Iterator[str]:
-    """Yield lines: namespaces are boxes, and an edge is a pair, dashed if it is plain and red if it fails."""
+    """Yield the lines of a graph. Namespaces are boxes, and each pair is an edge: dashed if it is unencrypted, red
+    if it fails.
+    """
     every = list(edges)
     names = sorted({name for each in every for name in (each.source, each.destination)})
     yield "digraph mesh {"
@@ -37,5 +39,7 @@ def _look(edge: Edge) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Return a string of Graphviz. JSON's escapes of quotes and backslashes have the same meaning there."""
+    """Return a text as a string of Graphviz. JSON's escapes of quotes and backslashes have the same meaning
+    there.
+    """
     return json.dumps(text, ensure_ascii=False)

@@ -50,7 +50,7 @@ class Counted:
     connects: list[float] = field(default_factory=list)
 
     def add(self, other: Counted) -> None:
-        """Add the counts of another item."""
+        """Add the numbers of another pair or reporter to these."""
         self.opened += other.opened
         self.closed += other.closed
         self.failed += other.failed
@@ -85,13 +85,13 @@ def _name(labels: Mapping[str, str], side: str) -> Name:
     return labels.get(f"{side}_workload_namespace", UNKNOWN), labels.get(f"{side}_workload", UNKNOWN)
 
 
-#: The reporter and the pair of a flow, and the numbers to add to this pair.
+#: A flow's reporter and pair, and the numbers to add to the pair's traffic.
 CountedFlow = tuple[str, PairKey, Counted]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReadings:
-    """Two readings of one proxy, and the flows that its flight recorder got in between."""
+    """Two readings of one proxy's metrics, and the flows that its flight recorder got in between."""
 
     before: Reading
     after: Reading
@@ -99,7 +99,9 @@ class NodeReadings:
 
 
 def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
-    """Return each pair's traffic between the readings of all nodes, without pairs that had no connection."""
+    """Return the traffic of each pair between the two readings of all nodes. Pairs without connections are left
+    out.
+    """
     by_reporter: dict[tuple[str, PairKey], Counted] = defaultdict(Counted)
     drops: dict[tuple[str, PairKey], Counted] = defaultdict(Counted)
     for node in nodes:
@@ -129,7 +131,8 @@ def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
         ]
         best = max(ways, key=lambda way: (way.opened, way.open_now), default=Counted())
         recorded = [drops[reporter, key] for reporter in ("source", "destination") if (reporter, key) in drops]
-        # The destination reports denials; the source reports the times of connections, if it has a proxy.
+        # Denials are counted by the destination's proxy. Connect times come from the source's proxy, if it has
+        # one.
         best.denied = max((each.denied for each in recorded), default=0)
         best.connects = next((each.connects for each in recorded if each.connects), [])
         if best.opened or best.open_now > 0 or best.denied or best.failed:
@@ -138,7 +141,7 @@ def pairs(nodes: Iterable[NodeReadings]) -> dict[PairKey, Counted]:
 
 
 def flow_of(line: Mapping[str, Any]) -> CountedFlow:
-    """Return what a line of ``/flows`` adds to its pair.
+    """Return the numbers that a line of ``/flows`` adds to its pair.
 
     Raises:
         TypeError, ValueError, AttributeError: the line has another form.
@@ -176,8 +179,8 @@ def quantile(values: Sequence[float], share: float) -> float | None:
 class Stat(Item, frozen=True, kw_only=True):
     """A workload's traffic within a window, as the server of connections or as their client.
 
-    ``encrypted`` is the share of its new connections that had mTLS; ``connect_*`` are times until established, of
-    connections that ended within the window.
+    ``encrypted`` is the share of its new connections that had mTLS; ``connect_*`` are the times until connections
+    were established, for those that ended within the window.
     """
 
     namespace: str
@@ -196,8 +199,8 @@ class Stat(Item, frozen=True, kw_only=True):
 
 
 class Edge(Item, frozen=True, kw_only=True):
-    """The traffic between two workloads within a window. ``security`` is mTLS or plain, ``because`` why it is
-    plain.
+    """The traffic between two workloads within a window. ``security`` is mTLS or plain, and ``because`` says why
+    it is plain.
     """
 
     source: str
@@ -263,7 +266,9 @@ EDGE: Final[Kind[Edge]] = Kind(
 
 
 def stats(found: Mapping[PairKey, Counted], window_s: float, *, by: str) -> Iterator[Stat]:
-    """Yield the workloads, those with most connections first. ``by``: destination or source."""
+    """Yield the workloads, those with most connections first. ``by`` is the side to list: destination or
+    source.
+    """
     summed: dict[Name, Counted] = defaultdict(Counted)
     secured: dict[Name, float] = defaultdict(float)
     for key, counted in found.items():

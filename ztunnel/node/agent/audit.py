@@ -28,7 +28,7 @@ NOT_ENROLLED, NOT_RELEASED, ANNOTATION_WRONG, RULES_CHANGED = (
 
 
 class Check(StrEnum):
-    """A question about a pod, which is a column of the table."""
+    """A question about a pod. Each question is a column of the table."""
 
     LABEL = "label"
     ANNOTATION = "annotation"
@@ -49,7 +49,7 @@ class Answer(StrEnum):
     """The answer is unknown: no proxy answers, or the pod's namespace cannot be entered."""
 
 
-#: The question that each kind of finding answers.
+#: For each kind of finding, the question that it answers.
 CHECK_OF: Final[Mapping[str, Check]] = {
     NOT_ENROLLED: Check.LABEL,
     NOT_RELEASED: Check.LABEL,
@@ -70,8 +70,8 @@ class Audited:
     """The result of comparing one pod with its desired state.
 
     Attributes:
-        phase: the pod's phase in the node agent. ``None``: it has no rules of this agent.
-        compared: whether its namespace was examined. Otherwise rules and listeners are unknown.
+        phase: the pod's phase in the node agent. ``None`` if the pod has no rules of this agent.
+        compared: whether the pod's namespace was examined. If not, its rules and listeners are unknown.
         asked: whether a proxy of the node has answered.
         findings: all faults.
         fault: the fault of the agent's last step. Empty without a fault.
@@ -86,7 +86,7 @@ class Audited:
     fault: str = ""
 
     def answers(self) -> dict[Check, Answer]:
-        """Return the answer to each question, in the order of the columns."""
+        """Return the answers to the questions about this pod, in the order of the columns."""
         wrong = {CHECK_OF[finding.reason] for finding in self.findings}
         inside = self.decision.enrol and self.phase is not None
         found = {}
@@ -111,7 +111,7 @@ class Audited:
 
 
 def own_findings(pod: Pod, what: Step, rule_changes: int, fault: str) -> list[Finding]:
-    """Return the findings about the parts of a pod that this agent itself writes.
+    """Return the findings about those parts of a pod that this agent writes itself.
 
     Args:
         pod: the pod.
@@ -173,7 +173,7 @@ def counted(audited: Iterable[Audited]) -> Counter[str]:
 def page(
     node: str, proxies: int, audited: Collection[Audited], repaired: Collection[tuple[str, Finding]] = ()
 ) -> dict[str, Any]:
-    """Return an audit as JSON shows it.
+    """Return an audit as a JSON value.
 
     Args:
         node: the node's name.

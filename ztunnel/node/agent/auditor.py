@@ -43,9 +43,9 @@ T = TypeVar("T")
 
 _ADMIN_PORT: Final = 15000
 _ASK_S: Final = 10.0
-#: The time for a requested repair. Unfinished work then continues in the background.
+#: The time limit for a requested repair. Unfinished steps continue in the background.
 _REPAIR_S: Final = 10.0
-#: The longest page that is read: larger than the dump of a mesh with 100,000 workloads.
+#: The longest page that is read, which is larger than the dump of a mesh with 100,000 workloads.
 _MOST_BYTES: Final = 128 * 1024 * 1024
 
 
@@ -60,7 +60,7 @@ class Auditor:
 
     Attributes:
         audited: the result of the last comparison for every pod of the node.
-        findings: by pod, the findings of the last periodic comparison. Lasting ones are reported.
+        findings: by pod, the findings of the last periodic comparison. Those that last are reported.
     """
 
     def __init__(self, enroller: Enroller, events: EventSink, node: str, *, interval_s: float = 60.0) -> None:
@@ -73,7 +73,7 @@ class Auditor:
         self._said: dict[PodUid, frozenset[Finding]] = {}
         self._turn = asyncio.Lock()
         self._asked = 0
-        #: The known obstacles to kubelet's probes.
+        #: The devices of other data planes on the node that can block kubelet's probes of captured pods, as text.
         self.hint = ""
         self.audited: dict[PodUid, Audited] = {}
         self.findings: dict[PodUid, frozenset[Finding]] = {}
@@ -100,7 +100,9 @@ class Auditor:
             await self.compare()
 
     async def compare(self) -> None:
-        """Compare every pod once, start repairs of our own parts, and report lasting findings."""
+        """Compare every pod once, start repairs of the parts that the agent writes, and report lasting
+        findings.
+        """
         if not self._enroller.synced:
             return
         async with self._turn:
@@ -156,8 +158,8 @@ class Auditor:
         enroller.recheck()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REPAIR_S):
-                # Polled, because steps have no common event. A failing step is repeated without limit, so the time
-                # is limited.
+                # This polls, because the steps have no common event. A failing step is repeated without limit, so
+                # the time is limited.
                 while True:
                     if not enroller.waiting:
                         break
@@ -187,17 +189,18 @@ class Auditor:
     async def _look(
         self, uid: PodUid, pod: Pod, decision: Decision, views: list[ProxyView]
     ) -> tuple[bool, int, list[Finding]] | None:
-        """Examine the namespace of a pod that is enrolled. Return ``None`` for any other pod.
+        """Examine the namespace of an enrolled pod. Return ``None`` for any other pod.
 
         Returns:
-            Whether that worked, the number of wrong rules, and the other findings.
+            Whether the namespace could be examined, the number of wrong rules, and the other findings.
         """
         agent = self._enroller.agent
         status, netns = agent.pod(uid), agent.netns(uid)
         if status is None or netns is None or not decision.enrol or status.phase is not Phase.ENABLED:
             return None
         try:
-            # A duplicate, because the pod can leave and its namespace be closed while the thread works.
+            # The thread works on a duplicate of the namespace's descriptor, because the pod can leave and close it
+            # meanwhile.
             with netns.duplicate() as space:
                 listening = await self._in_thread(partial(listening_ports, space))
                 foreign = await self._in_thread(partial(foreign_rules, space))
@@ -205,7 +208,7 @@ class Auditor:
         except (TproxyError, OSError) as error:
             log.warning("pod not compared uid=%s error=%s", uid, plain_reason(error))
             return False, 0, []
-        # A pod without the annotation is not expected to work yet.
+        # Before the annotation is set, the pod is not expected to work.
         settled = pod.annotation == "enabled"
         return True, changes, findings(pod, listening, foreign, views) if settled else []
 
@@ -235,8 +238,8 @@ async def _get(netns: Netns, port: int, path: str) -> bytes:
     """Return the body of a page in another network namespace.
 
     Raises:
-        ValueError: another status than 200, or too long.
-        TproxyError, OSError: no connection.
+        ValueError: the status is not 200, or the page is too long.
+        TproxyError, OSError: the connection failed.
     """
     sock = await connect(("127.0.0.1", port), netns=netns)
     reader, writer = await asyncio.open_connection(sock=sock)

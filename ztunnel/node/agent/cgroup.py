@@ -1,7 +1,7 @@
 """Reads the pod out of a process's cgroups. Pure.
 
-A kubelet puts a pod's processes below a directory named by the pod's uid; how, depends on the cgroup driver, the
-version of cgroups and the container runtime::
+A kubelet puts a pod's processes below a directory whose name has the pod's uid. Its form depends on the cgroup
+driver, the cgroup version and the container runtime::
 
     kubepods/besteffort/pod2b1c...-...-...-...-.../<container>                              cgroupfs
     kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod2b1c..._..._.slice/cri-containerd-<id>.scope
@@ -23,13 +23,14 @@ def pod_of(cgroups: str) -> str | None:
         cgroups: the text of ``/proc/<pid>/cgroup``.
 
     Returns:
-        Return the pod's uid, or for a static pod the kubelet's hash. None also if the lines name different pods,
-        which is possible for a container runtime inside a pod.
+        The pod's uid, or for a static pod the kubelet's hash. None also if the lines name different pods, which is
+        possible for a container runtime inside a pod.
     """
     found = set()
     for line in cgroups.splitlines():
         path = line.split(":", 2)[-1]
-        # The outermost one: below it, a process of the pod may make directories with any name.
+        # Only the outermost match counts, because a process of the pod can create directories with any name below
+        # it.
         if (match := _POD.search(path)) is not None:
             found.add(match[1].replace("_", "-"))
     return found.pop() if len(found) == 1 else None

@@ -23,9 +23,11 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: The grace period for connections of a pod whose label takes it out of the mesh. It costs one listener.
+#: The grace period for connections of a pod whose label takes it out of the mesh. During it, the pod costs one
+#: listener.
 _GRACE_S: Final = 3600.0
-#: A node's last agent must be done before kubelet kills it; the chart gives it 30 s.
+#: The time limit for taking pods out of the mesh when the node's last agent stops. Kubelet kills the agent after
+#: 30 s (the chart's value).
 _WITHDRAW_S: Final = 10.0
 
 
@@ -84,7 +86,7 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
         await stop.wait()
         if args.remove or (own_name and await is_last(client, own_namespace, own_name, args.node)):
             if installation is not None:
-                # First, so that no sandbox waits for a stopped agent.
+                # The CNI plugin is removed first, so that no sandbox waits for a stopped agent.
                 log.info("cni: removed %s", ", ".join(uninstall(installation)) or "nothing")
             await enroller.withdraw(_WITHDRAW_S)
 
@@ -108,7 +110,7 @@ def _installation(args: argparse.Namespace, own_namespace: str) -> Installation 
 
 
 def _user_of_probes(args: argparse.Namespace) -> int | None:
-    """Return the user whose connections from the node are not captured, None for none."""
+    """Return the user id whose connections from the node are not captured. None if all are captured."""
     if isinstance(args.probe_user, int):
         return args.probe_user
     if args.probe_user == "none":

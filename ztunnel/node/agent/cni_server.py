@@ -26,13 +26,13 @@ from ztunnel.runtime.http.server import LocalServer
 log = logging.getLogger(__name__)
 
 Add = Callable[[Added], Awaitable[str]]
-#: More than the pods of a node, which can all start at once. Each connection stays open until its pod is in the
-#: mesh.
+#: The most connections, more than the pods of a node, which can all start at once. Each connection stays open
+#: until its pod is in the mesh.
 _CONNECTIONS: Final = 1024
 
 
 class BadEvent(ValueError):
-    """A request body does not announce a sandbox. The text is the reason."""
+    """A request does not announce a sandbox correctly; the text is the reason."""
 
 
 class _Event(msgspec.Struct):

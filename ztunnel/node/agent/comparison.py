@@ -26,13 +26,14 @@ LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIFICATE, TWO_AGENTS = (
     "MeshTwoAgents",
 )
 
-#: Kinds that become Events of the pod if they last. Events of the agent itself have ``MeshEnrollFailed``.
+#: The kinds of findings that become Events of the pod if they last. Events about failures of the agent itself have
+#: the reason ``MeshEnrollFailed``.
 TOLD: Final = frozenset({LISTENER_MISSING, NOT_SERVED, WORKLOAD_WRONG, NO_CERTIFICATE, TWO_AGENTS})
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fault of a pod: a word for an Event's reason, and a sentence."""
+    """A fault of a pod: its kind, which is the Event's reason, and a sentence."""
 
     reason: str
     text: str
@@ -61,7 +62,7 @@ class ProxyView:
     """The parts of a proxy's ``/config_dump``, ours or the Rust ztunnel's, that are compared.
 
     Attributes:
-        pods: the state of each pod that it serves, by uid; ``Up`` is good.
+        pods: the state of each pod that the proxy serves, by uid; ``Up`` is good.
         workloads: protocol and addresses by namespace and name.
         certificates: state by the namespace and account of the identity; ``Available`` is good.
     """
@@ -72,7 +73,7 @@ class ProxyView:
 
 
 def read_dump(body: bytes) -> ProxyView:
-    """Return the view of a proxy.
+    """Return the compared parts of a proxy's dump.
 
     Raises:
         ValueError: the page is not a ztunnel's dump.
@@ -156,8 +157,8 @@ def _certificate(pod: Pod, proxy: ProxyView) -> Iterable[Finding]:
 
 
 def ebpf_hint(devices: Iterable[str]) -> str:
-    """Return a text about devices of data planes that can block kubelet's probes of captured pods. Empty without
-    any.
+    """Return a sentence about network devices of data planes that can block kubelet's probes of captured pods.
+    Empty without such devices.
 
     Args:
         devices: names of the node's network devices.

@@ -41,7 +41,7 @@ _KEYS = (
 
 
 class PodFaults(Faults):
-    """All faults of a description."""
+    """A description of a node's pods is unusable; this lists all its faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class PodDescription:
     """A pod to enrol in the mesh.
 
     Attributes:
-        netns: name below /run/netns, path, or process id.
+        netns: the name below /run/netns, the path, or the process id.
         dns, inbound, virtual_interfaces, new_connections_only: see :class:`~tproxy.inpod.Capture`.
     """
 
@@ -62,7 +62,7 @@ class PodDescription:
     new_connections_only: bool = False
 
     def capture(self, versions: tuple[Version, ...], *, draining: bool = False) -> Capture:
-        """Return what to capture in the pod's namespace, which has these IP versions."""
+        """Return what to capture in the pod's namespace, given the namespace's IP versions."""
         return Capture(
             versions=versions,
             dns=self.dns,

@@ -1,11 +1,13 @@
 """Enrols the pods of a Kubernetes API server, and records there which pods are in the mesh.
 
 ``enrolment.py`` decides. This module calls it after every change, and takes the returned step, one at a time per
-pod, until there is none left. Failures are retried with back-off, from the situation at that time.
+pod, until there is none left. A failed step is retried with back-off; the step is then chosen again by the pod's
+current state.
 
 There are two triggers: changes of pods and namespaces, and the container runtime, whose CNI plugin announces a
-sandbox before a process starts in it (:meth:`Enroller.added`). A pod of the second kind has no address in the API
-yet. The namespace of any other pod is found by its processes (``scan.py``), in one scan for all waiting pods.
+sandbox before a process starts in it (:meth:`Enroller.added`). A pod that is announced in this way has no address
+in the API yet. The namespace of any other pod is found by its processes (``scan.py``), in one scan for all waiting
+pods.
 """
 
 import asyncio
@@ -43,9 +45,11 @@ T = TypeVar("T")
 
 _FIRST_RETRY_S: Final = 0.05
 _LONGEST_RETRY_S: Final = 5.0
-#: One scan can miss an enrolled pod, for example while its sandbox is recreated.
+#: The number of failed enrolments after which a pod counts as failing. One scan can miss an enrolled pod, for
+#: example while its sandbox is recreated.
 _FAILING: Final = 3
-#: The plugin waits for 5 s; kubelet makes a new sandbox after an error.
+#: The time limit for enrolling a new sandbox. The plugin waits for 5 s, and kubelet makes a new sandbox after an
+#: error.
 _ADD_S: Final = 4.0
 
 
@@ -66,22 +70,22 @@ class Annotate(Protocol):
     """Writes the annotation that says whether a pod is in the mesh, None to remove it.
 
     Returns:
-        Returns the pod afterwards, or None if it no longer exists.
+        The changed pod, or None if it no longer exists.
 
     Raises:
         KubeError: it was not written.
     """
 
     async def __call__(self, pod: Pod, value: str | None) -> Pod | None:
-        """Write the annotation; see the class."""
+        """Write the annotation of one pod; see the class."""
         ...
 
 
 def annotating(client: Client) -> Annotate:
-    """Return an :class:`Annotate` that patches pods' status, which needs no further rights."""
+    """Return an :class:`Annotate` that patches pods' status, so that the agent needs no right to patch pods."""
 
     async def annotate(pod: Pod, value: str | None) -> Pod | None:
-        # The uid is a precondition: a new pod of a StatefulSet with the same name is another pod.
+        # The patch has the uid as a precondition: a new pod of a StatefulSet with the same name is another pod.
         patch = {"metadata": {"uid": pod.uid, "annotations": {enrolment.REDIRECTION: value}}}
         try:
             written = await client.merge_patch(POD, pod.info.namespace, pod.info.name, patch, subresource="status")
@@ -143,8 +147,8 @@ class Enroller:
 
     Attributes:
         agent: enrols the pods.
-        synced: every pod and namespace is known.
-        steps: how often each step was taken or failed.
+        synced: whether every pod and namespace is known.
+        steps: how often each step was taken, and how often it failed.
 
     Raises:
         OSError: on entering, the socket cannot be bound or the record not read.
@@ -199,7 +203,7 @@ class Enroller:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def pods(self) -> dict[PodUid, tuple[Pod, Decision, str]]:
-        """Return every pod of the node with its decision and the fault of its last step."""
+        """Return every pod of the node, with the decision about it and the fault of its last step."""
         return {
             uid: (entry.pod, self._decide(entry.pod), entry.fault)
             for uid, entry in self._entries.items()
@@ -207,7 +211,7 @@ class Enroller:
         }
 
     def next_step(self, uid: PodUid) -> Step:
-        """Return the next step for a pod. ``NOTHING`` also for an unknown pod."""
+        """Return the next step for a pod, ``NOTHING`` if the pod is unknown."""
         entry = self._entries.get(uid)
         return Step.NOTHING if entry is None else enrolment.step(self._situation(entry))
 
@@ -217,14 +221,14 @@ class Enroller:
         return sum(entry.running for entry in self._entries.values())
 
     def recheck(self) -> None:
-        """Compare every pod once more with the desired state. Repairs run in the background."""
+        """Compare every pod with the desired state once more. Repairs run in the background."""
         for uid in {*self._entries, *self.agent.left_over}:
             self._touch(uid)
 
     async def withdraw(self, grace_s: float) -> None:
-        """Take every pod out of the mesh: for an agent that has no successor. Ends the background work first.
+        """Take every pod out of the mesh, because the agent has no successor. This first ends the background work.
 
-        Pods that have the rules of another agent, too, are left to it, in the mesh.
+        A pod that also has the rules of another agent stays in the mesh, and is left to that agent.
         """
         await self._tasks.close()
 
@@ -259,7 +263,7 @@ class Enroller:
                     self._touch(uid)
 
     def _take(self, changes: Changes) -> set[PodUid]:
-        """Store the changes, and return the pods that they can affect."""
+        """Store the changes of objects, and return the pods that they can affect."""
         touched: set[PodUid] = set()
         spaces = set()
         for key, value in changes.objects.items():
@@ -301,7 +305,9 @@ class Enroller:
         return touched
 
     async def _begin(self) -> None:
-        """Take over an earlier agent's pods: allow probes of them, and forget the deleted ones."""
+        """Take over an earlier agent's pods: allow probes of existing pods, and remove the rules of deleted
+        ones.
+        """
         known = [entry.pod for entry in self._entries.values() if entry.pod is not None]
         probed = [
             Probed(uid=pod.uid, addresses=tuple(sorted(pod.addresses, key=str)))
@@ -334,7 +340,7 @@ class Enroller:
             self._tasks.start(self._settle(entry), f"settle {uid}")
 
     def _is_still(self, description: PodDescription, netns: Netns) -> bool:
-        """Return true, because only the API server reports deletions. If in doubt, start another scan for the
+        """Return true: only the API server reports deletions. If in doubt, also start another scan for the
         namespace.
         """
         entry = self._entries.get(description.uid)
@@ -378,7 +384,7 @@ class Enroller:
         return was == enrolment.describe(pod, was.netns, self._settings)[0]
 
     async def _settle(self, entry: _Entry) -> None:
-        """Take steps for a pod until none is left."""
+        """Take steps for a pod until none are left."""
         waits = Backoff(_FIRST_RETRY_S, _LONGEST_RETRY_S)
         try:
             while True:
@@ -401,7 +407,7 @@ class Enroller:
                         entry.failures = 0
                         entry.fault = ""
         finally:
-            # This runs in the same loop iteration as the last check, so later changes start a new task.
+            # The last check was in this iteration of the loop, so a later change starts a new task.
             entry.running = False
 
     def _failed(self, entry: _Entry, what: Step, error: Exception) -> None:
@@ -431,7 +437,8 @@ class Enroller:
                     return
                 written = await self._annotate(pod, value)
                 if entry.pod is pod:
-                    # Do not wait for the watch. A deleted pod needs no annotation.
+                    # Use the new state without waiting for the watch to report it. A deleted pod needs no
+                    # annotation.
                     annotations = {
                         key: text for key, text in pod.annotations.items() if key != enrolment.REDIRECTION
                     }
@@ -460,10 +467,11 @@ class Enroller:
         entry.described, entry.looked_for, entry.suspect = description, pod.addresses, False
 
     async def _release(self, entry: _Entry) -> None:
-        """Start to release a pod, and return when it drains. on_change reports the end."""
+        """Start to release a pod, and return once it is draining. ``on_change`` is called at the end."""
         if entry.uid in self.agent.expected or entry.uid in self.agent.left_over:
-            # Another agent's rules. Enrolling the pod first makes them ours, so that they can be removed, and its
-            # connections get the grace period. Its recorded process can have ended, so its namespace is searched.
+            # The pod has another agent's rules. Enrolling it first makes them ours, so that they can be removed
+            # and its connections get the grace period. Its recorded process can have ended, so its namespace is
+            # searched.
             try:
                 await self._enrol(entry)
             except AgentError:
@@ -494,8 +502,8 @@ class Enroller:
         return found
 
     async def find(self, uid: PodUid) -> str | None:
-        """Return the path of a pod's namespace, found by its processes. None if no process has a namespace with
-        its address.
+        """Find the path of a pod's namespace by the pod's processes. None if no process has a namespace with the
+        pod's address.
         """
         asked = self._looking.get(uid)
         if asked is None:
@@ -506,7 +514,7 @@ class Enroller:
         return None if found is None else found.path
 
     async def _look(self) -> None:
-        """Scan all processes for the requested pods, until no request is left."""
+        """Scan all processes for the requested pods, until there are no more requests."""
         while self._looking:
             asked = dict(self._looking)
             wanted: dict[str, frozenset[IpAddress]] = {}
@@ -530,7 +538,7 @@ class Enroller:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _say(self, entry: _Entry, reason: str, message: str) -> None:
-        """Log a fault of a pod, and report it in an Event, once until the fault changes."""
+        """Log a fault of a pod, and report it in an Event. The same fault is reported only once."""
         if entry.fault == message or entry.pod is None:
             return
         entry.fault = message
@@ -538,7 +546,7 @@ class Enroller:
         log.warning("%s uid=%s pod=%s: %s", reason, entry.uid, _named(entry.pod), message)
         self._events.event(ObjectKey(POD.name, info.namespace, info.name), reason, message)
 
-    # Events of the container runtime
+    # Announcements of the container runtime
 
     async def added(self, event: Added, within_s: float = _ADD_S) -> str:
         """Enrol a pod whose sandbox was just created, before a process starts in it.
@@ -574,7 +582,7 @@ class Enroller:
         except TimeoutError:
             status = self.agent.pod(entry.uid)
             why = status.error if status is not None and status.error else entry.fault or "not enrolled in time"
-            # The runtime deletes this sandbox, and has possibly created the next one.
+            # The runtime deletes this sandbox, and may already have created the next one.
             if entry.hint == event.netns:
                 entry.hint = ""
                 entry.described = None
@@ -591,7 +599,7 @@ class Enroller:
         return status is not None and status.phase is Phase.ENABLED and status.description.netns == netns
 
     async def _changed(self, entry: _Entry) -> None:
-        # A poll, because the event that shows a change is awaited by the pod's own task.
+        # This polls, because the pod's own task awaits the event that reports a change.
         await asyncio.sleep(0.01)
 
 

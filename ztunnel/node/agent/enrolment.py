@@ -5,8 +5,9 @@ the mesh, and the agent writes ``ambient.istio.io/redirection`` once the pod is 
 tunnels to a pod only while that annotation is ``enabled``. Labels, annotations and their meaning are istio-cni's.
 
 :func:`decide` returns whether a pod belongs to the mesh. :func:`step` compares that with the annotation and with
-the node agent's state, and returns one action. It is repeated until there is none, and then the three agree. Both
-are stateless, so a restarted agent, a rebooted node, and an annotation changed by a person are the same case.
+the node agent's state, and returns one action. It is called again until no action is left; then label, annotation
+and agent agree. Both functions are stateless, so they treat a restarted agent, a rebooted node, and an annotation
+changed by a person alike.
 """
 
 from collections.abc import Collection, Mapping
@@ -30,12 +31,12 @@ SIDECAR: Final = "sidecar.istio.io/status"
 BYPASS_INBOUND: Final = "ambient.istio.io/bypass-inbound-capture"
 DNS_CAPTURE: Final = "ambient.istio.io/dns-capture"
 VIRTUAL_INTERFACES: Final = "istio.io/reroute-virtual-interfaces"
-#: The kubelet's id of a static pod. Its mirror in the API has another uid.
+#: The annotation with the kubelet's id of a static pod. The pod's mirror in the API has another uid.
 _STATIC_ID: Final = "kubernetes.io/config.hash"
 
 
 class Reason(StrEnum):
-    """The row of the table that decided. Used in logs."""
+    """The row of the decision table that matched. Used in logs."""
 
     ENDED = "ended"
     HOST_NETWORK = "host-network"
@@ -50,12 +51,12 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The configured part of the table.
+    """The configured part of the decision table.
 
     Attributes:
         excluded: namespaces whose pods are never in the mesh, regardless of their labels.
         system_namespace: the proxies' namespace. They are labelled ``app: ztunnel``. Empty if there are none.
-        dns: capture DNS of pods that do not say otherwise.
+        dns: whether to capture DNS of pods whose annotations do not decide it.
         new_connections_only: see :class:`~tproxy.inpod.Capture`.
     """
 
@@ -72,8 +73,8 @@ class Pod:
     Attributes:
         ids: the uid, and for a static pod also the id in its cgroup.
         addresses: its IPs; none until the kubelet has reported them.
-        ended: the pod has run to completion, and will not run again.
-        ending: it is being deleted. Its sandbox can be gone before the API server removes it.
+        ended: whether the pod has run to completion, and will not run again.
+        ending: whether it is being deleted. Its sandbox can be gone before the API server removes it.
         annotation: the value of ``REDIRECTION``, None without one.
     """
 
@@ -99,7 +100,7 @@ class Misshapen(ValueError):
 
 
 def read_pod(value: Object) -> Pod:
-    """Return a pod as the API server wrote it.
+    """Read a pod as the API server wrote it.
 
     Raises:
         Misshapen: it has no name or uid, or they are too long for the protocol to proxies.
@@ -138,7 +139,7 @@ def read_pod(value: Object) -> Pod:
 
 
 def kept(value: Object) -> Object:
-    """Reduce a pod to the part used by :func:`read_pod`, which an informer stores."""
+    """Return the part of a pod that :func:`read_pod` uses. An informer stores only this part."""
     metadata, spec, status = (_mapping(value, name) for name in ("metadata", "spec", "status"))
     return {
         "kind": value.get("kind"),
@@ -154,14 +155,14 @@ def kept(value: Object) -> Object:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether a pod must be in the mesh, and the row that decided."""
+    """The decision about a pod: whether it must be in the mesh, and the row of the table that matched."""
 
     enrol: bool
     reason: Reason
 
 
 def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) -> Decision:
-    """Decide whether a pod must be in the mesh, by the first row that matches.
+    """Decide whether a pod must be in the mesh. The first matching row of the table decides.
 
     Args:
         pod: the pod.
@@ -191,8 +192,8 @@ def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) ->
 
 
 def describe(pod: Pod, netns: str | int, settings: Settings) -> tuple[PodDescription, list[str]]:
-    """Return the description by which the node agent enrols the pod, and a line for each of its annotations that
-    is ignored.
+    """Return the description with which the node agent enrols a pod, and a line for each annotation that is
+    ignored.
     """
     ignored = ConfigReader()
 
@@ -226,7 +227,7 @@ def describe(pod: Pod, netns: str | int, settings: Settings) -> tuple[PodDescrip
 
 
 class Step(Enum):
-    """The next action for a pod; each is safe to repeat."""
+    """The next action for a pod. Each action can be repeated safely."""
 
     NOTHING = "nothing"
     ENROL = "enrol"  # rules, then the proxy
@@ -243,13 +244,13 @@ class Situation:
 
     Attributes:
         enrol: the decision.
-        ended: it is gone from the API, or will not run again.
-        reachable: it has an address, or the container runtime has named its namespace.
+        ended: whether it is gone from the API, or will not run again.
+        reachable: whether it has an address, or the container runtime has named its namespace.
         annotation: in the API. None also for a deleted pod.
         phase: with the node agent. None if the agent has no known rules in the pod.
-        left_over: an earlier agent put rules into it, which this one has not seen.
-        current: its rules match its annotations, in its present namespace.
-        failing: enrolment has failed more than once, and no rule redirects to a proxy.
+        left_over: whether an earlier agent put rules into it, and this agent has not examined it yet.
+        current: whether its rules match its annotations, in its present namespace.
+        failing: whether enrolment has failed more than once, and no rule redirects to a proxy.
     """
 
     enrol: bool
@@ -263,7 +264,7 @@ class Situation:
 
 
 def step(at: Situation) -> Step:
-    """Return the next action for a pod in this situation."""
+    """Return the next action for a pod in a given situation."""
     held = at.phase is not None or at.left_over
     if at.ended:
         if held:
@@ -276,13 +277,13 @@ def step(at: Situation) -> Step:
         return Step.RELEASE if held and at.phase is not Phase.LEAVING else Step.NOTHING
     if at.phase is None or at.phase is Phase.LEAVING or not at.current:
         if at.failing and at.phase is None and at.annotation is not None:
-            # The pod accepts no tunnels, so its annotation must not request them from peers.
+            # The pod accepts no tunnels, so its annotation must not ask peers to send them.
             return Step.SAY_OUT
         return Step.ENROL if at.reachable else Step.NOTHING
     if at.phase is Phase.ENABLED:
         return Step.NOTHING if at.annotation == "enabled" else Step.SAY_ENABLED
-    # Pending. The annotation ``enabled`` stays: a proxy can be serving the pod while it is disconnected from this
-    # agent.
+    # The pod is pending. The annotation ``enabled`` stays: a proxy can be serving the pod while it is disconnected
+    # from this agent.
     return Step.NOTHING if at.annotation in ("pending", "enabled") else Step.SAY_PENDING
 
 

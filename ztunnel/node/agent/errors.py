@@ -19,7 +19,7 @@ class AgentError(Exception):
 
 
 class EnrolFailed(AgentError):
-    """A pod could not be prepared, and was not announced."""
+    """A pod could not be prepared, and was not announced to proxies."""
 
     def __init__(self, pod: str, reason: str) -> None:
         super().__init__(pod, reason)
@@ -31,7 +31,7 @@ class EnrolFailed(AgentError):
 
 
 class TwoAgents(EnrolFailed):
-    """The rules of another agent are in the way of ours. The pod keeps them, and its proxy keeps the pod."""
+    """Rules of another agent prevent ours. The pod keeps those rules, and its proxy keeps the pod."""
 
     def __str__(self) -> str:
         return f"{super().__str__()}; the pod keeps the rules of its earlier agent and works; restart it"

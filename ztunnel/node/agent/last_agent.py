@@ -16,12 +16,13 @@ from ztunnel.kube.objects import Object
 
 log = logging.getLogger(__name__)
 
-#: The account of the request, or the DaemonSet, was deleted: an uninstallation deletes them in any order.
+#: The agent's account, or its DaemonSet, was deleted: an uninstallation deletes both, in any order.
 _GONE: Final = (401, 404)
 
 
 async def is_last(client: Client, namespace: str, name: str, node: str) -> bool:
-    """Return whether no agent follows this one on the node; false if that cannot be known. Never raises.
+    """Return whether this is the last agent of the node, without a successor. False if that cannot be known. Never
+    raises.
 
     Args:
         client: its role needs ``get`` of the DaemonSet, and of nodes if the DaemonSet selects some.

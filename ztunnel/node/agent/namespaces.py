@@ -1,4 +1,4 @@
-"""Work inside pods' network namespaces: apply and remove rules, and count connections through the proxy.
+"""Works inside pods' network namespaces: applies and removes rules, and counts connections through the proxy.
 
 The functions block. One thread of the agent runs them for all pods, one after the other: setns(2) moves a whole
 thread, and a netlink socket belongs to one.
@@ -36,9 +36,9 @@ from tproxy.wire import read_text
 from ztunnel.node.agent.description import PodDescription
 
 _PROXY_PORTS = {OUTBOUND_PORT, INBOUND_PLAINTEXT_PORT, TUNNEL_PORT}
-#: nftables tables with these names belong to ``iptables-nft``.
+#: Tables with these names in nftables belong to ``iptables-nft``.
 _IPTABLES = {"raw", "mangle", "nat", "filter", "security"}
-# States in /proc/net/tcp that do not count as open connections (include/net/tcp_states.h).
+# The states in /proc/net/tcp of sockets that are not open connections (include/net/tcp_states.h).
 _LISTEN, _TIME_WAIT, _FIN_WAIT2 = "0A", "06", "05"
 
 
@@ -76,7 +76,7 @@ def apply_rules(netns: Netns, description: PodDescription, *, draining: bool = F
 def take_over_rules(netns: Netns, description: PodDescription) -> set[str]:
     """Apply the rules of the pod's description in place of those written by istio-cni. Idempotent.
 
-    Open connections captured by either rules keep working, even if this fails half-way.
+    Open connections that were captured by either agent's rules keep working, even if this fails half-way.
 
     Returns:
         istio-cni's chains that were removed.
@@ -123,7 +123,7 @@ def _apply(netns: Netns, wanted: State) -> int:
 
 
 def try_rules() -> None:
-    """Apply the rules of a pod in a network namespace that exists only for this trial.
+    """Try a pod's rules in a network namespace that exists only for this trial.
 
     Raises:
         TproxyError: the kernel refused an operation.
@@ -135,7 +135,8 @@ def try_rules() -> None:
 
 
 def iptables_tables() -> dict[str, list[str]]:
-    """Return the tables of iptables in this network namespace: ``legacy``, and ``nft`` for those in nftables.
+    """Return which kinds of iptables have tables in this network namespace: ``legacy``, and ``nft`` for iptables
+    on nftables.
 
     Raises:
         TproxyError: the kernel refused to list them.
@@ -161,7 +162,7 @@ def apply_probes(pods: Iterable[Probed], user: int) -> None:
 
 
 def remove_probes() -> None:
-    """Remove the node's table for probes; idempotent."""
+    """Remove the node's nftables table for kubelet's probes; idempotent."""
     _apply_to_node(State({HOST: Namespace()}))
 
 
@@ -171,7 +172,7 @@ def _apply_to_node(wanted: State) -> None:
 
 
 def addresses(netns: Netns) -> tuple[IpAddress, ...]:
-    """Return the pod's addresses as seen by others: the addresses of all its devices except ``lo``.
+    """Return the addresses by which others see the pod: those of all its devices except ``lo``.
 
     Raises:
         TproxyError: the kernel refused to list them.
@@ -187,7 +188,8 @@ def addresses(netns: Netns) -> tuple[IpAddress, ...]:
 def versions(netns: Netns) -> tuple[Version, ...]:
     """Return the IP versions that can be redirected in the namespace.
 
-    REDIRECT of an outgoing packet sends it to ``lo``'s address (nf_nat_redirect_ipv6), so IPv6 needs it there.
+    REDIRECT sends an outgoing packet to an address of ``lo`` (nf_nat_redirect_ipv6), so IPv6 must be enabled
+    there.
     """
     with netns.entered():
         try:
@@ -228,7 +230,8 @@ def proxied_connections(netns: Netns) -> int:
     with netns.entered():
         return sum(
             port in _PROXY_PORTS
-            # A connection that its process has closed and the peer has acknowledged has no more data to send.
+            # A connection in this state has no more data to send: its process has closed it, and the peer has
+            # acknowledged all.
             and state not in (_LISTEN, _TIME_WAIT)
             and not (state == _FIN_WAIT2 and inode == "0")
             for port, state, inode in _tcp_sockets()

@@ -6,7 +6,8 @@ announced again until a proxy takes it.
 
 A pod is released in four steps. The redirects are removed, so that new connections are direct. Open connections
 through the proxy get the grace period. The proxies are notified, and abort the remaining connections. The other
-rules are removed. Notifying the proxies first would abort the connections that the grace period protects.
+rules are removed. (If the proxies were notified first, they would abort the connections that the grace period
+protects.)
 
 When the agent ends, rules stay, because a successor usually starts soon. Meanwhile proxies keep their pods. The
 successor's snapshot asks them to keep every recorded pod not yet examined, because a proxy ends the pods that a
@@ -52,20 +53,20 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: The time between two announcements of a pod that no proxy has accepted. The proxy retries starts at the same
-#: interval.
+#: Seconds between two announcements of a pod that no proxy has accepted yet. A proxy also retries its starts at
+#: this interval.
 RETRY_S = 5.0
-#: The time between two checks of a pod's rules. A guess.
+#: Seconds between two checks of each pod's rules. A guess.
 RECHECK_S = 30.0
 _POLL_FILE_S = 0.2
-#: The time between two counts of a leaving pod's connections. It doubles from the first value to the second.
+#: The time between two counts of a leaving pod's open connections. It doubles from the first value to the second.
 _POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S = 0.1, 2.0
 _FIRST_WAIT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class PodStatus:
-    """A pod with our rules; ``error`` is the reason why no proxy listens in it."""
+    """The status of a pod with our rules. ``error`` is the reason why no proxy listens in it."""
 
     description: PodDescription
     phase: Phase
@@ -81,7 +82,8 @@ class _Pod:
         self.phase = Phase.PENDING
         self.error = ""
         self.announced = True  # false: not in snapshots, because proxies are being notified of its end
-        # For a leaving pod: its deadline, whether it has been enrolled again, and an event for changes of both.
+        # State of a leaving pod: its deadline, whether it has been enrolled again, and an event for changes of
+        # both.
         self.leave_at = 0.0
         self.recalled = False
         self.news = asyncio.Event()
@@ -102,8 +104,9 @@ class NodeAgent:
         probe_user: numeric user of the node's kubelet, whose probes bypass the proxy. None if there is no kubelet.
         on_change: called with a pod whose phase or error has changed, or that is gone; must not block.
         is_still: returns whether a description still names the namespace that the pod was enrolled in. If not, the
-            pod is released. By default the name is looked up again. TproxyError: that cannot be known now.
-        held: proxies get no snapshot before :meth:`expect`.
+            pod is released. It raises TproxyError if that cannot be known now. By default the name is looked up
+            again.
+        held: whether proxies get no snapshot before :meth:`expect`.
 
     Raises:
         OSError: on entering, the socket cannot be bound or the record not read.
@@ -137,11 +140,12 @@ class NodeAgent:
         self._probed: dict[PodUid, Probed] = {}
         self._probes = asyncio.Lock()
         self._probes_wanted = self._probes_applied = 0
-        #: Why kubelet's probes are captured. Empty if the node's table for probes is in place, or not configured.
+        #: The reason why kubelet's probes are captured. Empty if the node's table for probes is in place, or not
+        #: configured.
         self.probes_fault = ""
         self._on_change = on_change
         self._is_still = is_still or _is_still
-        #: Pods whose rules others had changed, and that were repaired.
+        #: The number of times that rules of a pod were repaired after another program had changed them.
         self.repaired = 0
         self._watchers: set[asyncio.Event] = set()
         self._server = ZdsServer(socket, self._announced, on_answer=self._answered, held=held)
@@ -163,13 +167,13 @@ class NodeAgent:
         return None if pod is None else PodStatus(pod.description, pod.phase, pod.error)
 
     def netns(self, uid: PodUid) -> Netns | None:
-        """Return the open namespace of a pod with our rules. The agent owns it and can close it later."""
+        """Return the open namespace of a pod with our rules. The agent owns it, and can close it at any time."""
         pod = self._pods.get(uid)
         return None if pod is None else pod.netns
 
     @property
     def left_over(self) -> Mapping[PodUid, Enrolled]:
-        """Pods enrolled by an earlier agent, and neither enrolled nor released by this one."""
+        """Pods that an earlier agent enrolled, and that this one has neither enrolled nor released yet."""
         return {uid: self._recorded[uid] for uid in self._unseen}
 
     async def __aenter__(self) -> Self:
@@ -178,7 +182,8 @@ class NodeAgent:
                 self._recorded = read_record(self._record)
                 self._unseen = set(self._recorded)
             except ValueError as error:
-                # Pods that left meanwhile keep their rules. An agent that refused to start would affect all pods.
+                # Without the record, pods that left meanwhile keep their rules. If the agent refused to start, all
+                # pods would suffer.
                 log.error("record of enrolled pods not usable error=%s", error)
         await self._server.__aenter__()
         self._tasks.keep(self._keep, "keep")
@@ -199,8 +204,8 @@ class NodeAgent:
     async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``work`` in the thread; returns, or raises CancelledError, only once it has finished.
 
-        Callers close namespaces afterwards. After an early return the thread would use a descriptor that is
-        closed, or reused for another file.
+        Callers close namespaces after this returns. If it returned early, the thread would use a descriptor that
+        is closed, or reused for another file.
         """
         working = asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
         cancelled: asyncio.CancelledError | None = None
@@ -222,7 +227,8 @@ class NodeAgent:
     async def enrol(self, description: PodDescription) -> Phase:
         """Enrol a pod, or apply a changed description to an enrolled one; idempotent.
 
-        A pod that is leaving stays, with its connections, if it is the same one in the same namespace.
+        If the same pod is leaving, and is still in the same namespace, it stays in the mesh and keeps its
+        connections.
 
         Returns:
             ``ENABLED`` if a proxy listens in it. ``PENDING`` if none does: the pod has no network, and its
@@ -246,7 +252,7 @@ class NodeAgent:
             adopted = False
             try:
                 while pod is not None and (pod.netns.inode, pod.info) != (netns.inode, description.info):
-                    # Another namespace means a new sandbox, and the processes of the old one have ended.
+                    # A pod in another namespace has a new sandbox, and the processes of the old one have ended.
                     await self._leave(pod, self._grace_s if pod.netns.inode == netns.inode else 0)
                     pod = self._pods.get(description.uid)
                 if pod is None:
@@ -274,23 +280,25 @@ class NodeAgent:
         return netns
 
     async def _enter(self, description: PodDescription, netns: Netns) -> _Pod:
-        # Recorded before the rules: after a crash, unrecorded rules would stay for the life of the namespace.
+        # The pod is recorded before its rules are applied: after a crash, unrecorded rules would stay as long as
+        # the namespace.
         self._recorded[description.uid] = Enrolled(description.netns, netns.inode)
         self._write_record()
         try:
-            # Before the pod's rules: kubelet would restart a pod whose probes fail while it waits for a proxy.
+            # Kubelet's probes are allowed before the pod's rules are applied. Otherwise kubelet would restart a
+            # pod whose probes fail while it waits for a proxy.
             found = await self._in_thread(addresses, netns)
             self._probed[description.uid] = Probed(uid=description.uid, addresses=found)
             await self._let_probe()
             removed = await self._in_thread(take_over_rules, netns, description)
         except (TproxyError, OSError) as error:
             if description.uid in self._expected:
-                # Our rules beside the other agent's do no harm, because both are the same.
+                # Our rules do no harm beside the other agent's, because both have the same effect.
                 raise TwoAgents(_named(description), plain_reason(error)) from error
             await self._forget(description.uid, netns)
             raise EnrolFailed(_named(description), plain_reason(error)) from error
         except asyncio.CancelledError:
-            # The agent ends. The rules can be in the pod already, and its last agent must still remove them.
+            # The agent ends. The rules can be in the pod already, and a last agent must still remove them.
             if description.uid not in self._expected:
                 self._unseen.add(description.uid)
             raise
@@ -355,7 +363,7 @@ class NodeAgent:
             return True
 
     async def announce_anew(self, uid: PodUid) -> None:
-        """Have the proxies end and start the proxy of an enrolled pod, which has lost its listeners."""
+        """Ask the proxies to end and restart the proxy of an enrolled pod, which has lost its listeners."""
         async with self._lock(uid):
             pod = self._pods.get(uid)
             if pod is None or pod.phase is Phase.LEAVING:
@@ -373,13 +381,14 @@ class NodeAgent:
 
     @property
     def expected(self) -> frozenset[PodUid]:
-        """Pods enrolled by another agent, and neither enrolled nor released by this one."""
+        """Pods that another agent enrolled, and that this one has neither enrolled nor released yet."""
         return frozenset(self._expected)
 
     def expect(self, uids: Iterable[PodUid]) -> None:
-        """Have proxies keep pods that another agent enrolled until this one enrols them, and send snapshots.
+        """Ask proxies to keep the pods that another agent enrolled, until this agent enrols them, and start
+        sending snapshots.
 
-        They keep their proxy and their open connections, and are not released by a failure to enrol them.
+        These pods keep their proxy and their open connections, even if enrolling them fails.
         """
         self._expected |= {uid for uid in uids if uid not in self._pods and uid not in self._unseen}
         self._server.release()
@@ -401,8 +410,8 @@ class NodeAgent:
 
         Args:
             uid: the pod.
-            grace_s: time for its open connections to end. None uses the agent's. For a pod that is already
-                leaving, this can shorten the time but not extend it.
+            grace_s: the time for its open connections to end. None means the agent's own grace period. For a pod
+                that is already leaving, this can shorten the time but not extend it.
         """
         wait_s = self._grace_s if grace_s is None else grace_s
         leaving = self._pods.get(uid)
@@ -416,7 +425,7 @@ class NodeAgent:
                 await self._leave(pod, wait_s)
 
     async def _leave(self, pod: _Pod, grace_s: float) -> None:
-        """Drain and release a pod. If it is requested again while it drains, it becomes pending instead."""
+        """Drain a pod, then release it. If it is requested again while it drains, it becomes pending instead."""
         uid = pod.description.uid
         pod.phase = Phase.LEAVING
         pod.recalled = False
@@ -436,14 +445,15 @@ class NodeAgent:
             return
         pod.announced = False
         await self._forget(uid, pod.netns)
-        # Last: as long as the pod is listed, no other pod can be enrolled in its namespace.
+        # The pod leaves the list last, because until then no other pod can be enrolled in its namespace.
         del self._pods[uid]
         pod.netns.close()
         self._notify_watchers(uid)
         log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
 
     async def expect_probes(self, pods: Iterable[Probed]) -> None:
-        """Let kubelet probe these pods before they are enrolled; idempotent.
+        """Let kubelet probe these pods before they are enrolled; idempotent. A successor calls this with all pods
+        of its predecessor, because otherwise probes of its pods would fail until they are enrolled again.
 
         A successor calls it with all pods of its predecessor, because probes of pods missing from the set fail
         until the pods are enrolled again.
@@ -452,7 +462,9 @@ class NodeAgent:
         await self._let_probe()
 
     async def end_probes(self) -> None:
-        """Remove the node's table for probes, for an agent without a successor; idempotent."""
+        """Remove the node's nftables table for kubelet's probes, because the agent has no successor;
+        idempotent.
+        """
         if self._probe_user is None:
             return
         self._probed.clear()
@@ -463,7 +475,7 @@ class NodeAgent:
                 log.error("table for kubelet's probes not removed error=%s", plain_reason(error))
 
     async def _let_probe(self) -> None:
-        """Bring the node's set of probed pods up to date; calls that come meanwhile share the next update."""
+        """Update the node's set of probed pods. Calls during an update share the next one."""
         if self._probe_user is None:
             return
         self._probes_wanted += 1
@@ -481,8 +493,9 @@ class NodeAgent:
                 self.probes_fault = ""
 
     async def _ended(self, pod: _Pod) -> None:
-        """Wait until the pod has no connection through the proxy, its deadline is over, or it is requested
-        again."""
+        """Wait until the pod has no connection through the proxy, its deadline has passed, or it is requested
+        again.
+        """
         loop = asyncio.get_running_loop()
         waits = Backoff(_POLL_CONNECTIONS_S, _SLOW_POLL_CONNECTIONS_S)
         fault = ""
@@ -509,10 +522,10 @@ class NodeAgent:
                 pass
 
     async def forget(self, uid: PodUid) -> None:
-        """Release a pod of :attr:`left_over` without waiting; idempotent."""
+        """Release a pod that is in :attr:`left_over`, without waiting; idempotent."""
         async with self._lock(uid):
             if uid in self._expected:
-                # Its rules belong to another agent, except for the changes of a failed enrolment.
+                # The pod's rules belong to another agent, except for the changes of a failed enrolment.
                 self._expected.discard(uid)
                 await self._server.delete(uid)
                 self._recorded.pop(uid, None)
@@ -559,7 +572,7 @@ class NodeAgent:
         self._write_record()
 
     def _has_namespace(self, inode: int) -> bool:
-        """Return whether a pod with our rules has the namespace with this number.
+        """Return whether a pod with our rules is in the namespace with this inode number.
 
         Open namespaces keep their numbers. The kernel reuses the numbers of removed namespaces.
         """
@@ -578,7 +591,7 @@ class NodeAgent:
         self._on_change(uid)
 
     async def until_enabled(self, *uids: PodUid) -> None:
-        """Wait until proxies listen in all of these pods."""
+        """Wait until proxies listen in all of the given pods."""
         event = asyncio.Event()
         self._watchers.add(event)
         try:
@@ -591,7 +604,7 @@ class NodeAgent:
     # Wanted pods
 
     def want(self, pods: Iterable[PodDescription]) -> None:
-        """Enrol exactly these pods from now on, and release all others.
+        """From now on, enrol exactly these pods, and release all others.
 
         Returns at once. The changes happen in the background. A pod that fails is retried with back-off.
         """
@@ -602,7 +615,7 @@ class NodeAgent:
             self._steer(uid)
 
     async def follow(self, path: Path) -> None:
-        """Keep exactly the pods of a description file enrolled, and follow its edits until cancelled.
+        """Follow a description file: keep exactly its pods enrolled, until cancelled.
 
         Raises:
             PodFaults, OSError: the file is not usable now. Faults of later edits are only logged, and the last
@@ -639,7 +652,9 @@ class NodeAgent:
             self._tasks.start(self._steered(uid), f"steer {uid}")
 
     async def _steered(self, uid: PodUid) -> None:
-        """Bring one pod to its desired state, which can change meanwhile. Failures are retried with back-off."""
+        """Bring one pod to its desired state, which can change in the meantime. Failures are retried with
+        back-off.
+        """
         waits = Backoff(_FIRST_WAIT_S)
         logged = ""
         try:
@@ -703,7 +718,7 @@ class NodeAgent:
                 log.warning("pod's namespace not checked uid=%s error=%s", uid, error)
                 return
             if not still:
-                # The pod's name or process id now belongs to another pod's namespace.
+                # The name or process id in the description now leads to the namespace of another pod.
                 log.info("pod's namespace is gone uid=%s netns=%s", uid, description.netns)
                 await self._leave(pod, 0)
                 if uid in self._wanted:

@@ -26,7 +26,9 @@ class PodsFile:
         return parse_pods(self._text)
 
     def edited(self) -> tuple[PodDescription, ...] | None:
-        """Return the file's pods if it changed and is usable, else None; its faults are logged once per edit."""
+        """Return the file's pods if the file has changed and is usable, else None. Faults are logged once per
+        edit.
+        """
         before = self._text
         try:
             pods = self.read()

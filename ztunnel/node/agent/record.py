@@ -14,14 +14,14 @@ from ztunnel.proxy.istio.zds.pods import PodUid
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """The namespace of a pod with our rules: its name, and its inode because names are reused."""
+    """The namespace of a pod with our rules: its name and its inode, because names are reused."""
 
     netns: str | int
     inode: int
 
 
 def read_record(path: Path) -> dict[PodUid, Enrolled]:
-    """Return the record of the last agent, empty if there is none.
+    """Return the pods that the last agent recorded. Empty if there is no record.
 
     Raises:
         ValueError: the file is not a record.
@@ -43,7 +43,7 @@ def read_record(path: Path) -> dict[PodUid, Enrolled]:
 
 
 def write_record(path: Path, pods: Mapping[PodUid, Enrolled]) -> None:
-    """Replace the file atomically.
+    """Replace the record file atomically.
 
     Raises:
         OSError: it cannot be written.

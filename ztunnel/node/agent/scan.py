@@ -21,13 +21,13 @@ from ztunnel.node.agent.cgroup import pod_of
 from ztunnel.node.agent.namespaces import addresses
 
 PROC: Final = Path("/proc")
-#: Names of the programs that are, or contain, a kubelet.
+#: Names of programs that are a kubelet, or that contain one.
 _KUBELETS: Final = {"kubelet", "kubelite", "k3s", "k3s-server", "k3s-agent"}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A pod's network namespace.
+    """A pod's network namespace, found by a process in it.
 
     Attributes:
         path: the path to open, below the process that was found.
@@ -53,8 +53,8 @@ def pod_namespaces(
 
     Args:
         wanted: the addresses of each pod, by uid or static hash. A pod without addresses is not found.
-        proc: where the node's processes are shown.
-        taken: inodes of namespaces that belong to other pods.
+        proc: the folder that shows the node's processes.
+        taken: the inodes of namespaces that belong to other pods.
     """
     others = set(taken)
     candidates: dict[str, dict[int, _Process]] = {}
@@ -65,14 +65,15 @@ def pod_namespaces(
         pod = _read_pod(process.path)
         if pod is None or not wanted.get(pod):
             continue
-        # The oldest process of a namespace is the sandbox's, which lives as long as the pod.
+        # The oldest process in a namespace is the sandbox's, which lives as long as the pod.
         known = candidates.setdefault(pod, {}).get(process.inode)
         if known is None or process.started < known.started:
             candidates[pod][process.inode] = process
     found = {}
     for pod, processes in candidates.items():
         for process in sorted(processes.values(), key=lambda each: each.started):
-            # Checked again after opening: the process can have ended, and its number can be reused.
+            # The namespace is checked again after opening, because the process can have ended, and its id can be
+            # reused.
             if is_pods(str(process.path / "ns/net"), process.inode, wanted[pod]):
                 found[pod] = Found(str(process.path / "ns/net"), process.inode)
                 break
@@ -80,7 +81,9 @@ def pod_namespaces(
 
 
 def is_pods(where: str | int, inode: int, wanted: frozenset[IpAddress]) -> bool:
-    """Return whether a path still leads to the same namespace, and whether this has one of these addresses."""
+    """Return whether a path still leads to the same namespace, and whether the namespace has one of these
+    addresses.
+    """
     try:
         with Netns.open(where) as netns:
             return netns.inode == inode and not wanted.isdisjoint(addresses(netns))
@@ -105,7 +108,7 @@ def reopened(where: str | int, inode: int, proc: Path = PROC) -> Netns | None:
     """Open a namespace with this number, at its earlier place or below a process in it. The caller closes it.
 
     Returns:
-        None if there is none.
+        None if no such namespace is found.
 
     Raises:
         TproxyError, OSError: that cannot be known now.
@@ -124,7 +127,7 @@ def reopened(where: str | int, inode: int, proc: Path = PROC) -> Netns | None:
 
 
 def kubelet_user(proc: Path = PROC) -> int | None:
-    """Return the user that the node's kubelet runs as, None if there is no kubelet."""
+    """Return the user id of the node's kubelet. None if there is no kubelet."""
     for entry in _numbered(proc):
         with contextlib.suppress(OSError, IndexError, ValueError):
             if (entry / "comm").read_text().strip() in _KUBELETS:
@@ -135,7 +138,7 @@ def kubelet_user(proc: Path = PROC) -> int | None:
 
 
 def _own(proc: Path) -> set[tuple[int, int]]:
-    """Return the namespaces of the node and of this process, which are no pod's to enrol."""
+    """Return the namespaces of the node and of this process, in which no pod may be enrolled."""
     found = set()
     for name in ("1", "self"):
         with contextlib.suppress(OSError):
@@ -153,11 +156,11 @@ def _numbered(proc: Path) -> Iterator[Path]:
 
 def _processes(proc: Path) -> Iterator[_Process]:
     for path in _numbered(proc):
-        # Processes end while they are read.
+        # A process can end while it is read.
         with contextlib.suppress(OSError, ValueError, IndexError):
             status = (path / "ns/net").stat()
-            # The program's name, in parentheses, can contain any character. starttime is field 22
-            # (proc_pid_stat(5)).
+            # Split after the last parenthesis, because the program's name in parentheses can contain any
+            # character. starttime is field 22 (proc_pid_stat(5)).
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             yield _Process(path, int(fields[19]), status.st_ino, status.st_dev)
 

@@ -4,8 +4,8 @@ Each proxy that connects gets a snapshot of all pods, then changes. A request to
 to the last one; requests to different proxies do not wait for each other. During an upgrade two proxies are
 connected: new pods are announced to the newer one, removals to both.
 
-Answers have no number. An answer that arrives after its request timed out must not be taken for the answer to the
-next request, as in istio-cni. So timed-out requests are counted, and the same number of answers is skipped.
+Answers have no number. If a request has timed out, its late answer must not be taken for the answer to the next
+request (istio-cni does that). So timed-out requests are counted, and as many answers are skipped.
 """
 
 import asyncio
@@ -37,29 +37,31 @@ from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
-#: The time a proxy has for its hello, and for each answer.
+#: The time limit for a proxy's hello, and for each of its answers.
 ANSWER_S = 5.0
-# At most five connections a second, because a proxy that fails in a loop must not take all of the agent's time.
+# The interval between two accepted connections: a proxy that fails in a loop must not take all of the agent's
+# time.
 _ACCEPT_INTERVAL_S = 0.2
 _NO_DESCRIPTORS_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """A pod of a snapshot. Without ``info``, it is recorded but not examined yet, and proxies that serve it keep
-    it."""
+    """A pod of a snapshot. Without ``info``, it is recorded but not yet examined. Proxies that serve such a pod
+    keep it.
+    """
 
     uid: PodUid
     info: PodInfo | None = None
     netns: Netns | None = None
 
 
-#: Called with a proxy's answer for a pod of its snapshot: the error, empty for success.
+#: Called with a proxy's answer about a pod of its snapshot: the error, or an empty text for success.
 OnAnswer = Callable[[PodUid, str], object]
 
 
 class _Connection:
-    """The connection of one proxy; at most one request at a time awaits an answer."""
+    """The connection of one proxy. At most one request at a time awaits its answer."""
 
     def __init__(self, channel: Channel) -> None:
         self.turn = asyncio.Lock()
@@ -69,7 +71,7 @@ class _Connection:
         self._gone = False
 
     async def request(self, request: Request, netns: Netns | None = None) -> str:
-        """Send a request once earlier ones are answered, and wait for its answer.
+        """Send a request once earlier requests are answered, and wait for its answer.
 
         Returns:
             The error that the answer reports, empty for success.
@@ -82,9 +84,7 @@ class _Connection:
             return await self.exchange(request, netns)
 
     async def exchange(self, request: Request, netns: Netns | None = None) -> str:
-        """Send a request and return its answer, like :meth:`request`, for a caller that holds the lock
-        :attr:`turn`.
-        """
+        """Send a request and return its answer, like :meth:`request`. The caller holds the lock :attr:`turn`."""
         if self._gone:
             raise ProxyGone
         data = request_bytes(request)
@@ -109,7 +109,7 @@ class _Connection:
         """Resolve awaited answers until the proxy closes the connection.
 
         Raises:
-            ZdsError: a packet that is no answer to a request.
+            ZdsError: a packet is not an answer to a request.
             OSError: the connection broke.
         """
         while (packet := await self._channel.receive()) is not None:
@@ -126,7 +126,7 @@ class _Connection:
                 raise Unreadable("an answer without a request")
 
     def end(self) -> None:
-        """Fail the request under way, and all later ones, with ProxyGone."""
+        """Fail the current request and all later ones with ProxyGone."""
         self._gone = True
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ProxyGone())
@@ -165,7 +165,7 @@ class ZdsServer:
             self._released.set()
 
     def release(self) -> None:
-        """Send snapshots from now on; idempotent."""
+        """From now on, send snapshots to proxies; idempotent."""
         self._released.set()
 
     @property
@@ -184,7 +184,7 @@ class ZdsServer:
             self._listener.close()
 
     async def add(self, uid: PodUid, info: PodInfo, netns: Netns) -> None:
-        """Announce a pod to the newest proxy; returns when that listens in the pod.
+        """Announce a pod to the newest proxy, and return when that proxy listens in the pod.
 
         Raises:
             NoProxy, ProxyGone, ProxySilent, ProxyRefused: not announced; the caller retries later.
@@ -196,7 +196,9 @@ class ZdsServer:
             raise ProxyRefused(error)
 
     async def delete(self, uid: PodUid) -> None:
-        """Notify every proxy that a pod is gone; failures are logged, since the next snapshot lacks the pod."""
+        """Notify every proxy that a pod is gone. Failures are only logged, because the next snapshot lacks the
+        pod.
+        """
         deletions = [connection.request(DeletePod(uid)) for connection in self._connections]
         for answer in await asyncio.gather(*deletions, return_exceptions=True):
             if answer:
@@ -214,7 +216,7 @@ class ZdsServer:
             await asyncio.sleep(_ACCEPT_INTERVAL_S)
 
     def _welcome(self, channel: Channel) -> None:
-        # The callback closes the channel with any result of the task.
+        # The callback closes the channel, whatever the result of the task is.
         self._tasks.start(self._serve(channel), "proxy").add_done_callback(lambda _: channel.close())
 
     async def _serve(self, channel: Channel) -> None:
@@ -229,8 +231,7 @@ class ZdsServer:
             log.warning("not a ztunnel error=%s", plain_reason(error) or "no hello")
             return
         connection = _Connection(channel)
-        # The snapshot takes the lock before the connection is in the list, so that changes are sent after the
-        # snapshot.
+        # The lock is taken before the connection is in the list, so that changes are sent after the snapshot.
         await connection.turn.acquire()
         self._connections.append(connection)
         log.info("ztunnel connected ztunnels=%d", len(self._connections))
@@ -248,12 +249,14 @@ class ZdsServer:
             connection.end()
             channel.shut_down()
             sending.cancel()
-            # The lock is fair: requests already waiting get the lock first, and fail with ProxyGone.
+            # The lock is fair: requests that are already waiting get it first, and fail with ProxyGone.
             async with connection.turn:
                 pass
 
     async def _send_snapshot(self, connection: _Connection, channel: Channel) -> None:
-        """Send the snapshot, pod by pod. A refused pod does not stop it. A silent proxy is disconnected."""
+        """Send the snapshot, pod by pod. If the proxy refuses a pod, the snapshot continues. A silent proxy is
+        disconnected.
+        """
         await self._released.wait()
         try:
             for pod in list(self._snapshot()):

@@ -33,7 +33,7 @@ def status_server(
     cni: CniServer | None = None,
     installation: Installation | None = None,
 ) -> PageServer:
-    """Return a server of the agent's pages. It serves while entered."""
+    """Return a server of the agent's HTTP pages, which serves while entered."""
 
     def pages(request: PageRequest) -> Page | Awaitable[Page]:
         match request.path:
@@ -57,10 +57,11 @@ def status_server(
 
 
 async def audit(auditor: Auditor, request: PageRequest) -> Page:
-    """Return a new comparison of every pod. ``POST`` also repairs the parts that the agent writes.
+    """Compare every pod now, and return the result as a page. ``POST`` also repairs the parts that the agent
+    writes.
 
-    Only for clients on this node: a comparison costs a dump of the proxy, and other hosts must not trigger
-    repairs.
+    This is only for clients on this node: a comparison reads a whole dump of the proxy, and other hosts must not
+    trigger repairs.
     """
     if not request.local:
         return text("only for this node: use a loopback address\n", 403)
@@ -73,7 +74,7 @@ async def check(
 ) -> Page:
     """Return facts of the node for ``ztunnel check``. Kernel facts are the host's.
 
-    ``rulesRefused`` is what the kernel refused of a pod's rules, empty if it takes all.
+    ``rulesRefused`` is the reason why the kernel refused a pod's rules. Empty if it accepts them.
     """
     if not request.local:
         return text("only for this node: use a loopback address\n", 403)
@@ -103,7 +104,9 @@ def unready(enroller: Enroller, informer: Informer) -> str:
 
 
 def pods(enroller: Enroller, auditor: Auditor) -> dict[str, dict[str, Any]]:
-    """Return each pod of the node: whether it belongs to the mesh and why, its annotation, and its state."""
+    """Return a page with each pod of the node: whether it belongs to the mesh and why, its annotation, and its
+    state.
+    """
     found = {}
     for uid, (pod, decision, fault) in sorted(enroller.pods().items()):
         held = enroller.agent.pod(uid)
@@ -121,7 +124,7 @@ def pods(enroller: Enroller, auditor: Auditor) -> dict[str, dict[str, Any]]:
 
 
 def families(enroller: Enroller, informer: Informer, auditor: Auditor, cni: CniServer | None) -> Iterator[Family]:
-    """Yield the families of one scrape."""
+    """Yield the agent's metric families for one scrape."""
     phases = Counter(held.phase.value for held in enroller.agent.pods().values())
     decided = Counter(decision.reason.value for _, decision, _ in enroller.pods().values())
     plain: tuple[tuple[str, str, str, float], ...] = (

@@ -1,4 +1,6 @@
-"""``ztunnel intercept``: applies the kernel's part of a node in Envoy's dialect from a description of the node."""
+"""``ztunnel intercept``: applies interception in a node's kernel, for Envoy's dialect, from a description of the
+node.
+"""
 
 from ztunnel.node.intercept.command import add_arguments
 

@@ -27,7 +27,8 @@ from ztunnel.runtime.text_file import read_again, read_text
 from ztunnel.runtime.watched_file import file_state
 
 DONE, DIFFERS, FAILED = 0, 1, 2
-#: The interval of checks for an edited file, each one stat call. A new pod is captured within 0.2 s of the edit.
+#: Seconds between two checks whether the file was edited; each is one stat call. A new pod is captured within 0.2
+#: s of the edit.
 _LOOK_S: Final = 0.05
 
 
@@ -52,7 +53,7 @@ def add_arguments(subparsers: Any) -> None:
         command.add_argument(
             "--ztunnel-netns", metavar="NS", help="the proxy's network namespace: name, path or pid"
         )
-        # Removal needs only the namespaces. It accepts the other flags, so that the command line of apply can be
+        # Removal needs only the namespaces. The other flags are accepted, so that the command line of apply can be
         # reused.
         _add_node_arguments(command)
         if action == "apply":
@@ -77,7 +78,7 @@ def _add_node_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def flags_from(args: argparse.Namespace) -> Flags:
-    """Return the part of the command line that describes the node."""
+    """Return the command line's part of the node's description."""
     return Flags(
         host_namespace=args.host_netns,
         ztunnel_namespace=args.ztunnel_netns,
@@ -125,9 +126,9 @@ async def _apply(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
 
 
 async def _apply_whole(kernel: Kernel, description: Description) -> tuple[Operation, ...]:
-    """Apply a description. If that fails on a node without our resources, none is left behind.
+    """Apply a description. If that fails on a node that had none of our resources, all are removed again.
 
-    A node with our resources keeps them, because they can be carrying connections.
+    A node that had some keeps them, because they can be carrying connections.
     """
     wanted = node(description.node)
     nothing = State({name: Namespace() for name in wanted.namespaces})
@@ -144,7 +145,9 @@ async def _apply_whole(kernel: Kernel, description: Description) -> tuple[Operat
 async def _watch(
     kernel: Kernel, args: argparse.Namespace, description: Description, out: TextIO, err: TextIO
 ) -> None:
-    """Repair until SIGINT or SIGTERM; edits of the file are followed, a faulty file is reported and ignored."""
+    """Keep the node repaired until SIGINT or SIGTERM. Edits of the file are applied; a faulty file is reported and
+    ignored.
+    """
     current = description
 
     def wanted() -> State:
@@ -165,9 +168,7 @@ async def _watch(
     edited = asyncio.Event()
 
     async def look() -> None:
-        """Check for edits by polling, because a ConfigMap swaps links, and editors rename files or write in
-        place.
-        """
+        """This polls, because a ConfigMap swaps links, and editors rename files or write in place."""
         file: Path | None = args.file
         known = file_state(file) if file is not None else None
         while file is not None:
@@ -215,7 +216,8 @@ async def _remove(args: argparse.Namespace, out: TextIO) -> int:
         try:
             netns = _open(host, ztunnel, stack)
         except UnknownNamespace as error:
-            # The ztunnel pod can be gone already, with its resources. The node's resources remain.
+            # The ztunnel pod's namespace can be gone already, with its resources. Then only the node's resources
+            # must be removed.
             if error.name != ztunnel:
                 raise
             print(f"{error}; removing the node's side only", file=out)

@@ -30,12 +30,12 @@ _UID_CHARACTERS = 120  # fits into the comment that marks the pod's rules
 
 
 class BadDescription(Faults):
-    """All faults of a node's description."""
+    """A description of a node is unusable; this lists all its faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """The names of the two namespaces, and the node whose resources they hold."""
+    """The names of the host's and the ztunnel's network namespaces, and the node that the description defines."""
 
     host_namespace: str | None
     ztunnel_namespace: str
@@ -44,7 +44,7 @@ class Description:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """The command line's part of a description. Empty values leave the file's unchanged."""
+    """The part of a description that the command line gives. Empty values leave the file's values unchanged."""
 
     host_namespace: str | None = None
     ztunnel_namespace: str | None = None
@@ -59,12 +59,12 @@ def namespaces(text: str | None, flags: Flags) -> tuple[str | None, str]:
     """Return the names of the host's and the ztunnel's namespace, which are all that removal needs.
 
     Raises:
-        BadDescription: the ztunnel's is missing, or the file is not YAML.
+        BadDescription: the ztunnel's namespace is missing, or the file is not YAML.
     """
     reader = _Reader()
     data = reader.document(text or "", _KEYS)
     found = reader.namespaces(data, flags)
-    # Faults elsewhere in the file do not concern removal.
+    # Removal ignores faults elsewhere in the file.
     faults = [fault for fault in reader.faults if fault.startswith(("file:", *_NAMESPACES))]
     if faults:
         raise BadDescription(explained(faults, text or "", FileKind.NODE))
@@ -97,7 +97,7 @@ def parse(text: str | None, flags: Flags) -> Description:
 
 
 def _served(node: Node) -> tuple[Member, ...]:
-    """Return the members, without their addresses of IP versions that the node does not serve."""
+    """Return the members without addresses of IP versions that the node does not have."""
     return tuple(
         replace(member, addresses=tuple(item for item in member.addresses if item.version in node.versions))
         for member in node.members
@@ -135,7 +135,7 @@ class _Reader(ConfigReader):
 
     def part(self, data: Mapping[str, Any], name: str, known: tuple[str, ...]) -> Mapping[str, Any]:
         value = data.get(name)
-        # A value that is no mapping was reported with the namespaces.
+        # If the value is not a mapping, reading the namespaces has already reported it.
         return self.mapping(value, name, known) if isinstance(value, Mapping) else {}
 
     def members(self, data: Mapping[str, Any]) -> tuple[Member, ...]:

@@ -28,25 +28,26 @@ from hbone.settings import Http2Settings, Role
 
 log = logging.getLogger(__name__)
 
-#: Answers one message with one message. It must not block.
+#: Answers one request message with one response message. It must not block.
 Answer: TypeAlias = Callable[[bytes], bytes]
 
-#: gRPC's default for the longest message of a client.
+#: The longest message of a client, which is gRPC's default.
 MESSAGE_BYTES: Final = 4 * 1024 * 1024
-#: The most bytes of incomplete messages on a connection; the call that exceeds it fails.
+#: The most bytes of incomplete messages on a connection. The call whose message exceeds it fails.
 HELD_BYTES: Final = 64 * 1024 * 1024
-#: The most calls of one connection at a time.
+#: The most concurrent calls of one connection.
 STREAMS: Final = 1000
-#: The most bytes of a call's metadata. Envoy passes on what its client sent, up to 60 KiB by default.
+#: The most bytes of a call's metadata. Envoy passes on headers from its client, up to 60 KiB by default.
 METADATA_BYTES: Final = 1024 * 1024
-#: The work per loop iteration, in the engine's cost units: some hundred calls.
+#: The work per loop iteration, in the engine's cost units: enough for some hundred calls.
 SLICE_UNITS: Final = 40_000
 
 _PREFIX_BYTES: Final = 5
 _BUFFER_BYTES: Final = 256 * 1024
 _BUFFERS_KEPT: Final = 4
-#: Clients of gRPC's libraries send a PING and two WINDOW_UPDATEs with every few messages, to measure the network.
-#: These rates are the most that one core can process. Above them, reading from the connection pauses.
+#: Rate limits of one connection. Clients of gRPC's libraries send a PING and two WINDOW_UPDATEs with every few
+#: messages, to measure the network. The rates are the most that one core can process; above them, reading from the
+#: connection pauses.
 _LIMITS: Final = Limits(
     work_burst=2_000_000,
     work_rate=2_000_000.0,
@@ -100,18 +101,17 @@ class SharedBuffers:
         return self._free.pop() if self._free else memoryview(bytearray(_BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:
-        """Take back a buffer. Only a few are kept for reuse, because slow clients can cause many to be returned at
-        once."""
+        """Take back a buffer. Only a few are kept for reuse, because slow clients can return many at once."""
         if len(self._free) < _BUFFERS_KEPT:
             self._free.append(buffer)
 
 
 class UnaryConnection:
-    """One connection.
+    """The state of one connection.
 
     Args:
-        answers: by path, such as ``/package.Service/Method``.
-        buffers: the buffers of all connections. Without it, the connection has its own.
+        answers: the handlers by path, such as ``/package.Service/Method``.
+        buffers: the buffers that all connections share. Without it, the connection has its own.
 
     Attributes:
         engine: the HTTP/2 engine. After each call of a method, the caller sends its output, and obeys
@@ -144,8 +144,8 @@ class UnaryConnection:
                     self._forget(event.stream_id)
                     self._waiting.pop(event.stream_id, None)
                 case WindowOpened(0):
-                    # One search for all frames: a search through a thousand answers for each frame would take
-                    # seconds.
+                    # The waiting answers are searched once for all frames: a search for each frame, through a
+                    # thousand answers, would take seconds.
                     connection_opened = True
                 case WindowOpened():
                     self._send_rest(event.stream_id)
@@ -208,7 +208,9 @@ class UnaryConnection:
             self._send(stream_id, framed)
 
     def _send(self, stream_id: int, framed: memoryview) -> None:
-        """Send an answer, or the rest of one, and end the stream. Bytes without flow-control credit wait."""
+        """Send an answer, or the rest of one, and end the stream. Bytes must wait while there is no flow-control
+        credit for them.
+        """
         sent = self.engine.send_data(stream_id, framed)
         if sent < len(framed):
             self._waiting[stream_id] = framed[sent:]
@@ -217,7 +219,7 @@ class UnaryConnection:
             self.engine.end_stream(stream_id, _OK)
 
     def sent(self) -> None:
-        """Continue answers that did not fit into the output. Called when the output was sent."""
+        """Continue answers that did not fit into the output. Called after the output was sent."""
         for stream_id in list(self._waiting):
             self._send_rest(stream_id)
 
@@ -232,7 +234,7 @@ class UnaryConnection:
         self._respond(stream_id, 200, headers, open_still=open_still)
 
     def _respond(self, stream_id: int, status: int, headers: Headers, *, open_still: bool) -> None:
-        """Answer with a status and no message. If ``open_still``, the rest of the request is ignored."""
+        """Answer with a status and no message. If ``open_still``, the rest of the client's request is ignored."""
         with suppress(LocalProtocolError):
             code = ErrorCode.NO_ERROR if open_still else None
             self.engine.respond(stream_id, status, headers, ended=True, reset_code=code)

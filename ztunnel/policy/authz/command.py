@@ -22,7 +22,7 @@ DEFAULT_LISTEN: Final = "/var/run/dikastes/dikastes.sock"
 DEFAULT_DIAL: Final = "/var/run/felix/nodeagent/socket"
 _CALL_S: Final = 5.0
 
-#: Exit statuses of ``health``, with the values of Calico's probe.
+#: The exit statuses of ``health``, which equal those of Calico's probe.
 HEALTHY, BAD_ARGUMENT, NO_ANSWER, UNHEALTHY = 0, 1, 2, 3
 
 
@@ -165,7 +165,7 @@ async def _serve(
 
 
 async def check_command(args: argparse.Namespace) -> int:
-    """Ask a server about one request and print its answer; the exit status is 0 if it allows, else ``denied``."""
+    """Query a server about one request, and print its answer. The exit status is 0 if it allows the request."""
     from xds.dialects.calico.authorization import decode_response, encode_request
     from xds.grpc.status import RpcFailed
     from xds.model import calico as c
@@ -224,7 +224,7 @@ async def _call(dial: str, method: str, message: bytes) -> bytes:
 
 
 def _destination(text: str | None) -> tuple[str | None, int]:
-    """Parse ``IP[:PORT]``; without a port it is 0."""
+    """Parse ``IP[:PORT]``. Without a port, the port is 0."""
     from xds.model.address import SocketAddress, canonical
 
     if text is None:

@@ -12,7 +12,7 @@ from ztunnel.policy.authz import command
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that exits with 1, like Calico's, because 2 means no answer from a server."""
+    """A parser that exits with 1 on a bad command line, like Calico's, because 2 means no answer from a server."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def healthz(argv: Sequence[str] | None = None) -> int:
-    """Run the old probe, ``healthz liveness|readiness``, and return the exit status."""
+    """Run the older probe, ``healthz liveness|readiness``, and return the exit status."""
     parser = _Parser(prog="healthz", description="Ask a policy server for its health.")
     parser.add_argument("probe", choices=("liveness", "readiness"))
     parser.add_argument("-dialPath", dest="dial", default=command.DEFAULT_LISTEN, metavar="PATH")

@@ -9,7 +9,7 @@ from ztunnel.runtime.http.exposition import Family, family, process_families
 
 
 def families(server: PolicyServer, follower: Follower) -> Iterator[Family]:
-    """Yield the metric families of one scrape."""
+    """Yield the policy server's metric families for one scrape."""
     store, counts = follower.evaluator.store, follower.counts
     answers = [((code.name,), float(count)) for code, count in sorted(server.answers.items())]
     yield family("authz_checks", "counter", "Checks answered, by gRPC code", answers, ("code",))

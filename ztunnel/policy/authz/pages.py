@@ -1,4 +1,6 @@
-"""The policy server's admin pages: active policies with their counts, and why it would deny a request."""
+"""The policy server's admin pages: the active policies with their counts, and explanations why it would deny a
+request.
+"""
 
 import json
 

@@ -20,9 +20,9 @@ from ztunnel.policy.calico.verdict import Verdict
 log = logging.getLogger(__name__)
 
 METHOD: Final = "/felix.PolicySync/Report"
-#: The time between two reports, equal to that of Calico's own policy server.
+#: Seconds between two reports, equal to the interval of Calico's own policy server.
 INTERVAL_S: Final = 5.0
-#: The most flows reported per interval; more are dropped and counted.
+#: The most flows reported per interval. Further flows are dropped and counted.
 MOST_FLOWS: Final = 10_000
 _CALL_S: Final = 5.0
 
@@ -73,7 +73,7 @@ class Reporter:
                 self.left_out += len(flows) - taken
 
     async def _send(self, channel: Channel, flows: dict[c.FlowReport, None]) -> int:
-        """Send flows until the server does not accept one; return how many it accepted."""
+        """Send flows until the server refuses one, and return how many it accepted."""
         for number, flow in enumerate(flows):
             try:
                 answer = ReportResult.FromString(

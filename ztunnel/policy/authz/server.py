@@ -32,14 +32,14 @@ CHECK_METHODS: Final = tuple(f"/envoy.service.auth.{version}.Authorization/Check
 _CURRENT: Final = CHECK_METHODS[0]
 READINESS: Final = "/dikastes.Healthz/CheckReadiness"
 LIVENESS: Final = "/dikastes.Healthz/CheckLiveness"
-#: ``grpc.health.v1``: its answers have one enum, SERVING (1) or NOT_SERVING (2).
+#: The answer of ``grpc.health.v1`` has one enum: SERVING (1) or NOT_SERVING (2).
 HEALTH: Final = "/grpc.health.v1.Health/Check"
 _SERVING, _NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
-#  Any user may connect: a proxy in another container runs as another user, and the socket's folder is private to
-# the pod.
+# Any user may connect: a proxy in another container runs as another user, and only the pod can reach the socket's
+# folder.
 SOCKET_MODE: Final = 0o777
-#: How long checks in progress can take when the server stops.
+#: The time limit for checks in progress when the server stops.
 _STOP_S: Final = 5.0
 
 
@@ -48,8 +48,8 @@ class AuthzSettings:
     """How the policy server answers.
 
     Attributes:
-        per_host: choose the endpoint by the destination's address, instead of the only one.
-        explain: name the denying rule to the client and the proxy (headers, body, dynamic metadata).
+        per_host: whether to choose the endpoint by the destination's address, instead of the only one.
+        explain: whether to name the denying rule to the client and the proxy (headers, body, dynamic metadata).
         max_stale_s: without a stream for longer than this, answer UNAVAILABLE. None always answers from the last
             policies.
     """
@@ -60,7 +60,7 @@ class AuthzSettings:
 
 
 class PolicyServer:
-    """Answers checks; ``async with`` serves.
+    """Answers ``ext_authz`` checks; ``async with`` serves.
 
     Args:
         addresses: ``unix:/path`` and ``host:port``.
@@ -104,7 +104,7 @@ class PolicyServer:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The addresses served, with the ports that the kernel picked."""
+        """The addresses on which this serves, with the ports that the kernel picked."""
         return self._server.addresses
 
     @property
@@ -120,7 +120,7 @@ class PolicyServer:
         await self._server.__aexit__(*exception)
 
     def answer(self, flow: c.Flow) -> Verdict:
-        """Return the verdict about a flow to this pod, or to a pod of this node."""
+        """Return the verdict about a flow to this pod, or with ``per_host`` to a pod of this node."""
         most = self._settings.max_stale_s
         if most is not None and self._follower.age_s > most:
             return Verdict(Code.UNAVAILABLE, f"policies have been out of date for {self._follower.age_s:.0f} s")
@@ -139,9 +139,9 @@ class PolicyServer:
             return encode_response(Code.INVALID_ARGUMENT, str(error))
         verdict = self.answer(flow)
         if old and verdict.allowed and flow.method is None:
-            # Calico's server treats a connection in these API versions as a request with an empty
-            # method and path, which no rule about requests allows. Here the flow must be allowed both as a
-            # connection and as such a request.
+            # Calico's server treats a connection in these API versions as a request with an empty method and path,
+            # which no HTTP rule allows. So here the flow must be allowed both as a connection and as such a
+            # request.
             verdict = self.answer(replace(flow, method="", path=""))
         self.answers[verdict.code] += 1
         note(self.uses, verdict, self._clock.wall())
@@ -168,8 +168,9 @@ def _only_endpoint(store: Store) -> c.EndpointId | None:
 
 
 def _log_denial(flow: c.Flow, verdict: Verdict) -> None:
-    """Write one line: the refused client, its request, and the reason. No headers, bodies or query strings: they
-    hold secrets."""
+    """Write one line about a refused client, its request, and the reason. Headers, bodies and query strings are
+    left out, because they contain secrets.
+    """
     path = None if flow.path is None else flow.path.partition("?")[0]
     log.info(
         "denied code=%s source=%s principal=%r destination=%s port=%d method=%r path=%r reason=%s",

@@ -1,1 +1,1 @@
-"""Evaluates Calico's policies, as sent by PolicySync, for a flow. Pure; servers and clients are elsewhere."""
+"""Evaluates Calico's policies, which PolicySync sends, for a flow. Pure; servers and clients are elsewhere."""

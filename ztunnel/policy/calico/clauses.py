@@ -1,15 +1,16 @@
 """Compiles the clauses of a rule to checks on facts. Absent clauses need no check. Pure.
 
 A clause cannot be evaluated if it names a missing IP set, has a text that is not a network or selector, or needs
-facts that the flow lacks: the address and port of a pipe, or the type of an ICMP packet. Such a clause fails in an
-allowing rule, because the rule might be narrower than it looks. In a rule that denies or passes to the next tier,
-failing would be permissive, so the clause ends the evaluation there
+facts that the flow lacks: the address and port of a pipe, or the type of an ICMP packet. In an allowing rule such
+a clause does not match, because the rule might be narrower than it looks. In a rule that denies or passes to the
+next tier, not matching would be permissive, so the clause ends the evaluation there
 (:class:`~ztunnel.policy.calico.verdict.Undecidable`).
 
 If only connections are evaluated (``connections_only``), a rule must never admit more than with requests: an
 allowing rule with an HTTP clause does not match, and a client without an identity does not satisfy a rule that
-allows by identity. Calico lets IP sets decide there, for permissive mTLS; rules that deny still use them. In front
-of a waypoint that evaluates requests by these policies the HTTP clause of such a rule is left to the waypoint.
+allows by identity. (Calico lets IP sets decide about such a client, for permissive mTLS. Denying rules still use
+IP sets here.) If the connection leads to a waypoint that evaluates requests by these policies, an allowing rule's
+HTTP clause is left to the waypoint.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,14 +30,15 @@ Check: TypeAlias = Callable[[Facts], bool]
 
 @dataclass(frozen=True, slots=True)
 class Clause:
-    """One clause: its name in explanations, and its check."""
+    """One clause of a rule: its name in explanations, and its check."""
 
     name: str
     check: Check
 
 
 def all_hold(checks: Iterable[Check], facts: Facts) -> bool:
-    """Return whether all checks hold. One failing check decides, even if others raise errors.
+    """Return whether all checks hold. If one fails, the result is False, even if others raise
+    :class:`Undecidable`.
 
     Raises:
         Undecidable: no check fails, and one cannot be evaluated.
@@ -60,7 +62,7 @@ _SIDES: Final[dict[str, Callable[[Facts], Peer]]] = {
 
 
 def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only: bool = False) -> list[Clause]:
-    """Return the clauses of a rule that need no HTTP, cheap ones first.
+    """Return the clauses of a rule that do not depend on HTTP, cheap ones first.
 
     Args:
         policy_namespace: the namespace of the rule's policy. Empty for a global policy and for a profile.
@@ -88,7 +90,7 @@ def connection_clauses(rule: c.Rule, policy_namespace: str, *, connections_only:
 
 
 def _is_about_identity(peer: c.PeerMatch) -> bool:
-    """Return whether one side of a rule selects by identity, and has no IP set by which addresses could decide.
+    """Return whether one side of a rule selects by identity, and has no IP set that could decide by address.
 
     Selectors of namespaces and pods usually have IP sets. A namespace selector without one selects identities.
     """
@@ -107,9 +109,9 @@ def has_http(rule: c.Rule) -> bool:
 def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
     """Return the check that replaces a rule's HTTP clause for connections. None without an HTTP clause.
 
-    Call it last. Calico's API permits HTTP clauses only on allowing rules. Other rules with one can still arrive
-    over the wire, and must not admit a request either: a denying rule denies every request, and passing on some
-    requests would require knowing which.
+    Call the check last. Calico's API permits HTTP clauses only on allowing rules. Other rules with one can still
+    arrive over the wire, and must not admit a request either: a denying rule denies every request, and passing on
+    some requests would require knowing which.
 
     Args:
         place: the rule's place, for :attr:`~ztunnel.policy.calico.verdict.Facts.unseen`.
@@ -132,7 +134,7 @@ def unseen_http_clause(rule: c.Rule, place: RuleRef) -> Check | None:
 
 
 def http_clause(rule: c.Rule) -> Check | None:
-    """Return the check of a rule's HTTP clause, or None if it has none. Call it last.
+    """Return the check of a rule's HTTP clause, or None if it has none. Call the check last.
 
     A flow without HTTP satisfies it. The check raises :class:`Undecidable` for a request whose path does not begin
     with a slash. A path without a normal form matches no allowing rule and every denying rule, and ends the
@@ -247,7 +249,7 @@ _Of: TypeAlias = Callable[[Facts], Peer]
 
 
 def _all_there(facts: Facts, sets: Iterable[str], *, denies: bool) -> bool:
-    """Return whether all sets exist.
+    """Return whether the store has all of these IP sets.
 
     Raises:
         Undecidable: a set is missing, and the rule denies.
@@ -261,7 +263,7 @@ def _all_there(facts: Facts, sets: Iterable[str], *, denies: bool) -> bool:
 
 
 def _is_member(facts: Facts, wanted: frozenset[str], found: frozenset[str], *, denies: bool) -> bool:
-    """Return whether all required sets are among the found sets.
+    """Return whether the found IP sets include all required ones.
 
     Raises:
         Undecidable: all sets that are not found are missing from the store, and the rule denies.
@@ -279,7 +281,7 @@ _PORT: Final = "the port of an end that has no address"
 
 
 def _unreadable(what: str, *, denies: bool) -> bool:
-    """Return False for a clause that cannot be evaluated.
+    """Return False for a clause that cannot be evaluated, if its rule allows.
 
     Raises:
         Undecidable: the rule denies, or passes to the next tier.
@@ -327,7 +329,7 @@ def _in_ranges(port: int, ranges: tuple[tuple[int, int], ...]) -> bool:
 
 
 def _nets(of: _Of, networks: tuple[IpNetwork | None, ...], *, denies: bool) -> Check:
-    # A text that is not a network fails the clause when it is reached. The earlier entries can still match.
+    # A text that is not a network has an effect only when it is reached, because an earlier entry can match.
     whole = None not in networks
     tests = [_in_network(network) for network in networks[: None if whole else networks.index(None)] if network]
 
@@ -401,7 +403,7 @@ def _port_in_all(of: _Of, sets: tuple[str, ...], *, denies: bool) -> Check:
 
 
 def _account_names(of: _Of, names: frozenset[str]) -> Check:
-    # Without an identity the IP sets decide alone, so that permissive mTLS works.
+    # For a client without an identity the IP sets decide alone, so that permissive mTLS works.
     return lambda facts: not (account := of(facts).identity.account) or account in names
 
 
@@ -424,7 +426,7 @@ def _namespace(of: _Of, peer: c.PeerMatch, policy_namespace: str, *, denies: boo
             return not found.identity.namespace or matches(found.namespace_labels)
 
         return check
-    # A namespaced policy that selects pods or service accounts selects them in its own namespace.
+    # Selectors of pods and service accounts in a namespaced policy only select in the policy's namespace.
     local = peer.selector or peer.not_selector or peer.account_names or peer.account_selector
     if policy_namespace and local:
         return lambda facts: of(facts).identity.namespace in ("", policy_namespace)

@@ -31,21 +31,23 @@ _ADMIN: Final = "kube-admin"
 _BASELINE: Final = "kube-baseline"
 _TIERS: Final = {"Admin": _ADMIN, "Baseline": _BASELINE}
 _MAX_PRIORITY: Final = 1000
-#: v1alpha1's single baseline policy has no priority in the API: it comes after all policies with one.
+#: v1alpha1's only baseline policy has no priority in the API. It comes after all policies with a priority.
 _AFTER_ALL: Final = _MAX_PRIORITY + 1.0
 _ALLOWS: Final = {"ClusterNetworkPolicy": "Accept"}
 _PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
 _DENY_ALL: Final = ApiRule(c.Action.DENY)
 
-#: A protocol and ports, or a named port. Without protocol and ports it matches all traffic.
+#: A protocol and its ports, or a named port. Without either it matches all traffic.
 _Ports = tuple[str | None, tuple[tuple[int, int] | str, ...]]
 
 
 class ClusterPolicyReader(KubernetesReader):
-    """Adds the kinds of policy.networking.k8s.io to the readers of Kubernetes' own."""
+    """Adds the kinds of policy.networking.k8s.io to the reader of Kubernetes' own kinds."""
 
     def cluster_policy(self, resource: Document) -> None:
-        """Read a policy of policy.networking.k8s.io. The resource has kind ``Kubernetes`` and its own kind."""
+        """Read a policy of policy.networking.k8s.io. The kind in its id is ``Kubernetes`` followed by the
+        resource's kind.
+        """
         where = f"{resource.where}: spec"
         spec, unclear = self.attempt(lambda: self._cluster_spec(resource, where))
         self.faults += unclear
@@ -59,8 +61,8 @@ class ClusterPolicyReader(KubernetesReader):
             order=self._priority(spec, resource.kind, where),
             selector=selected.selector,
             namespace_selector=selected.namespace_selector,
-            # Unlike a NetworkPolicy, a policy without rules for a direction does not govern that
-            # direction.
+            # If such a policy has no rules for a direction, it does not govern that direction, unlike a
+            # NetworkPolicy.
             ingress=bool(inbound or unclear),
             egress=bool(outbound or unclear),
             inbound=inbound,
@@ -100,8 +102,9 @@ class ClusterPolicyReader(KubernetesReader):
         return float(value)
 
     def _pods_of(self, value: object, where: str) -> Entity:
-        """Return the pods of a subject. If it is faulty, all pods, so that the policy's replacement denies for
-        every pod."""
+        """Return the pods of a subject. A faulty subject selects all pods, so that the policy that replaces the
+        faulty one denies for every pod.
+        """
         subject = _given(self.mapping(value, where, ("namespaces", "pods")))
         if len(subject) != 1:
             self.fault(where, "must be either namespaces or pods")
@@ -110,7 +113,9 @@ class ClusterPolicyReader(KubernetesReader):
         return self._pods(kind, found, where)
 
     def _pods(self, kind: str, value: object, where: str) -> Entity:
-        """Return the pods of ``namespaces``, or of ``pods`` in namespaces. An empty selector selects all."""
+        """Return the pods that ``namespaces`` selects, or ``pods`` with its namespaces. An empty selector selects
+        all.
+        """
         if kind == "namespaces":
             pods, namespaces, place = None, value, f"{where}.namespaces"
         else:
@@ -184,7 +189,7 @@ class ClusterPolicyReader(KubernetesReader):
         return known[value]
 
     def _peers(self, entry: Json, key: str, where: str, rule: RuleFaults, unknown: list[str]) -> list[Entity]:
-        """Return the peers that can be evaluated here. ``unknown`` receives notes about unsupported peers."""
+        """Return the peers that this reader can evaluate. ``unknown`` receives notes about all other peers."""
         found: list[Entity] = []
         items = self.needed(rule, lambda: self.items(entry, key, where))
         if not items:
@@ -219,15 +224,16 @@ class ClusterPolicyReader(KubernetesReader):
             case "domainNames" if outward:
                 unknown.append(f"{place}.domainNames: names are not followed here")
             case "":
-                # The API demands this for a kind of peer that the API server supports and this
-                # reader does not.
+                # The API requires this for a kind of peer that the API server knows and this reader does not.
                 unknown.append(f"{place}: no kind of peer that is known here")
             case _:
                 unknown.append(f"{place}.{kind}: no kind of peer that is known here")
         return None
 
     def _cluster_ports(self, entry: Json, key: str, where: str) -> tuple[_Ports, ...]:
-        """Return the meaning of ``ports`` in v1alpha1 or ``protocols`` in v1alpha2. A missing list matches all."""
+        """Return the protocols and ports in ``ports`` (v1alpha1) or ``protocols`` (v1alpha2). A missing list
+        matches all.
+        """
         if entry.get(key) is None:
             return ((None, ()),)
         items = self.items(entry, key, where)
@@ -252,7 +258,7 @@ class ClusterPolicyReader(KubernetesReader):
         return (*numbers, *names)
 
     def _cluster_port(self, item: object, key: str, where: str) -> tuple[str, tuple[int, int] | str | None] | None:
-        """Return the protocol of an entry and its ports: a range, the name of one, or None for all."""
+        """Return the protocol of an entry, and its ports: a range, a port's name, or None for all ports."""
         port = _given(self.mapping(item, where, None))
         if len(port) != 1:
             self.fault(where, "must be one of the ways to say a port")
@@ -278,7 +284,9 @@ class ClusterPolicyReader(KubernetesReader):
         return (protocol, found) if found is not None else None
 
     def _port_of_v1alpha2(self, way: str, value: object, where: str) -> tuple[str, tuple[int, int] | None] | None:
-        """Read ``tcp``, ``udp`` or ``sctp``; without ``destinationPort`` it is every port of the protocol."""
+        """Read ``tcp``, ``udp`` or ``sctp``. Without ``destinationPort`` the entry means every port of the
+        protocol.
+        """
         if way.upper() not in _PROTOCOLS or way != way.lower():
             self.fault(f"{where}.{way}", "unknown; known are tcp, udp, sctp, destinationNamedPort")
             return None
@@ -309,5 +317,5 @@ class ClusterPolicyReader(KubernetesReader):
 
 
 def _given(entry: Json) -> Json:
-    """Return the fields that are set: those not null in JSON."""
+    """Return the fields of an object that are set, that is, not null in JSON."""
     return {key: value for key, value in entry.items() if value is not None}

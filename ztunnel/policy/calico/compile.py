@@ -1,7 +1,7 @@
 """Compiles resources to PolicySync's objects: converts selectors to IP sets, orders tiers, inherits labels. Pure.
 
-Like in Felix, a rule has both its selectors' texts, which are evaluated on identities, and the ids of their IP
-sets, for addresses. Ids are Calico's own, so that both servers could serve one client.
+Like in Felix, a rule has the texts of its selectors, to evaluate identities, and the ids of their IP sets, to
+evaluate addresses. Ids are the same as Calico's, so that a client could use either server.
 """
 
 from abc import ABC, abstractmethod
@@ -39,7 +39,7 @@ ORCHESTRATOR_LABEL: Final = "projectcalico.org/orchestrator"
 NAME_LABEL: Final = "projectcalico.org/name"
 _OF_NAMESPACE: Final = "pcns."
 _OF_ACCOUNT: Final = "pcsa."
-#: The maximum length of Kubernetes' label values. A longer account name is not a label.
+#: The maximum length of a label value in Kubernetes. A longer account name is not used as a label.
 _LABEL_LENGTH: Final = 63
 
 
@@ -48,7 +48,7 @@ class Compiled:
     """All objects that a node can receive, by key.
 
     Attributes:
-        ip_sets: type and members of the sets that rules name.
+        ip_sets: type and members of each IP set that a rule names.
         pods: uid, namespace and name of the pods that are endpoints.
         nodes: the node of each endpoint.
         captured: endpoints whose traffic goes through their node's proxy.
@@ -71,12 +71,12 @@ def compile_resources(resources: Resources) -> Compiled:
 
 
 def endpoint_id(pod: Pod) -> c.EndpointId:
-    """Return the key of a pod's endpoint."""
+    """Return the id of a pod's endpoint."""
     return c.EndpointId("k8s", f"{pod.namespace}/{pod.name}", "eth0")
 
 
 def with_own_addresses(pods: Mapping[PodKey, Pod]) -> dict[PodKey, Pod]:
-    """Return pods with the addresses that they own. An address of several pods is owned by one."""
+    """Return pods with only the addresses that they own. If several pods have an address, one of them owns it."""
     holders: dict[IpAddress, Pod] = {}
     for pod in filter(lambda pod: pod.is_endpoint, pods.values()):
         for address in pod.addresses:
@@ -92,7 +92,7 @@ def with_own_addresses(pods: Mapping[PodKey, Pod]) -> dict[PodKey, Pod]:
 
 
 def with_addresses(pod: Pod, held: Sequence[IpAddress]) -> Pod:
-    """Return a pod with its own addresses only, or the same object if it owns all its addresses."""
+    """Return a pod with only the addresses that it owns, or the same object if it owns all its addresses."""
     return pod if len(held) == len(pod.addresses) else replace(pod, addresses=tuple(held))
 
 
@@ -106,7 +106,7 @@ class Selectable:
 
 
 def profiles_of(pod: Pod) -> tuple[str, str]:
-    """Return the names of the profiles that a pod has."""
+    """Return the names of a pod's profiles: its namespace's and its service account's."""
     return f"kns.{pod.namespace}", f"ksa.{pod.namespace}.{pod.account}"
 
 
@@ -116,19 +116,19 @@ def own_labels(known: Labelled | None, name: str) -> dict[str, str]:
 
 
 def namespace_profile(name: str, labels: Mapping[str, str]) -> ApiProfile:
-    """Return the profile that a namespace implies: it allows all traffic, and its labels are inherited."""
+    """Return the profile that a namespace implies. It allows all traffic, and its endpoints inherit its labels."""
     allow = (ApiRule(c.Action.ALLOW),)
     return ApiProfile(f"kns.{name}", allow, allow, {_OF_NAMESPACE + key: value for key, value in labels.items()})
 
 
 def account_profile(namespace: str, name: str, labels: Mapping[str, str]) -> ApiProfile:
-    """Return the profile that a service account implies: no rules, its labels are inherited."""
+    """Return the profile that a service account implies. It has no rules, and its endpoints inherit its labels."""
     prefixed = {_OF_ACCOUNT + key: value for key, value in labels.items()}
     return ApiProfile(f"ksa.{namespace}.{name}", (), (), prefixed)
 
 
 def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
-    """Return a pod as selectors see it; ``labels_of`` has the labels inherited from each profile."""
+    """Return a pod as an object for selectors. ``labels_of`` has the labels inherited from each profile."""
     labels = {**pod.labels, NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
     if len(pod.account) < _LABEL_LENGTH:
         labels[ACCOUNT_LABEL] = pod.account
@@ -139,7 +139,7 @@ def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> S
 
 
 def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
-    """Return a network set as selectors see it."""
+    """Return a network set as an object for selectors."""
     labels = dict(found.labels)
     if found.namespace:
         labels[NAMESPACE_LABEL] = found.namespace
@@ -149,7 +149,7 @@ def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str
 
 
 def host_selectable(found: HostEndpoint, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
-    """Return a host endpoint as selectors see it, with the addresses in its resource."""
+    """Return a host endpoint as an object for selectors, with the addresses in its resource."""
     labels = dict(found.labels)
     for name in found.profiles:
         for key, value in labels_of(name).items():
@@ -158,20 +158,22 @@ def host_selectable(found: HostEndpoint, labels_of: Callable[[str], Mapping[str,
 
 
 def node_selectable(node: ApiNode) -> Selectable:
-    """Return a node as node selectors see it. Endpoint selectors never select it."""
+    """Return a node as an object for node selectors. Endpoint selectors never select it."""
     return Selectable(node.labels, tuple(ip_network(address) for address in node.addresses))
 
 
 class RuleCompiler(ABC):
-    """Compiles rules. Subclasses provide the IP sets that rules name, and return their ids."""
+    """Compiles rules. Subclasses provide the IP sets that rules need, and return their ids."""
 
     @abstractmethod
     def selector_set(self, selector: Selector) -> str:
-        """Return the id of a selector's address set."""
+        """Return the id of the set with the addresses that a selector selects."""
 
     @abstractmethod
     def named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
-        """Return the id of the set with selected addresses and their named port. None selects all."""
+        """Return the id of the set with a named port of the selected endpoints. If the selector is None, it
+        selects all.
+        """
 
     @abstractmethod
     def service_set(self, service: tuple[str, str], *, ports: bool) -> str:
@@ -179,10 +181,10 @@ class RuleCompiler(ABC):
 
     @abstractmethod
     def node_set(self, selector: Selector) -> str:
-        """Return the id of the set with the addresses of selected nodes."""
+        """Return the id of the set with the addresses of the nodes that a selector selects."""
 
     def rule(self, rule: ApiRule, namespace: str) -> c.Rule:
-        """Return a rule of a namespaced policy. An empty namespace is that of a global policy or a profile."""
+        """Return a rule in the form of PolicySync. An empty namespace means a global policy or a profile."""
         protocol = rule.protocol.lower() if isinstance(rule.protocol, str) else rule.protocol
         not_protocol = rule.not_protocol.lower() if isinstance(rule.not_protocol, str) else rule.not_protocol
         source = self._peer(rule.source, namespace, protocol, is_destination=False)
@@ -212,7 +214,7 @@ class RuleCompiler(ABC):
         sets: list[str] = []
         not_sets: list[str] = []
         port_sets: list[str] = []
-        # A named-port set has the addresses that the selector selects, so no other set is needed.
+        # The named-port set contains only selected addresses, so the selector needs no other set.
         if selector is not None and (ranges or not named):
             sets.append(self.selector_set(selector))
         if selector is None and entity.not_selector:
@@ -276,7 +278,7 @@ class _Compiler(RuleCompiler):
     # Labels and profiles
 
     def _all_profiles(self) -> dict[str, ApiProfile]:
-        """Return existing profiles, and the implied ones of namespaces and accounts."""
+        """Return the profiles that exist, and those that namespaces and accounts imply."""
         found: dict[str, ApiProfile] = {}
         pods = [pod for pod in self._resources.pods.values() if pod.is_endpoint]
         names = {pod.namespace for pod in pods} | set(self._resources.namespaces)
@@ -301,7 +303,8 @@ class _Compiler(RuleCompiler):
     # Tiers
 
     def _ordered_tiers(self) -> list[tuple[str, bool, list[tuple[ApiPolicy, Selector]]]]:
-        """Return name, whether its end passes, and policies of each tier, all in order.
+        """Return the tiers in order: name, whether its end passes, and its policies in order. Nonexistent tiers
+        that policies name come last and deny at their end.
 
         Nonexistent tiers that policies name come last and deny at their end.
         """
@@ -390,24 +393,24 @@ class _Compiler(RuleCompiler):
 
 
 def port_protocol(protocol: int | str | None) -> str:
-    """Return the protocol of named ports. ``any`` if the rule has none."""
+    """Return the protocol for a named-port set: ``any`` if the rule has no protocol with ports."""
     known = {number: text for text, number in c.PROTOCOLS.items()}
     wanted = known.get(protocol) if isinstance(protocol, int) else protocol
     return wanted if wanted in ("tcp", "udp", "sctp") else "any"
 
 
 def named_port_id(selector: Selector, protocol: str, name: str) -> str:
-    """Return the id of a named-port set."""
+    """Return the id of the set for a named port."""
     return hashed_id("n:", f"{selector.identity},{protocol},{name}")
 
 
 def node_set_id(selector: Selector) -> str:
-    """Return the id of a set with nodes' addresses, which has no counterpart in Calico."""
+    """Return the id of the set with the addresses of selected nodes. Calico has no such set."""
     return hashed_id("nodes:", str(selector))
 
 
 def service_id(service: tuple[str, str], *, ports: bool) -> str:
-    """Return the id of a service's set."""
+    """Return the id of the set for a service."""
     return hashed_id("svc:" if ports else "svcnoport:", "/".join(service))
 
 
@@ -437,7 +440,7 @@ def _target(target: int | str, protocol: str, ports: Iterable[NamedPort]) -> Ite
 
 
 def place_of(policy: ApiPolicy) -> tuple[float, str]:
-    """Return the sort key of a policy inside its tier."""
+    """Return the sort key of a policy within its tier."""
     return policy.order, f"{policy.id.name}/{policy.id.namespace}/{policy.id.kind}"
 
 
@@ -457,7 +460,7 @@ def policy_selector(policy: ApiPolicy) -> Selector:
 
 
 def _peer_selector(entity: Entity, namespace: str) -> Selector | None:
-    """Return the endpoint selector for one side of a rule. None if the side does not select endpoints."""
+    """Return the selector for the endpoints on one side of a rule. None if the side selects none."""
     accounts: list[Node] = []
     if entity.account_selector.strip():
         accounts.append(parse_selector(entity.account_selector).prefixed(_OF_ACCOUNT).root)
@@ -494,7 +497,7 @@ def _in_namespace(name: str) -> Node:
 
 
 def _replaced(node: Node, kind: type[Node], by: Node) -> Node:
-    """Return a selector's tree with every node of a kind replaced."""
+    """Return a selector's tree, with every node of one kind replaced."""
     if isinstance(node, kind):
         return by
     match node:

@@ -1,4 +1,5 @@
-"""Evaluates flows by a store's policies. For speed, rules are compiled on arrival and indexed by required values.
+"""Evaluates flows by a store's policies. For speed, rules are compiled when they arrive, and indexed by the values
+that they require.
 
 The answers equal those of :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests compare the two. Even
 with 20,000 rules, it only reads those whose rarest clause the flow could satisfy (an IP set that contains its
@@ -29,24 +30,24 @@ from ztunnel.policy.calico.verdict import (
     with_unseen,
 )
 
-#: The most cached answers of all endpoints; beyond it, all are dropped. One takes half a kilobyte.
+#: The most cached answers of all endpoints together. Above it all are dropped. One answer takes half a kilobyte.
 CACHED_VERDICTS: Final = 65_536
-#: Answers are cached up to this total length of both principals. Real ones have less than a hundred
-#: characters each, but a client of a policy server can send any text.
+#: Answers are cached up to this total length of both principals. Real principals have less than a hundred
+#: characters, but a client of a policy server can send any text.
 _CACHED_CHARACTERS: Final = 512
 
-#: A rule's requirement on a flow: a kind of look-up and the value to find.
+#: A value that a rule requires of a flow, and the kind of look-up that finds it.
 _Need: TypeAlias = tuple[str, Hashable]
 
-#: Stands for the network or the port of a flow's side without an address.
+#: Stands for the network or port on a side of a flow that has no address.
 _NO_ADDRESS: Final = "no address"
 
-#: Ranges of more ports than this are checked, not looked up.
+#: Longer port ranges are checked by comparison instead of being indexed port by port.
 _PORTS_LISTED: Final = 16
 
 
 class _Rule:
-    """A compiled rule with its position: that of its policy in the tier, and its own in the policy."""
+    """A compiled rule, with the position of its policy in the tier and its own in the policy."""
 
     __slots__ = ("action", "checks", "http", "index", "place", "policy")
 
@@ -64,12 +65,12 @@ class _Rule:
         self.place = (policy.place, index)
 
     def matches(self, facts: Facts) -> bool:
-        # The HTTP clause comes last: an answer that did not need it can be cached for other requests.
+        # The HTTP clause is checked last, because an answer that did not need it can be cached for other requests.
         return all_hold(self.checks, facts) and (self.http is None or self.http(facts))
 
 
 class _Policy:
-    """A policy in a tier. A missing policy has a single rule that reports it."""
+    """A policy in a tier. A policy that the store lacks has a single rule, which reports this."""
 
     __slots__ = ("id", "needs", "place", "rules", "staged")
 
@@ -87,7 +88,7 @@ class _Policy:
 
 
 class _Missing(_Rule):
-    """Takes the place of a policy that the store does not have: reaching it is an error."""
+    """Takes the place of a policy that the store does not have. Reaching it raises an error."""
 
     __slots__ = ("tier",)
 
@@ -108,8 +109,8 @@ _place = attrgetter("place")
 
 
 class _Tier:
-    """One tier and direction. Its rules are indexed by required values. Endpoints with the same policies share
-    it.
+    """The rules of one tier in one direction, indexed by the values that they require. Endpoints with the same
+    policies share this object.
     """
 
     def __init__(
@@ -131,16 +132,16 @@ class _Tier:
             for enforced in (True, False)
         }
         self.reads_source_port = False
-        # If a policy is listed twice, its first position counts.
+        # If a policy is listed twice in the tier, its first position counts.
         self.places = {policy: place for place, policy in reversed(list(enumerate(policies)))}
         self._compiled: dict[c.PolicyId, _Policy] = {}
         self._always: list[_Rule] = []
         self._by_need: dict[str, dict[Hashable, list[_Rule]]] = {}
-        #: Prefix lengths of networks in use, by kind of look-up.
+        #: How many networks of each prefix length are in use, by kind of look-up.
         self._lengths: dict[str, dict[tuple[int, int], int]] = {}
 
     def put(self, policy_id: c.PolicyId, policy: c.Policy | None) -> None:
-        """Recompile a policy of this tier. None: the store does not have the policy."""
+        """Recompile a policy of this tier. None means that the store does not have the policy."""
         old = self._compiled.pop(policy_id, None)
         if old is not None:
             for rule, needs in zip(old.rules, old.needs, strict=True):
@@ -159,7 +160,7 @@ class _Tier:
         """Return the first rule that matches, or None.
 
         Args:
-            enforced: leave out staged policies.
+            enforced: whether to leave out staged policies.
 
         Raises:
             Undecidable: a rule was reached that cannot be evaluated.
@@ -178,14 +179,13 @@ class _Tier:
                     found += rules
         if not found:
             return self._always
-        # A rule that lists two networks is found twice if both contain the address. The second match has no
-        # effect.
+        # If a rule lists two networks that contain the address, it is found twice. The second match has no effect.
         found += self._always
         found.sort(key=_place)
         return found
 
     def _values(self, kind: str, facts: Facts) -> Iterable[Hashable]:
-        """Return the flow's values for the look-up of rules indexed by ``kind``."""
+        """Return the values of a flow that are looked up in the index ``kind``."""
         side, _, what = kind.partition(".")
         if side == "protocol":
             return (facts.protocol,)
@@ -238,8 +238,8 @@ def _reads_port(peer: c.PeerMatch) -> bool:
 
 
 def _needs(rule: c.Rule) -> tuple[_Need, ...]:
-    """Return the values of a rule's rarest clause. A flow can match only with one of these values; if empty, any
-    flow can match.
+    """Return the values that a rule's rarest clause requires. Only a flow with one of them can match; if there are
+    none, any flow can match.
 
     Denying rules are not indexed by IP sets, because every flow must notice a missing set.
     An end without an address must reach rules that need its network or port.
@@ -254,7 +254,7 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
                 return ((f"{side}.set", peer.ip_sets[0]),)
     for side, peer in sides:
         if peer.account_names:
-            # A plaintext client, whose account is empty, satisfies the clause.
+            # A plaintext client has an empty account, and satisfies the clause.
             return tuple((f"{side}.account", name) for name in {*peer.account_names, ""})
     for side, peer in sides:
         if peer.nets and None not in peer.nets:
@@ -281,7 +281,7 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
 
 
 class _Plan:
-    """The rules for one endpoint and direction, and the cached answers."""
+    """The rules for one endpoint and direction, and cached answers about its flows."""
 
     __slots__ = ("answers", "generation", "has_staged", "profiles", "reads_source_port", "tiers")
 
@@ -298,9 +298,9 @@ class Evaluator:
     """Evaluates flows by a store's policies, which it keeps compiled.
 
     Args:
-        store: from now on only :meth:`apply` may change it.
+        store: the store. From now on only :meth:`apply` may change it.
         trust_domains: the trust domains of accepted principals. Empty accepts all, like Calico.
-        connections_only: no HTTP will be seen; see :mod:`ztunnel.policy.calico.clauses`.
+        connections_only: whether no HTTP will be seen; see :mod:`ztunnel.policy.calico.clauses`.
     """
 
     def __init__(
@@ -309,13 +309,14 @@ class Evaluator:
         self.store = store
         self.connections_only = connections_only
         self._trust_domains = trust_domains
-        # Weak, because endpoints with the same policies share a tier. It is freed with the last endpoint's plan.
+        # The dictionary is weak, because endpoints with the same policies share a tier. A tier is freed with the
+        # last endpoint that uses it.
         self._tiers: WeakValueDictionary[Hashable, _Tier] = WeakValueDictionary()
         self._plans: dict[tuple[c.EndpointId, c.Direction], _Plan] = {}
         self._kept = 0
 
     def apply(self, update: c.Update) -> None:
-        """Change the store by one update, and compile what that changes."""
+        """Apply one update to the store, and compile what it changes."""
         self.store.apply(update)
         match update:
             case c.PolicyUpdate(id=policy_id, policy=policy):
@@ -342,7 +343,7 @@ class Evaluator:
 
         Args:
             endpoint: None if the caller could not find it, which denies.
-            enforced: False evaluates staged policies as if they were enforced, to find their effect.
+            enforced: False also evaluates staged policies, as if they were enforced, to find their effect.
         """
         if not self.store.in_sync:
             return Verdict(Code.UNAVAILABLE, "no policy has been received yet")
@@ -380,7 +381,7 @@ class Evaluator:
         return self._plan(endpoint, direction).has_staged
 
     def reads_source_port(self, endpoint: c.EndpointId, direction: c.Direction) -> bool:
-        """Return whether a rule that is evaluated for an endpoint of the store tests the source's port."""
+        """Return whether the evaluation for an endpoint can depend on the source's port."""
         return self._plan(endpoint, direction).reads_source_port
 
     def _put(self, policy_id: c.PolicyId, policy: c.Policy | None) -> None:
@@ -428,7 +429,7 @@ _PROFILE_KIND: Final = "Profile"
 
 
 def profile_id(name: str) -> c.PolicyId:
-    """Return the policy id under which a profile's decisions are reported."""
+    """Return the policy id that stands for a profile in reports of decisions."""
     return c.PolicyId(_PROFILE_KIND, "", name)
 
 
@@ -454,7 +455,7 @@ def _evaluate(plan: _Plan, facts: Facts, *, enforced: bool) -> Verdict:
 
 
 def decided(place: RuleRef, action: c.Action) -> Verdict:
-    """Return the verdict of a matching rule. A profile's passing rule denies, because it is the last step."""
+    """Return the verdict of a matching rule. A profile's rule with action Pass denies, because no step follows."""
     if action is c.Action.ALLOW:
         return Verdict(Code.OK, rule=place)
     if action is c.Action.UNKNOWN:
@@ -463,12 +464,14 @@ def decided(place: RuleRef, action: c.Action) -> Verdict:
 
 
 def denied(place: RuleRef) -> Verdict:
-    """Return the verdict of a denying rule, or of a denying end."""
+    """Return the verdict of a rule, or of a tier's end, that denies."""
     return Verdict(Code.PERMISSION_DENIED, f"denied by {place}", place)
 
 
 def _cache_key(flow: c.Flow, plan: _Plan, *, enforced: bool) -> Hashable:
-    """Return the facts on which an answer without HTTP depends. None if they are too large for the cache."""
+    """Return the facts on which an answer without HTTP depends, as a key for the cache. None if they are too large
+    for it.
+    """
     if flow.source_labels or flow.destination_labels:
         return None
     if len(flow.source_principal) + len(flow.destination_principal) > _CACHED_CHARACTERS:

@@ -1,4 +1,4 @@
-"""Explains a decision: the walk through tiers, policies and rules as a tree of lines. Pure."""
+"""Explains a decision as a tree of lines: the tiers, policies and rules that the evaluation went through. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import PROFILE_TIER, Verdict, identity_of
 from ztunnel.policy.calico.walk import Outcome, Step, walk
 
-#: The prefix of service accounts' profile names; namespace and name follow.
+#: The prefix of the profile names of service accounts. The namespace and the account's name follow.
 _OF_ACCOUNT: Final = "ksa."
 #: The source port of a connection if none is given: the first ephemeral port (RFC 6335, 6).
 EPHEMERAL_PORT: Final = 49152
@@ -19,12 +19,12 @@ EPHEMERAL_PORT: Final = 49152
 
 @dataclass(frozen=True, slots=True)
 class Party:
-    """The source or destination of the flow in a question.
+    """One party of a question: the source or the destination of a flow.
 
     Attributes:
         name: the printed name.
-        endpoint: None if it is not a known pod.
-        address: None if only an identity was given.
+        endpoint: the pod's endpoint. None if the party is not a known pod.
+        address: the party's address. None if only an identity was given.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Party:
 
 
 class UnknownParty(ValueError):
-    """The text is not a pod, an address or a SPIFFE id."""
+    """A text is not a pod, an address or a SPIFFE id."""
 
 
 class BadQuestion(ValueError):
@@ -69,7 +69,7 @@ def explain(
 def explain_both(
     made: Evaluator, flow: c.Flow, source: Party, destination: Party, *, enforced: bool = True
 ) -> tuple[bool, list[str]]:
-    """Return whether both ends allow a flow, and the lines of both walks."""
+    """Return whether both ends allow a flow, and the lines that explain both decisions."""
     allowed, lines = True, []
     for end, direction in ((source, c.Direction.EGRESS), (destination, c.Direction.INGRESS)):
         if end.endpoint is None:
@@ -82,7 +82,7 @@ def explain_both(
 
 
 def answer(made: Evaluator, asked: Mapping[str, str]) -> tuple[bool, list[str]]:
-    """Answer a question to a running server.
+    """Return the answer to a question that was sent to a running server.
 
     Args:
         made: the server's evaluator.
@@ -179,14 +179,14 @@ def port_of(name: str, text: str) -> int:
 
 
 def port_text(flow: c.Flow) -> str:
-    """Return the destination's port of a flow in words, or the type of ICMP."""
+    """Return the destination's port of a flow in words, or for ICMP the type."""
     if flow.protocol not in c.ICMP_PROTOCOLS.values():
         return f"port {flow.destination_port}"
     return "any type" if flow.icmp is None else f"type {flow.icmp[0]}, code {flow.icmp[1]}"
 
 
 def icmp_of(text: str) -> tuple[int, int]:
-    """Return type and code of ICMP, given as ``TYPE`` or ``TYPE/CODE``. The default code is 0.
+    """Return the type and the code in a text ``TYPE`` or ``TYPE/CODE`` for ICMP. The default code is 0.
 
     Raises:
         BadQuestion: the text has another form.

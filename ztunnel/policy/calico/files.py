@@ -1,4 +1,4 @@
-"""Policies from YAML files: for commands once, and for the tunnel proxy again after each change."""
+"""Policies from YAML files. Commands read them once, and the tunnel proxy also reads them after each change."""
 
 import asyncio
 import logging
@@ -23,19 +23,19 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: The interval at which each file is checked for changes, by a stat.
+#: Seconds between two checks whether a file has changed, each by a stat call.
 POLL_S: Final = 0.2
 #: The suffixes of policy files in a folder.
 SUFFIXES: Final = (".yaml",)
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
-    """Return the file itself, or the YAML files of a folder in order."""
+    """Return the file itself, or a folder's YAML files in order."""
     return [each for path in paths for each in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
 
 
 def states_of(paths: Sequence[Path]) -> list[tuple[Path, FileState]]:
-    """Return the files, each with a state that differs after a change."""
+    """Return the files with their states. A file's state differs after each change of the file."""
     return [(file, file_state(file)) for file in files_of(paths)]
 
 
@@ -43,7 +43,7 @@ def read_files(paths: Sequence[Path]) -> Resources:
     """Return the resources that files describe.
 
     Raises:
-        Faults: every fault, each beginning with its file.
+        Faults: lists every fault, each beginning with its file.
     """
     texts: dict[str, str] = {}
     faults = []
@@ -66,7 +66,7 @@ def read_files(paths: Sequence[Path]) -> Resources:
 
 
 def updates_of(compiled: Compiled) -> Iterator[c.Update]:
-    """Yield the updates that fill an empty store with all compiled objects, and complete it."""
+    """Yield the updates that fill an empty store with all compiled objects, and mark it as complete."""
     for set_id, (kind, members) in compiled.ip_sets.items():
         yield c.IpSetUpdate(set_id, kind, tuple(members))
     yield from (c.PolicyUpdate(key, policy) for key, policy in compiled.policies.items())
@@ -89,7 +89,7 @@ class FilePolicies:
         paths: YAML files and folders.
 
     Attributes:
-        complete: every document has been readable once, so that no policy is missing; stays true.
+        complete: whether every document has been readable once, so that no policy is missing. Stays true.
         faults: the files' present faults, each with file, document, object and consequence.
     """
 
@@ -160,8 +160,8 @@ class Files:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the files became faulty. 0 while they have no fault, and before they were first read
-        without one.
+        """Seconds since the files became faulty. 0 while they have no fault, and until they have been read without
+        one.
         """
         return 0.0 if self._lost_at is None else self._clock.monotonic() - self._lost_at
 
@@ -176,7 +176,7 @@ class Files:
             await asyncio.sleep(POLL_S)
 
     async def _read(self) -> None:
-        # In a thread: thousands of policies take seconds.
+        # The files are read in a thread, because thousands of policies take seconds.
         evaluator = await asyncio.to_thread(self._evaluator)
         faults = self._policies.faults
         self.in_sync = not faults
@@ -193,7 +193,7 @@ class Files:
         self._changed()
 
     def _evaluator(self) -> Evaluator | None:
-        """Read the files. Return None while policies are possibly missing."""
+        """Read the files. Return None as long as some policies can be missing."""
         resources = self._policies.read()
         if not self._policies.complete:
             return None

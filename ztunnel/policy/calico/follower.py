@@ -25,28 +25,30 @@ log = logging.getLogger(__name__)
 
 METHOD: Final = "/felix.PolicySync/Sync"
 
-#: Felix's own limit is 4 MiB, or 82,200 members of an IP set. Other servers might not have that limit.
+#: The longest message. Felix's own limit is 4 MiB, or 82,200 members of an IP set, but other servers might not
+#: have that limit.
 MESSAGE_BYTES: Final = 64 * 1024 * 1024
-#: The number of consecutive faulty messages in one stream that causes a restart.
+#: After this number of consecutive faulty messages a stream is restarted.
 FAULTS: Final = 100
 #: The maximum size of a store in members of IP sets, which take 95 bytes each. The largest store that Calico has
 #: measured has 280,000 objects and members. A server that never ends its snapshot must not take all memory.
 OBJECTS: Final = 5_000_000
-#: The message bytes of other objects equal to one member in memory: a rule of 100 bytes takes a kilobyte when it
-#: is compiled.
+#: The number of message bytes that count like one member of an IP set: a rule of 100 bytes takes a kilobyte when
+#: it is compiled.
 _BYTES_PER_MEMBER: Final = 8
-#: The number of updates, or of members in one update, that are applied before other tasks run: about 4 ms.
+#: The number of updates, or of members in one update, that are applied in one slice of about 4 ms before other
+#: tasks run.
 _BATCH: Final = 64
 _SLICE: Final = 4096
 #: The time after which a log line reports an incomplete snapshot, for example while Felix waits for its datastore.
 _SLOW_S: Final = 30.0
-#: The prefix of a set's id while the set is being filled. No message can have such an id.
+#: The prefix of a set's id while the set is being filled. No set in a message can have such an id.
 _FILLING: Final = "\0"
 
 
 @dataclass(slots=True)
 class FollowerCounts:
-    """Counts over all streams to the server.
+    """Counts that include all streams to the server.
 
     Attributes:
         streams: number of streams opened.
@@ -74,7 +76,7 @@ class Follower:
 
     Attributes:
         evaluator: uses the last complete store. Before the first, it answers UNAVAILABLE.
-        in_sync: the stream is open and its store is in use.
+        in_sync: whether the stream is open and its store is in use.
         error: why the last stream ended.
     """
 
@@ -103,12 +105,14 @@ class Follower:
 
     @property
     def name(self) -> str:
-        """The source of policies, as text for people."""
+        """A description of the policies' source, for people."""
         return self.target
 
     @property
     def age_s(self) -> float:
-        """Seconds since the active store was last known to be current; 0 while in sync and before the first."""
+        """Seconds since the active store was last known to be current. 0 while it is in sync, and before the first
+        store.
+        """
         return 0.0 if self.in_sync or self._lost_at is None else self._clock.monotonic() - self._lost_at
 
     async def run(self) -> None:
@@ -163,8 +167,8 @@ class Follower:
                     self._take_over(pending)
                 if pending is self.evaluator:
                     self._changed()
-                # Received messages are read without waiting, and a snapshot is long, so checks must run in
-                # between.
+                # Reading messages that have arrived never waits, and a snapshot is long. So checks must get time
+                # to run in between.
                 read += 1
                 if read % _BATCH == 0:
                     await asyncio.sleep(0)
@@ -174,7 +178,7 @@ class Follower:
             call.cancel()
 
     async def _apply(self, pending: Evaluator, update: c.Update, weights: "_Weights") -> None:
-        """Apply one update. A large one is applied in slices, between which other tasks run.
+        """Apply one update. A large update is applied in slices, between which other tasks run.
 
         Meanwhile a set is filled under a temporary name, because a partly filled set must not be used.
 
@@ -216,14 +220,16 @@ class Follower:
 
 
 class _Weights:
-    """Estimates the memory of objects other than IP sets from message sizes, in units of one IP set member."""
+    """Estimates the memory of all objects except IP sets by the sizes of their messages, in units of one IP set
+    member.
+    """
 
     def __init__(self) -> None:
         self.total = 0
         self._of: dict[tuple[str, Hashable], int] = {}
 
     def note(self, update: c.Update, size: int) -> None:
-        """Record an update's message, which replaces the previous one."""
+        """Record the message of an update, which replaces the object's previous message."""
         key: Hashable
         value: object
         match update:
@@ -247,7 +253,7 @@ class _Weights:
 
 
 def _slices(update: c.Update) -> Iterator[c.Update]:
-    """Yield the parts of an update: itself, unless it has many members."""
+    """Yield the parts of an update: one part, unless the update has many members."""
     match update:
         case c.IpSetUpdate() if len(update.members) > _SLICE:
             filling = _FILLING + update.id

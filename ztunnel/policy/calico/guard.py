@@ -23,15 +23,15 @@ from ztunnel.policy.calico.store import Store
 from ztunnel.policy.calico.verdict import Code, RuleRef, Verdict
 from ztunnel.policy.ledger import TierPolicy, Use, Uses
 
-#: The policy name under which denials at the end of a tier are counted.
+#: The policy name for counting denials at the end of a tier.
 END_OF_TIER: Final = "end of tier"
-#: The tier name under which decisions without a deciding rule are counted.
+#: The tier name for counting decisions without a deciding rule.
 NO_RULE: Final = "none"
-#: Tier and name under which the counts of policies evicted from the table are summed.
+#: The tier and policy name for the summed counts of evicted policies.
 OTHERS: Final = TierPolicy("others", "others")
 
 
-#: Values of the metrics' label ``result``, by kind of decision.
+#: The values of the metrics' label ``result`` for each kind of decision.
 RESULTS: Final = {
     Use.ALLOWED: "allowed",
     Use.DENIED: "denied",
@@ -41,7 +41,7 @@ RESULTS: Final = {
 
 
 def note(uses: Uses[TierPolicy], verdict: Verdict, now_s: float, *, staged: bool = False) -> None:
-    """Count a decision. ``staged``: the decision that staged policies would have made."""
+    """Count a decision. ``staged`` is the decision that staged policies would have made."""
     rule = verdict.rule
     if rule is None:
         policy = TierPolicy(NO_RULE, verdict.code.name)
@@ -70,11 +70,11 @@ def results(uses: Uses[TierPolicy]) -> list[tuple[tuple[str, str, str], int]]:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The answer about a connection.
+    """The decision about a connection.
 
     Attributes:
-        pending: the connection is denied because of a missing part that can still arrive.
-        staged: the decision of staged policies, if it differs; for a field of the access line.
+        pending: whether the connection is denied because of a missing part that can still arrive.
+        staged: what staged policies would have decided, if that differs; for a field of the access line.
     """
 
     verdict: Verdict
@@ -87,12 +87,12 @@ class Decision:
 
     @property
     def left(self) -> str:
-        """The rule whose HTTP clause was left to a waypoint, with the waypoint. Empty without one."""
+        """The rule whose HTTP clause was left to a waypoint, and the waypoint. Empty if no clause was left."""
         return self.verdict.message if self.verdict.allowed else ""
 
     @property
     def fields(self) -> tuple[tuple[str, str], ...]:
-        """The deciding rule as fields of an access log line. Empty if no rule decided."""
+        """The deciding rule, as fields of an access log line. Empty if no rule decided."""
         rule = self.verdict.rule
         if rule is None:
             return ()
@@ -129,7 +129,7 @@ class Guard:
     Args:
         evaluator: returns the current evaluator, which has the last complete store and ``connections_only``.
         wall_s: the wall clock, for counted decisions.
-        uses: where they are counted.
+        uses: where decisions are counted.
         allow_unknown: see the module.
     """
 
@@ -147,7 +147,7 @@ class Guard:
         self._allow_unknown = allow_unknown
 
     def knows(self, address: str) -> bool:
-        """Return whether there is an endpoint with an address."""
+        """Return whether the policies know an endpoint with this address."""
         return self._evaluator().store.endpoint_at(address) is not None
 
     def check(self, direction: c.Direction, flow: c.Flow, *, counted: bool = True) -> Decision:
@@ -155,7 +155,7 @@ class Guard:
 
         Args:
             direction: ingress applies the destination's policies, egress the source's.
-            counted: False for open connections that are evaluated again.
+            counted: whether the decision is counted. False for open connections that are evaluated again.
         """
         evaluator = self._evaluator()
         store = evaluator.store
@@ -185,7 +185,9 @@ class Guard:
 
 
 def _always_allowed(store: Store, direction: c.Direction, flow: c.Flow) -> bool:
-    """Return whether no policy applies: between a pod and its node, or itself (NetworkPolicy's documentation)."""
+    """Return whether policies do not apply, because the connection is between a pod and its node, or from a pod to
+    itself (NetworkPolicy's documentation).
+    """
     sets = store.ip_sets
     if c.NODE_ADDRESSES not in sets:
         return False
@@ -193,13 +195,13 @@ def _always_allowed(store: Store, direction: c.Direction, flow: c.Flow) -> bool:
         return True
     if direction is c.Direction.EGRESS:
         return sets.holds(c.NODE_ADDRESSES, flow.destination_ip)
-    # With a principal the connection came through a tunnel, so the node's address does not prove that the node
+    # A connection with a principal came through a tunnel, so the node's address does not prove that the node
     # opened it.
     return not flow.source_principal and sets.holds(c.NODE_ADDRESSES, flow.source_ip)
 
 
 def _is_of_staged(rule: RuleRef | None) -> bool:
-    """Return whether a rule of a staged policy decided; the end of a tier belongs to no policy."""
+    """Return whether the deciding rule is of a staged policy. The end of a tier belongs to no policy."""
     return rule is not None and rule.index >= 0 and rule.policy is not None and rule.policy.kind in c.STAGED_KINDS
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import unquote_to_bytes
 
 _BAD_ESCAPE: Final = re.compile(rb"%(?![0-9A-Fa-f]{2})")
-#: A dot, slash or backslash that is still escaped after decoding once was encoded twice.
+#: Matches a dot, slash or backslash that is still escaped after decoding once, so it was encoded twice.
 _ENCODED_TWICE: Final = re.compile(rb"%(?:2e|2f|5c)", re.IGNORECASE)
 
 
@@ -33,7 +33,7 @@ def normal_path(path: str) -> bytes | None:
     raw = raw.replace(b"\\", b"/")
     if not raw.startswith(b"/"):
         return None
-    # Not posixpath.normpath, which keeps two leading slashes.
+    # posixpath.normpath is unsuitable, because it keeps two leading slashes.
     segments: list[bytes] = []
     for segment in raw.split(b"/"):
         name = segment.partition(b";")[0]

@@ -43,14 +43,14 @@ from ztunnel.policy.calico.compile import (
 )
 from ztunnel.policy.calico.resources import BUILT_IN_TIERS, ApiPolicy, ApiProfile, Pod, Resources
 
-#: A label and its value. None matches any value. The empty anchor is for selectors without one.
+#: A label and its value. None matches any value. A selector that requires no label has the empty anchor.
 _Term: TypeAlias = tuple[str, str | None]
 _ANY: Final[_Term] = ("", None)
 
 
 @dataclass(slots=True)
 class Delta:
-    """Keys of changed and removed entries of a ``Compiled``."""
+    """The keys of the ``Compiled`` entries that changed or were removed."""
 
     ip_sets: set[str] = field(default_factory=set)
     policies: set[c.PolicyId] = field(default_factory=set)
@@ -60,12 +60,12 @@ class Delta:
     namespaces: set[str] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        """Whether there is any change."""
+        """Whether the delta has any entry."""
         return any(getattr(self, item.name) for item in fields(self))
 
 
 class _Things:
-    """The objects that selectors select, by key and by label."""
+    """All objects that selectors can select, by key and by label."""
 
     def __init__(self) -> None:
         self.all: dict[Hashable, Selectable] = {}
@@ -100,17 +100,19 @@ def _terms(thing: Selectable | None) -> Iterator[_Term]:
 
 @dataclass(frozen=True, slots=True)
 class _NodeKey:
-    """The key of a node among selectable objects. Endpoint selectors never select it by any label."""
+    """The key of a node among the selectable objects. Endpoint selectors never select nodes, whatever their labels
+    are.
+    """
 
     name: str
 
 
 @dataclass(slots=True)
 class _Watch:
-    """A selector of one set or one policy.
+    """A selector that a set or a policy uses.
 
     Attributes:
-        selected: the selected objects with their members. A policy's objects have no members.
+        selected: the selected objects with the set members that they add. For a policy these are empty.
     """
 
     terms: tuple[_Term, ...]
@@ -121,7 +123,7 @@ class _Watch:
 
 
 class Compiler(RuleCompiler):
-    """Holds resources and their compiled form.
+    """Compiles resources incrementally: holds resources and their compiled form.
 
     Attributes:
         resources: the current ones; changed by :meth:`apply` only.
@@ -149,7 +151,7 @@ class Compiler(RuleCompiler):
         self._delta = Delta()
 
     def apply(self, changes: Iterable[tuple[str, Any, Any]]) -> Delta:
-        """Change resources, and return what that has changed.
+        """Change resources, and return the compiled objects that this has changed.
 
         Args:
             changes: name of a table of :class:`~ztunnel.policy.calico.resources.Resources`, key, and the new
@@ -183,7 +185,7 @@ class Compiler(RuleCompiler):
         for key in list(pods):
             before, after = changed["pods"][key], self.resources.pods.get(key)
             self._count(before, after)
-            # The owner of an address can have changed for every pod that has it.
+            # Any pod with one of these addresses can have a new owner of the address.
             pods |= self._claim(key, before, after)
         namespaces = set(changed.get("namespaces", ())) | {namespace for namespace, _ in pods}
         accounts = set(changed.get("accounts", ()))
@@ -205,8 +207,8 @@ class Compiler(RuleCompiler):
                 pods |= {
                     key for key in self._pods_in.get(namespace, ()) if self.resources.pods[key].account == account
                 }
-        # Update pods, network sets, hosts and nodes before selectors: a selector's anchor label is
-        # chosen by how many objects carry it.
+        # Update pods, network sets, hosts and nodes. This comes before selectors, whose anchor labels are chosen
+        # by the number of objects that have them.
         for key in pods:
             self._put_pod(key, changed.get("pods", {}).get(key, self.resources.pods.get(key)))
         for key in networks:
@@ -243,7 +245,7 @@ class Compiler(RuleCompiler):
                 self._account_uses[pod.namespace, pod.account] += step
 
     def _claim(self, key: PodKey, before: Pod | None, after: Pod | None) -> set[PodKey]:
-        """Record a pod's current addresses, and return all pods with one of its current or previous addresses."""
+        """Record a pod's current addresses. Return all pods that have one of its current or previous addresses."""
         found: set[PodKey] = set()
         for pod, has in ((before, False), (after, True)):
             for address in pod.addresses if pod is not None and pod.is_endpoint else ():
@@ -255,7 +257,7 @@ class Compiler(RuleCompiler):
         return found
 
     def _holding(self, pod: Pod) -> Pod:
-        """Return a pod with the addresses that are its own, as ``with_own_addresses`` does for all pods."""
+        """Return a pod with only the addresses that it owns, as ``with_own_addresses`` does for all pods."""
         if not pod.is_endpoint:
             return pod
         pods = self.resources.pods
@@ -308,7 +310,9 @@ class Compiler(RuleCompiler):
         return relabelled
 
     def _implied(self, name: str) -> ApiProfile | None:
-        """Return the implied profile that an explicit one of the same name has replaced."""
+        """Return the profile that a namespace or account implies under this name. An explicit profile can replace
+        it.
+        """
         kind, _, rest = name.partition(".")
         if kind == "kns" and rest in self.compiled.namespaces:
             return namespace_profile(rest, self.compiled.namespaces[rest])
@@ -321,7 +325,7 @@ class Compiler(RuleCompiler):
         found = self._profiles.get(profile)
         return found.labels if found is not None else {}
 
-    # Objects that selectors select
+    # Adding and removing selected objects
 
     def _put_pod(self, key: tuple[str, str], before: Pod | None) -> None:
         pod = self.resources.pods.get(key)
@@ -375,7 +379,7 @@ class Compiler(RuleCompiler):
             self._select(watch_id, self._watches[watch_id], key, thing)
 
     def _select(self, watch_id: Hashable, watch: _Watch, key: Hashable, thing: Selectable | None) -> None:
-        """Add an object to the set that a selector selects, or remove it."""
+        """Add an object to the selection of a selector, or remove it from there."""
         before = watch.selected.get(key)
         after = watch.members(thing) if thing is not None and watch.matches(key, thing) else None
         if before == after:
@@ -422,7 +426,7 @@ class Compiler(RuleCompiler):
                 self._note(key, watch_id, selected=False)
 
     def _anchor(self, node: Node) -> tuple[_Term, ...]:
-        """Return label terms of a selector. Every selected object matches at least one term."""
+        """Return a selector's anchor, as label terms. Every object that it selects matches at least one term."""
         match node:
             case Compare(label, "==", value):
                 return ((label, value),)
@@ -467,7 +471,7 @@ class Compiler(RuleCompiler):
             self._watch(policy_id, _Watch(self._anchor(selector.root), _by(selector), _no_members))
 
     def _own(self, owner: Hashable, needed: set[str]) -> None:
-        """Record the sets that a policy or profile needs, and drop unneeded sets."""
+        """Record which sets a policy or profile needs, and drop sets that are no longer needed."""
         before = self._sets_of.get(owner, set())
         for set_id in needed - before:
             self._owners.setdefault(set_id, set()).add(owner)
@@ -498,14 +502,16 @@ class Compiler(RuleCompiler):
         return set_id
 
     def selector_set(self, selector: Selector) -> str:
-        """Return the id of a selector's address set."""
+        """Return the id of the set with the addresses that a selector selects."""
         return self._set(
             selector.identity,
             lambda: _Watch(self._anchor(selector.root), _by(selector), _networks, c.IpSetType.NET),
         )
 
     def named_port_set(self, selector: Selector | None, protocol: int | str | None, name: str) -> str:
-        """Return the id of the set with selected addresses and their named port. None selects all."""
+        """Return the id of the set with a named port of the selected endpoints. If the selector is None, it
+        selects all.
+        """
         chosen = selector or Selector(All())
         text = port_protocol(protocol)
         return self._set(
@@ -586,7 +592,7 @@ class Compiler(RuleCompiler):
                 yield c.Tier(name, ingress, egress, self._tier(name)[3])
 
     def _tier(self, name: str) -> tuple[bool, float, str, bool]:
-        """Return the sort key of a tier, and whether its end passes."""
+        """Return the sort key of a tier, and whether flows without a match pass at its end."""
         known = self._tiers.get(name)
         if known is None:
             tier = self.resources.tiers.get(name)
@@ -601,7 +607,7 @@ class Compiler(RuleCompiler):
 
 
 def differences(before: Resources, after: Resources) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the changes for :meth:`Compiler.apply` that lead from some resources to others."""
+    """Yield changes for :meth:`Compiler.apply` that turn some resources into others."""
     for item in fields(Resources):
         old, new = getattr(before, item.name), getattr(after, item.name)
         for key in old.keys() - new.keys():
@@ -625,7 +631,7 @@ def _no_members(_: Selectable) -> tuple[str, ...]:
 
 
 def _put(table: dict[Any, Any], key: Any, value: Any) -> bool:
-    """Put a value into a table, or remove it if it is None. Return whether that was a change."""
+    """Put a value into a table, or remove the entry if the value is None. Return whether the table changed."""
     before = table.get(key)
     if value is None:
         return table.pop(key, None) is not None

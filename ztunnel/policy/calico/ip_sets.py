@@ -1,4 +1,4 @@
-"""IP sets, indexed by member: a few look-ups find every set that has an address, however many sets there are.
+"""IP sets, indexed by member, so that a few look-ups find all sets with an address, however many sets exist.
 
 One table per prefix length maps a network to the sets that list it. Another table maps addresses with ports. A
 member of a single set costs one entry and no separate object. Sets have internal numbers. Removing or replacing a
@@ -14,7 +14,8 @@ from typing import Final, TypeAlias
 
 from xds.model.calico import PROTOCOLS, IpSetType
 
-#: The sets that list a member: mostly one, so mostly no tuple.
+#: The number of the set that lists a member, or a tuple if several sets do. One set is the usual case, and needs
+#: no tuple.
 _Owners: TypeAlias = int | tuple[int, ...]
 
 _Table: TypeAlias = dict[int, _Owners]
@@ -24,7 +25,7 @@ _NOTHING: Final[frozenset[str]] = frozenset()
 
 @dataclass(slots=True)
 class _Set:
-    """One IP set. ``broken``: its unreadable members."""
+    """One IP set. ``broken`` has its unreadable members."""
 
     id: str
     type: IpSetType
@@ -34,14 +35,14 @@ class _Set:
 
 
 class MalformedMember(ValueError):
-    """A text is not a valid member for the set's type."""
+    """A text is not a valid member for a set of this type."""
 
 
 class IpSets:
     """The IP sets of a store.
 
-    If a member of a set is unreadable, the set still contains its other members. Whether it contains any other
-    address is unknown, like for a missing set.
+    A set with an unreadable member still contains its other members. Whether it contains any further address is
+    unknown, like for a missing set.
 
     Attributes:
         generation: changes when sets appear, disappear or become (un)usable, but not with their members.
@@ -82,7 +83,7 @@ class IpSets:
         return sum(bool(found.broken) for found in self._sets.values())
 
     def broken(self) -> Iterator[tuple[str, str]]:
-        """Yield the id of each unusable set with one of its unreadable members."""
+        """For each unusable set, yield its id and one of its unreadable members."""
         for found in self._sets.values():
             if found.broken:
                 yield found.id, min(found.broken)
@@ -110,7 +111,7 @@ class IpSets:
         return True
 
     def rename(self, set_id: str, name: str) -> None:
-        """Give a set another id, in place of the set that had it."""
+        """Give a set another id. A set that had this id is replaced."""
         found = self._sets.pop(set_id)
         self._retire(name)
         found.id = name
@@ -124,7 +125,7 @@ class IpSets:
             self.generation += 1
 
     def containing(self, address: str | None) -> frozenset[str]:
-        """Return the ids of the sets that are known to contain an address, except for sets with ports."""
+        """Return the ids of the sets without ports that are known to contain an address."""
         if address is None:
             return _NOTHING
         version, number = address_number(address)
@@ -137,7 +138,7 @@ class IpSets:
         return self._ids(found)
 
     def holds(self, set_id: str, address: str | None) -> bool:
-        """Return whether a set exists, is readable, and contains an address; cheaper than :meth:`containing`."""
+        """Return whether a set exists, is readable, and contains an address. Cheaper than :meth:`containing`."""
         found = self._sets.get(set_id)
         if found is None or found.broken or address is None:
             return False
@@ -216,7 +217,7 @@ class IpSets:
         self._members -= 1
 
     def _place(self, kind: IpSetType, member: str) -> tuple[_Table, int]:
-        """Return the table of a member and its key there.
+        """Return the table that a member belongs to, and the member's key in it.
 
         Raises:
             MalformedMember: the member does not fit the set's type.
@@ -239,7 +240,7 @@ class IpSets:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Remove the table entries of retired sets."""
+        """Remove the table entries that belong to retired sets."""
         alive = self._by_number
         for tables in self._tables.values():
             for length, table in list(tables.items()):
@@ -271,17 +272,20 @@ def _swept(table: _Table, alive: dict[int, _Set]) -> _Table:
 
 @lru_cache(maxsize=4096)  # the same few addresses are looked up again and again
 def address_number(address: str) -> tuple[int, int]:
-    """Return the version and the number of an address; IPv4 mapped to IPv6 is IPv4."""
+    """Return an address as its version and its number. IPv4 mapped to IPv6 counts as IPv4."""
     parsed = ip_address(address)
     mapped = parsed.ipv4_mapped if parsed.version == 6 else None
     return (4, int(mapped)) if mapped is not None else (parsed.version, int(parsed))
 
 
 def _parse_network(member: str) -> tuple[int, int, int]:
-    """Return version, prefix length and the prefix as a number. Without a length it is one address."""
+    """Return a network as version, prefix length, and prefix as a number. A text without a length is one
+    address.
+    """
     address, slash, length = member.partition("/")
     parts = address.split(".")
-    # Nearly all members are IPv4 addresses; ipaddress would take 3 us for each, and sets have 50,000.
+    # This is faster than ipaddress, which takes 3 us for an address: nearly all members are IPv4, and sets have
+    # 50,000.
     if len(parts) == 4 and all(part.isascii() and part.isdigit() and len(part) <= 3 for part in parts):
         a, b, c, d = map(int, parts)
         bits = int(length) if length.isascii() and length.isdigit() and len(length) <= 2 else (33 if slash else 32)
@@ -303,7 +307,7 @@ def _port_key(address: int, protocol: int, port: int) -> int:
 
 
 def _parse_port_member(member: str) -> tuple[int, int]:
-    """Return version and key of ``address,protocol:port``."""
+    """Return the version and the key of a member ``address,protocol:port``."""
     address, comma, rest = member.partition(",")
     name, colon, digits = rest.partition(":")
     protocol = PROTOCOLS.get(name.lower())

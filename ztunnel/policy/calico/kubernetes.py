@@ -1,7 +1,7 @@
 """Reads Kubernetes objects that policies need: pods, namespaces, accounts, services, nodes, NetworkPolicy. Pure.
 
-An unusable part of an object is a :class:`Flaw`. Only as much is left out as admits no more traffic: the entry of
-a list, the whole of an allowing rule, the clause of a denying rule. A fault makes the whole object unusable. Only
+An unusable part of an object is a :class:`Flaw`. The part left out is chosen so that no more traffic is admitted:
+a list's entry, a whole allowing rule, or a denying rule's clause. A fault makes the whole object unusable. Only
 parts that select pods or decide when the object applies can have faults.
 
 The number of entries is not limited, because an API server stores no objects of more than a few megabytes.
@@ -34,7 +34,7 @@ Json: TypeAlias = Mapping[str, Any]
 _Value = TypeVar("_Value")
 IpAddress: TypeAlias = IPv4Address | IPv6Address
 
-#: The kinds of Kubernetes policies, as they appear in policy ids.
+#: The kinds of Kubernetes' policies, as policy ids contain them.
 _POLICY_KINDS: Final = {
     "NetworkPolicy": "KubernetesNetworkPolicy",
     "StagedKubernetesNetworkPolicy": "StagedKubernetesNetworkPolicy",
@@ -48,7 +48,7 @@ _RANGE: Final = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document whose kind is known."""
+    """A document whose kind the reader knows."""
 
     kind: str
     name: str
@@ -79,7 +79,7 @@ class RuleFaults:
 
     Attributes:
         allows: whether the rule allows.
-        faults: each beginning with its place.
+        faults: the faults of these parts, each beginning with its place.
         opens: whether the rest of the rule matches more than the rule as written, which is acceptable for a
             denying rule.
     """
@@ -89,13 +89,13 @@ class RuleFaults:
     opens: bool = False
 
     def note(self, place: str, reason: str) -> None:
-        """Record a fault of the whole rule."""
+        """Record a fault that concerns the whole rule."""
         self.faults.append(f"{place}: {reason}")
         self.opens = True
 
 
 class KubernetesReader(ConfigReader):
-    """Reads documents of one kind each into :attr:`found`.
+    """Reads documents, each of a single kind, into :attr:`found`.
 
     Attributes:
         found: the resources read.
@@ -108,7 +108,7 @@ class KubernetesReader(ConfigReader):
         self.flaws: list[Flaw] = []
 
     def attempt(self, read: Callable[[], _Value]) -> tuple[_Value, list[str]]:
-        """Return a value, and the faults recorded while reading it. They do not count as faults of the object."""
+        """Read a value, and return it with the faults found in it. These do not count as faults of the object."""
         before = len(self.faults)
         value = read()
         faults = self.faults[before:]
@@ -116,26 +116,27 @@ class KubernetesReader(ConfigReader):
         return value, faults
 
     def flawed(self, faults: Iterable[str], consequence: str) -> None:
-        """Record the faults of a part, with their consequence."""
+        """Record the faults of a part as flaws with this consequence."""
         self.flaws += [Flaw(fault, consequence) for fault in faults]
 
     def without(self, read: Callable[[], _Value], consequence: str) -> _Value:
-        """Return a value without its faulty parts; each is a flaw with this consequence."""
+        """Return a value without its faulty parts, each of which is reported as a flaw with this consequence."""
         value, faults = self.attempt(read)
         self.flawed(faults, consequence)
         return value
 
     def needed(self, rule: RuleFaults, read: Callable[[], _Value]) -> _Value:
-        """Return a clause that is only valid with all of its entries. With a fault, the rule could match more than
-        written."""
+        """Return a clause that is only valid with all of its entries. If one is faulty, the rule could match more
+        than it does as written.
+        """
         value, faults = self.attempt(read)
         rule.faults += faults
         rule.opens = rule.opens or bool(faults)
         return value
 
     def entries(self, rule: RuleFaults, read: Callable[[], tuple[_Value, ...]]) -> tuple[_Value, ...]:
-        """Return the alternatives of a rule. A faulty alternative is removed from an allowing rule, and makes any
-        other rule match all.
+        """Return the alternatives of a rule's clause. A faulty one is removed from an allowing rule. It makes any
+        other rule match any value.
         """
         values, faults = self.attempt(read)
         rule.faults += faults
@@ -145,7 +146,7 @@ class KubernetesReader(ConfigReader):
         return values
 
     def put(self, table: dict[Any, Any], key: Any, value: Any, where: str) -> None:
-        """Add a resource to its table, or record a duplicate."""
+        """Add a resource to its table, or record a fault if the table has it already."""
         if key in table:
             self.fault(where, "is there twice")
         table[key] = value
@@ -156,7 +157,9 @@ class KubernetesReader(ConfigReader):
         return self.without(lambda: self.label_texts(found, place), "it counts as that text")
 
     def label_texts(self, value: object, where: str) -> Mapping[str, str]:
-        """Return labels. Like API servers, take null for the empty text. Other values must be texts."""
+        """Return labels. A null value is read as the empty text, like by API servers. Other values must be
+        texts.
+        """
         labels = self.mapping(value, where, None)
         for key, text in labels.items():
             if text is not None and not isinstance(text, str):
@@ -169,7 +172,7 @@ class KubernetesReader(ConfigReader):
         return value if isinstance(value, str) and value else "default"
 
     def nets(self, entry: Json, key: str, where: str) -> tuple[IpNetwork, ...]:
-        """Return a list of networks with host bits cleared, without invalid entries."""
+        """Return a list of networks without invalid entries. The bits behind a prefix are cleared."""
         found = []
         for value in self.items(entry, key, where):
             network = parse_network(value) if isinstance(value, str) else None
@@ -190,7 +193,7 @@ class KubernetesReader(ConfigReader):
         self.put(self.found.accounts, (namespace, resource.name), found, resource.where)
 
     def pod(self, resource: Document) -> None:
-        """Read a Pod. One that has finished has no addresses any more."""
+        """Read a Pod. A pod that has finished no longer has addresses."""
         spec = self.mapping(resource.body.get("spec"), f"{resource.where}: spec", None)
         status = self.mapping(resource.body.get("status"), f"{resource.where}: status", None)
         annotations = self.mapping(resource.metadata.get("annotations"), f"{resource.where}: annotations", None)
@@ -326,7 +329,7 @@ class KubernetesReader(ConfigReader):
                 yield ApiRule(c.Action.ALLOW, source, with_ports(destination, ports), protocol)
 
     def _ports(self, entry: Json, where: str) -> tuple[tuple[str | None, tuple[tuple[int, int] | str, ...]], ...]:
-        """Return protocols and their ports, without unreadable ones. A missing list matches any."""
+        """Return the protocols and ports of a rule, without unreadable ones. A missing list matches any."""
         items = self.items(entry, "ports", where)
         if not items:
             return ((None, ()),)
@@ -384,10 +387,10 @@ class KubernetesReader(ConfigReader):
         )
 
     def label_selector(self, value: object, where: str, *, pods: bool) -> str:
-        """Return a LabelSelector in Calico's language. For pods it includes the term that selects Kubernetes'
-        pods.
+        """Return a LabelSelector in Calico's language. A selector of pods also gets the term that selects only
+        Kubernetes' pods.
 
-        A faulty selector becomes one that selects all.
+        A faulty selector is replaced by one that selects all.
         """
         everything = ["projectcalico.org/orchestrator == 'k8s'"] if pods else []
         terms, faults = self.attempt(lambda: self._label_terms(value, where))
@@ -424,7 +427,7 @@ class KubernetesReader(ConfigReader):
         return terms
 
 
-#: The consequence of faults in an allowing rule.
+#: What happens to an allowing rule that has faults.
 ALLOWS_NOTHING: Final = "the rule allows nothing"
 ALLOWS_THE_REST: Final = "the rule allows only what the rest of it says"
 
@@ -432,7 +435,7 @@ ALLOWS_THE_REST: Final = "the rule allows only what the rest of it says"
 def _decimal(value: object) -> object:
     """Return a network of a NetworkPolicy without leading zeros in its octets.
 
-    API servers accept them (``netutils.ParseCIDRSloppy``) and take the octets for decimal numbers.
+    API servers accept leading zeros (``netutils.ParseCIDRSloppy``), and read the octets as decimal numbers.
     """
     if not isinstance(value, str) or ":" in value:
         return value
@@ -440,7 +443,9 @@ def _decimal(value: object) -> object:
 
 
 def _is_one_of(label: str, operator: str, values: list[str]) -> str:
-    """Return a term of Calico's language. A text with both quotes cannot be quoted; no label has such a value."""
+    """Return a term of Calico's selector language. A text with both kinds of quotes cannot be quoted, but no label
+    has such a value.
+    """
     return f"{label} {operator} {{{', '.join(map(_quoted, filter(_is_value, values)))}}}"
 
 

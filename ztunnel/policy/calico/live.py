@@ -1,4 +1,5 @@
-"""Calico's active policies in one process of the tunnel proxy: their source, and the reviews after a change.
+"""Calico's active policies in one process of the tunnel proxy: their source, and the reviews of open connections
+after a change.
 
 A change of the store starts a review: every live connection is evaluated again, and ended if it is no longer
 allowed. Changes shortly after a review share one further review.
@@ -15,13 +16,15 @@ from ztunnel.policy.calico.report import state_of
 from ztunnel.policy.ledger import TierPolicy, Uses
 from ztunnel.runtime.clock import Clock
 
-#: How long a new connection waits for the policies of an unknown pod, which can start before its endpoint is
-#: announced. The same time as for policies of an Istio mesh.
+#: Seconds that a new connection waits for the policies of an unknown pod, which can start before its endpoint is
+#: announced. An Istio mesh's policies have the same limit.
 GRACE_S: Final = 5.0
-#: Shortest time between two reviews: with 10,000 connections one takes about 0.1 s of the loop's time (a guess).
+#: The shortest time between two reviews. With 10,000 connections one review takes about 0.1 s of the loop's time
+#: (a guess).
 _REVIEW_S: Final = 0.1
 
-#: Re-evaluates live connections: :meth:`ztunnel.proxy.dataplane.live_table.Lives.review`, which shares the loop.
+#: Evaluates all live connections again: :meth:`ztunnel.proxy.dataplane.live_table.Lives.review`, which shares the
+#: loop.
 Review = Callable[[], object]
 
 
@@ -31,7 +34,7 @@ class PolicySource(Protocol):
 
     Attributes:
         in_sync: the policies in use are known to be current.
-        error: why it is out of sync. Empty if it is in sync, or still unknown.
+        error: why the source is out of sync. Empty if it is in sync, or if that is not known yet.
     """
 
     in_sync: bool
@@ -39,11 +42,11 @@ class PolicySource(Protocol):
 
     @property
     def name(self) -> str:
-        """The source of policies, as text for people."""
+        """A description of the policies' source, for people."""
 
     @property
     def evaluator(self) -> Evaluator:
-        """The evaluator over the last complete store."""
+        """The evaluator that uses the last complete store."""
 
     @property
     def age_s(self) -> float:
@@ -83,7 +86,7 @@ class LivePolicies:
         self._waiting: set[asyncio.Event] = set()
         self._clock = clock
         self._waited = waited
-        #: Counts reviews that have begun; tests and :meth:`admit`'s callers compare it.
+        #: The number of reviews begun so far. Tests and callers of :meth:`admit` compare it.
         self.changes = 0
 
     @property
@@ -102,11 +105,13 @@ class LivePolicies:
 
     @property
     def are_complete(self) -> bool:
-        """Whether all policies that existed at the start have arrived."""
+        """Whether all policies that existed at the start have arrived by now."""
         return self.source.evaluator.store.in_sync
 
     async def complete(self) -> None:
-        """Return once all policies that existed at the start have arrived. No connection is admitted before."""
+        """Return once all policies that existed at the start have arrived. Until then, no connection is
+        admitted.
+        """
         arrived = asyncio.Event()
         self._waiting.add(arrived)
         try:
@@ -119,8 +124,8 @@ class LivePolicies:
     async def admit(self, direction: c.Direction, flow: c.Flow) -> Decision:
         """Decide about a new connection. It waits at most :data:`GRACE_S` for a pod that is not known yet.
 
-        The caller registers the connection for reviews first, or evaluates it again afterwards, so that a change
-        during the wait is not missed.
+        So that no change during the wait is missed, the caller first registers the connection for reviews, or
+        evaluates it again afterwards.
         """
         guard = self.guard
         if guard.knows((flow.destination_ip if direction is c.Direction.INGRESS else flow.source_ip) or ""):

@@ -15,10 +15,11 @@ from ztunnel.kube.objects import Object, ObjectKey
 from ztunnel.policy.calico.read import read_object
 from ztunnel.policy.calico.resources import ApiPolicy, ApiRule, Resources
 
-#: Table of :class:`~ztunnel.policy.calico.resources.Resources`, key, value. None removes.
+#: A change: the name of a table of :class:`~ztunnel.policy.calico.resources.Resources`, a key, and the value. None
+#: removes the entry.
 ResourceChange: TypeAlias = tuple[str, Any, Any]
 
-#: Kinds that :class:`PolicyObjects` reads.
+#: The kinds that :class:`PolicyObjects` reads.
 KINDS: Final = (
     "Pod", "Namespace", "ServiceAccount", "Service", "NetworkPolicy", "GlobalNetworkPolicy", "NetworkSet",
     "GlobalNetworkSet", "Tier", "Profile", "StagedNetworkPolicy", "StagedGlobalNetworkPolicy",
@@ -35,7 +36,7 @@ _POLICY_KINDS: Final = frozenset(
     }
 )
 _STRICTER: Final = "the rest of it is in force"
-#: The number of an object's faults that are reported one by one: a network set can have thousands.
+#: The most faults of one object that are reported one by one. A network set can have thousands.
 _TOLD: Final = 8
 
 
@@ -62,18 +63,18 @@ class PolicyObjects:
     """Remembers which resource each object became.
 
     Attributes:
-        nodes: Node objects are among the changes. Without them, rules about nodes fail closed.
-        problems: the problems of the objects that are faulty now.
+        nodes: whether Node objects are among the changes. If not, rules about nodes fail closed.
+        problems: the problems of objects that are faulty now, by object.
     """
 
     nodes: bool = True
     problems: dict[ObjectKey, Problem] = field(default_factory=dict)
     _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
-    #: Policies without a good form, in whose place a closing policy is made.
+    #: Policies without a good form. A policy that denies their pods' traffic replaces each of them.
     _closed: set[ObjectKey] = field(default_factory=set)
 
     def known(self) -> set[ObjectKey]:
-        """Return the objects that were converted to a resource."""
+        """Return the keys of the objects from which resources were made."""
         return set(self._made)
 
     def changes(self, objects: Mapping[ObjectKey, Object | None]) -> list[ResourceChange]:
@@ -128,7 +129,7 @@ def _entries(found: Resources) -> Iterator[ResourceChange]:
 
 
 def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
-    """Return a policy whose rules about nodes fail closed: their addresses are not known here."""
+    """Return a policy whose rules about nodes fail closed, because the nodes' addresses are not known here."""
     notes: list[str] = []
     made: list[tuple[ApiRule, ...]] = []
     for key, rules in (("ingress", policy.inbound), ("egress", policy.outbound)):
@@ -151,7 +152,7 @@ def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
 def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
     """Return a policy that denies the traffic of the pods that a faulty policy selects, in its directions.
 
-    The unreadable part of a selector selects all pods; unreadable directions mean both.
+    An unreadable part of a selector counts as selecting all pods, and unreadable directions as both.
     """
     made = next(iter(found.policies.values()), None)
     if made is None:
@@ -165,7 +166,7 @@ def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
 
 
 def _closed(policy: ApiPolicy) -> str:
-    """Describe the pods that a closing policy selects."""
+    """Return a text about which pods a closing policy selects."""
     pods = " && ".join(filter(None, (policy.selector, policy.account_selector))) or "all pods"
     where = policy.id.namespace or policy.namespace_selector or "every namespace"
     governed = [name for name, whether in (("ingress", policy.ingress), ("egress", policy.egress)) if whether]

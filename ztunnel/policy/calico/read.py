@@ -1,7 +1,7 @@
 """Reads policy resources from YAML, and reports every fault with its position. Pure.
 
-A file has documents of any kind in :data:`_KINDS`, in any order; ``List`` documents are opened. The reader refuses
-what Calico's own validation refuses, and input that would otherwise be accepted without effect.
+A file can have documents of all kinds in :data:`_KINDS`, in any order. ``List`` documents are unpacked. The reader
+refuses what Calico's own validation refuses, and input that would otherwise be accepted without effect.
 """
 
 import functools
@@ -49,7 +49,7 @@ def read_resources(texts: Mapping[str, str]) -> Resources:
     """Read files, given as texts by name.
 
     Raises:
-        Faults: every fault, with file, resource and field. Two resources with the same key are also a fault.
+        Faults: lists every fault, with file, resource and field. Two resources with the same key are also a fault.
     """
     reader = _Reader()
     for name, text in texts.items():
@@ -65,7 +65,8 @@ class ReadObject:
     """The result of reading one object.
 
     Attributes:
-        found: the resource without its unusable parts. With faults it only has the object's selection.
+        found: the resource without its unusable parts. If ``faults`` is not empty, it only has the object's
+            selection.
         faults: the reasons why the object is unusable, each with resource and field.
         flaws: the parts that are not enforced as written.
     """
@@ -82,13 +83,14 @@ def read_object(document: Mapping[str, object]) -> ReadObject:
     return ReadObject(reader.found, tuple(reader.faults), tuple(reader.flaws))
 
 
-#: Readers of kinds, by apiVersion's group and kind.
+#: The API groups of Calico's resources.
 _CALICO: Final = ("projectcalico.org", "crd.projectcalico.org")
 _SKIPPED: Final = frozenset({"FelixConfiguration"})
 
 
 def refusal(group: str, kind: str) -> str:
-    """Return why objects of a kind are a fault in policy files. Empty for an ignored kind.
+    """Return why policy files must not contain objects of a kind. Empty for a kind that is ignored. An unknown
+    kind is a fault, because it can be a policy with a misspelt kind.
 
     An unknown kind can be a policy with a misspelt kind.
     """
@@ -128,7 +130,8 @@ class _Reader(ClusterPolicyReader):
             self.fault(where, "metadata.name is missing")
             return
         if not isinstance(metadata.get("namespace"), str | None):
-            # Such as a number without quotes. In the namespace "default" the object would apply to other pods.
+            # The namespace can be a number without quotes, for example. If it were ignored, the object would apply
+            # to pods in "default".
             self.fault(where, f"metadata.namespace must be text, not {metadata['namespace']!r}")
             return
         if group in _CALICO and kind in _SKIPPED:
@@ -152,7 +155,7 @@ class _Reader(ClusterPolicyReader):
         return float(value)
 
     def selector_text(self, spec: Json, key: str, where: str, *, global_allowed: bool = False) -> str:
-        """Return a selector. A faulty one selects all."""
+        """Return a selector. A faulty one is replaced by one that selects all."""
         text = self.text(spec, key, where, "")
         try:
             found = parse_selector(text)
@@ -218,8 +221,8 @@ class _Reader(ClusterPolicyReader):
         return "Ingress" in given, "Egress" in given
 
     def rules(self, spec: Json, key: str, where: str, namespace: str) -> tuple[ApiRule, ...]:
-        """Return the rules of one direction, each reduced to its usable parts. A value that is not a list denies
-        all.
+        """Return the rules of one direction, each reduced to its usable parts. If the value is not a list, all
+        traffic is denied.
         """
         items, faults = self.attempt(lambda: self.items(spec, key, where))
         if faults:
@@ -229,8 +232,8 @@ class _Reader(ClusterPolicyReader):
         return tuple(rule for rule in found if rule is not None)
 
     def usable_rule(self, item: object, where: str, namespace: str) -> ApiRule | None:
-        """Return a rule, or with faults the part that admits no more traffic. None if there
-        is no such part.
+        """Return a rule. A faulty one is reduced so that it admits no more traffic than intended. None if that is
+        impossible.
         """
         action = item.get("action") if isinstance(item, Mapping) else None
         faults = RuleFaults(allows=action == "Allow")
@@ -243,7 +246,8 @@ class _Reader(ClusterPolicyReader):
             case c.Action.LOG:
                 consequence = "nothing is logged"
             case c.Action.PASS:
-                # Neither omitting the rule nor widening it is certain to admit no more traffic.
+                # A faulty passing rule becomes a denying rule: omitting it, or letting it pass more flows, could
+                # admit more traffic.
                 consequence = "the rule denies, without these clauses, what it would pass on"
                 rule = replace(rule, action=c.Action.DENY)
             case _:
@@ -378,7 +382,7 @@ class _Reader(ClusterPolicyReader):
         return tuple(name for name in names if isinstance(name, str) and name)
 
     def service_of(self, side: Json, where: str, namespace: str) -> tuple[str, str] | None:
-        """Return the Service that one side of a rule names, by default in the policy's namespace."""
+        """Return the Service that one side of a rule names. The default namespace is the policy's."""
         place = f"{where}.services"
         services, faults = self.attempt(lambda: self.mapping(side.get("services"), place, ("name", "namespace")))
         if side.get("services") is None:
@@ -424,7 +428,7 @@ class _Reader(ClusterPolicyReader):
             paths.append(c.PathMatch(text, kind == "prefix"))
         return c.HttpMatch(methods, tuple(paths))
 
-    # The rest of Calico's kinds
+    # Calico's other kinds
 
     def tier(self, resource: Document) -> None:
         where = f"{resource.where}: spec"
@@ -526,7 +530,7 @@ _POLICY_FIELDS: Final = (
 )  # fmt: skip
 _GLOBAL_POLICY_FIELDS: Final = (*_POLICY_FIELDS, "namespaceSelector", "doNotTrack", "preDNAT", "applyOnForward")
 
-#: Keys beside ``spec`` and ``status``.
+#: The valid keys of an object beside ``spec`` and ``status``.
 _TOP_LEVEL: Final = {
     "ServiceAccount": ("secrets", "imagePullSecrets", "automountServiceAccountToken"),
 }

@@ -46,12 +46,14 @@ def in_force(store: Store, state: Mapping[str, Any], uses: Uses[TierPolicy]) -> 
 
 
 def state_of(name: str, error: str, age_s: float, *, in_sync: bool) -> dict[str, Any]:
-    """Return the state of a source: whether its policies are current, or for how long and why they are stale."""
+    """Return the state of a policy source: whether its policies are current, or else for how long and why they are
+    stale.
+    """
     return {"name": name, "in_sync": in_sync, "stale_s": round(age_s, 1), "error": error}
 
 
 def _tiers(store: Store) -> dict[str, dict[c.PolicyId, int]]:
-    """Return the policies of each tier in order, with the number of endpoints that have them."""
+    """Return the policies of each tier in order, with the number of endpoints that each policy applies to."""
     found: dict[str, dict[c.PolicyId, int]] = {}
     for endpoint in store.endpoints.values():
         for tier in endpoint.tiers:

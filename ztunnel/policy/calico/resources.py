@@ -15,7 +15,7 @@ from xds.model.address import IpNetwork
 #: The default clause of a rule: it matches all traffic.
 NO_HTTP: Final = c.HttpMatch()
 DEFAULT_TIER: Final = "default"
-#: The predefined tiers: order, and whether flows without a matching rule pass to the next tier.
+#: The predefined tiers: each tier's order, and whether flows without a matching rule pass to the next tier.
 BUILT_IN_TIERS: Final = {
     "kube-admin": (1_000.0, True),
     DEFAULT_TIER: (1_000_000.0, False),
@@ -64,7 +64,7 @@ class ApiRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiPolicy:
-    """A policy of any kind; Kubernetes' are converted to one.
+    """A policy of any kind. Kubernetes' policies are converted to this form.
 
     Attributes:
         order: inside its tier, lowest first.
@@ -87,7 +87,7 @@ class ApiPolicy:
 
 @dataclass(frozen=True, slots=True)
 class ApiTier:
-    """A tier; ``order`` decides its place, lowest first."""
+    """A tier of policies. ``order`` decides its place, lowest first."""
 
     name: str
     order: float
@@ -96,7 +96,7 @@ class ApiTier:
 
 @dataclass(frozen=True, slots=True)
 class ApiProfile:
-    """A profile: rules, and labels that its endpoints inherit."""
+    """A profile: rules for its endpoints, and labels that they inherit."""
 
     name: str
     inbound: tuple[ApiRule, ...] = ()
@@ -106,7 +106,7 @@ class ApiProfile:
 
 @dataclass(frozen=True, slots=True)
 class NetworkSet:
-    """Networks with labels, which selectors select like endpoints. ``namespace`` is empty for a global set."""
+    """Networks with labels, which selectors can select like endpoints. ``namespace`` is empty for a global set."""
 
     namespace: str
     name: str
@@ -130,10 +130,10 @@ class Pod:
     Attributes:
         uid: the name of its PolicySync socket. Empty without one.
         addresses: empty before it has any, and after it has finished.
-        host_network: such a pod is no endpoint.
-        captured: the mesh's node agent has redirected its traffic to the node's proxy.
+        host_network: whether it uses the node's network. Such a pod is not an endpoint.
+        captured: whether the mesh's node agent has redirected its traffic to the node's proxy.
         created: the creation time in the API server's form, which sorts as text. Empty if unknown.
-        terminating: it is being deleted.
+        terminating: whether it is being deleted.
     """
 
     namespace: str
@@ -151,12 +151,13 @@ class Pod:
 
     @property
     def is_endpoint(self) -> bool:
-        """Whether policies apply to the pod, given that its addresses are its own."""
+        """Whether policies apply to the pod, if it owns its addresses."""
         return bool(self.addresses) and not self.host_network
 
     @property
     def claim(self) -> tuple[bool, str, str, str]:
-        """The precedence of an endpoint's claim to an address that several endpoints have. The greatest wins.
+        """A sort key for endpoints that have the same address. The endpoint with the greatest key owns the
+        address.
 
         A pod that is being deleted, or an older one, has lost its address to another: its object may stay for days
         after its sandbox has ended, waiting for a finalizer.
@@ -166,7 +167,7 @@ class Pod:
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
-    """A namespace, or a service account in one."""
+    """A namespace, or a service account in a namespace."""
 
     namespace: str
     name: str
@@ -190,7 +191,7 @@ class HostEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node, as rules of cluster-wide policies select it."""
+    """A node, which rules of cluster-wide policies can select."""
 
     name: str
     labels: Mapping[str, str]
@@ -199,7 +200,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A Service: the pods it selects, and the ports it forwards to; ``targets`` are numbers or names of ports."""
+    """A Service: the pods that it selects, and its target ports. ``targets`` are numbers or names of ports."""
 
     namespace: str
     name: str

@@ -12,9 +12,9 @@ from ztunnel.runtime.clock import Clock
 if TYPE_CHECKING:
     from ztunnel.policy.calico.live import LivePolicies
 
-#: Variables of both dialects.
+#: The environment variables that both dialects read.
 DIRECTORY, SYNC, UNKNOWN_PODS = "CALICO_POLICY_DIR", "POLICY_SYNC", "CALICO_UNKNOWN_PODS"
-#: For Istio's dialect only, because Envoy's dialect does not mark waypoints.
+#: This variable exists in Istio's dialect only, because Envoy's dialect does not mark waypoints.
 HTTP_WAYPOINTS = "CALICO_HTTP_WAYPOINTS"
 
 
@@ -72,7 +72,7 @@ def waypoints(text: str) -> frozenset[str]:
 
 
 def sync_target(text: str) -> str:
-    """Return an address as gRPC spells it: a bare path and ``unix:///path`` become ``unix:/path``.
+    """Return an address in gRPC's spelling: a bare path and ``unix:///path`` become ``unix:/path``.
 
     Raises:
         ValueError: it is neither a path nor ``host:port``.
@@ -90,7 +90,7 @@ def sync_target(text: str) -> str:
 
 
 def unknown_pods(text: str) -> str:
-    """Return ``deny`` or ``allow``. Empty stays empty.
+    """Parse ``deny`` or ``allow``. An empty text stays empty.
 
     Raises:
         ValueError: the text is neither ``deny`` nor ``allow`` nor empty.
@@ -110,7 +110,7 @@ def live_policies(
         uses: counts decisions by policy.
         waited: see :class:`~ztunnel.policy.calico.live.LivePolicies`.
     """
-    # Proxies without policies save the memory; YAML is for files only.
+    # Imported here, so that proxies without policies save the memory. YAML is needed for files only.
     from ztunnel.policy.calico.live import LivePolicies
 
     if settings.directory:

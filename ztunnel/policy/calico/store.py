@@ -1,5 +1,6 @@
-"""The state sent by PolicySync: policies, profiles, endpoints, IP sets and labels. Pure. Each stream has its
-own."""
+"""The state sent by PolicySync: policies, profiles, endpoints, IP sets and labels. Pure. Each stream has its own
+store.
+"""
 
 from dataclasses import dataclass, field
 from typing import Final, TypeVar, assert_never
@@ -36,7 +37,9 @@ class Store:
     _by_address: dict[str, dict[c.EndpointId, None]] = field(default_factory=dict)
 
     def apply(self, update: c.Update) -> None:
-        """Apply one update to the state. Updates are idempotent. Removing a missing object has no effect."""
+        """Apply one update to the state. Applying an update twice has no further effect, and removing a missing
+        object has none.
+        """
         self.generation += 1
         match update:
             case c.IpSetUpdate():
@@ -62,28 +65,28 @@ class Store:
                 assert_never(update)
 
     def rename_ip_set(self, set_id: str, name: str) -> None:
-        """Replace an IP set by another, so that a set filled in steps takes effect at once."""
+        """Replace an IP set by another one, so that a set that was filled in steps takes effect at once."""
         self.generation += 1
         self.ip_sets.rename(set_id, name)
 
     @property
     def size(self) -> int:
-        """The number of objects, members of IP sets included."""
+        """The number of objects, including members of IP sets."""
         objects = len(self.policies) + len(self.profiles) + len(self.endpoints)
         labels = len(self.service_accounts) + len(self.namespaces)
         return objects + labels + len(self.ip_sets) + self.ip_sets.weight
 
     def endpoint_at(self, address: str | None) -> c.EndpointId | None:
-        """Return the endpoint of an address, the newest if several claim it. None if there is none."""
+        """Return the endpoint with an address, the newest if several have it. None if there is none."""
         found = self._by_address.get(address or "")
         return next(reversed(found)) if found else None
 
     def labels_of_account(self, namespace: str, name: str) -> Labels:
-        """Return the labels of a service account; none if it is unknown."""
+        """Return the labels of a service account. Empty if it is unknown."""
         return self.service_accounts.get((namespace, name), _NO_LABELS)
 
     def labels_of_namespace(self, name: str) -> Labels:
-        """Return the labels of a namespace; none if it is unknown."""
+        """Return the labels of a namespace. Empty if it is unknown."""
         return self.namespaces.get(name, _NO_LABELS)
 
     def _put_endpoint(self, key: c.EndpointId, endpoint: c.Endpoint | None) -> None:

@@ -11,10 +11,10 @@ from ztunnel.policy.calico.http_path import normal_path
 from ztunnel.policy.calico.ip_sets import IpSets
 from ztunnel.policy.calico.store import Store
 
-#: Longest SPIFFE id (SPIFFE-ID, 2.3).
+#: The greatest length of a SPIFFE id (SPIFFE-ID, 2.3).
 _LONGEST: Final = 2048
 
-#: The tier under which decisions of profiles are reported.
+#: The tier name under which decisions of profiles are reported.
 PROFILE_TIER: Final = "__PROFILE__"
 
 
@@ -30,7 +30,7 @@ class Code(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RuleRef:
-    """The rule that decided.
+    """The rule that decided, by its tier, policy and index.
 
     Attributes:
         policy: a profile's id has the kind ``Profile`` and its name.
@@ -67,7 +67,7 @@ class Verdict:
 
 
 class Undecidable(Exception):
-    """A flow reached a rule that cannot be evaluated. It is answered with :attr:`code`.
+    """The evaluation of a flow reached a rule that cannot be evaluated. The answer has the status :attr:`code`.
 
     Attributes:
         code: the gRPC status code to answer with.
@@ -80,7 +80,7 @@ class Undecidable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Namespace and service account of a principal; both empty for plain text."""
+    """The namespace and service account in a principal. Both are empty for plain text."""
 
     namespace: str = ""
     account: str = ""
@@ -91,7 +91,7 @@ def identity_of(principal: str, trust_domains: frozenset[str]) -> Identity | Non
 
     Args:
         principal: a SPIFFE id in Istio's form. Empty for plain text.
-        trust_domains: accepted ones. Empty accepts all, like Calico.
+        trust_domains: the accepted trust domains. Empty accepts all, like Calico.
     """
     if not principal:
         return Identity()
@@ -107,7 +107,9 @@ def identity_of(principal: str, trust_domains: frozenset[str]) -> Identity | Non
 
 
 class Peer:
-    """One end of a flow with its data from the store. Each part is looked up when it is first read."""
+    """One end of a flow, with its data from the store. Each part of the data is looked up when it is first
+    read.
+    """
 
     __slots__ = (
         "_labels",
@@ -142,7 +144,7 @@ class Peer:
 
     @property
     def sets(self) -> frozenset[str]:
-        """The IP sets that contain the address."""
+        """The IP sets that contain the peer's address."""
         found = self._sets
         if found is None:
             found = self._sets = self._store.ip_sets.containing(self.address)
@@ -150,7 +152,7 @@ class Peer:
 
     @property
     def port_sets(self) -> frozenset[str]:
-        """The IP sets that contain address, protocol and port."""
+        """The IP sets that contain the peer's address, protocol and port."""
         found = self._port_sets
         if found is None:
             found = self._port_sets = self._store.ip_sets.containing_port(self.address, self.protocol, self.port)
@@ -158,7 +160,7 @@ class Peer:
 
     @property
     def labels(self) -> Labels:
-        """The labels of the request, overridden by the service account's labels."""
+        """The labels of the request. The service account's labels override them."""
         found = self._labels
         if found is None:
             account = self._store.labels_of_account(self.identity.namespace, self.identity.account)
@@ -174,11 +176,11 @@ class Facts:
     """The facts about one flow that clauses read.
 
     Attributes:
-        read_http: whether a clause has read method or path, so that the answer holds for this request only.
+        read_http: whether a clause has read method or path. If so, the answer is only valid for this request.
         unseen: the first rule that would allow some requests of this connection, if only the connection is
             evaluated.
-        left_to: the proxy that evaluates the requests of this connection. Empty if none is known.
-        left: the rule that matched because its HTTP clause is left to that proxy.
+        left_to: the waypoint that evaluates the requests of this connection. Empty if none is known.
+        left: the rule that matched because its HTTP clause is left to that waypoint.
     """
 
     __slots__ = (
@@ -223,10 +225,10 @@ class Facts:
 
 
 def with_unseen(verdict: Verdict, facts: Facts) -> Verdict:
-    """Return a verdict whose message names the rule with an HTTP clause, if there is one.
+    """Return a verdict whose message also names the rule whose HTTP clause was not evaluated, if there is one.
 
-    Called last for connections. The message distinguishes a policy about requests from a policy without a match
-    for this client. For an allowed connection it names the proxy that evaluates the requests.
+    Called last for connections. The message shows whether a policy is about requests, or does not match this
+    client at all. For an allowed connection it names the proxy that evaluates the requests.
     """
     if facts.left is not None and verdict.allowed:
         return Verdict(verdict.code, f"{facts.left} is about HTTP, left to {facts.left_to}", verdict.rule)

@@ -24,7 +24,7 @@ from ztunnel.policy.calico.verdict import (
 
 
 class Outcome(StrEnum):
-    """The outcome of one rule, policy or tier."""
+    """The result of evaluating one rule, policy or tier."""
 
     NO_MATCH = "no match"
     LOGGED = "logs"
@@ -46,7 +46,7 @@ _OF_ACTION = {
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An evaluated rule. Index -1 stands for a policy as a whole, or for the end of a tier.
+    """The step that evaluated one rule. Index -1 stands for a policy as a whole, or for the end of a tier.
 
     Attributes:
         clause: the first failing clause of a rule that did not match, or the error, if any.
@@ -59,7 +59,7 @@ class Step:
 
 @dataclass(slots=True)
 class Walk:
-    """The steps of an evaluation up to the deciding one, and the verdict."""
+    """The steps of an evaluation, up to the deciding step, and the verdict."""
 
     steps: list[Step] = field(default_factory=list)
     verdict: Verdict = field(default_factory=lambda: Verdict(Code.PERMISSION_DENIED))
@@ -75,11 +75,12 @@ def walk(
     enforced: bool = True,
     connections_only: bool = False,
 ) -> Walk:
-    """Evaluate an endpoint's policies for a flow and return every step.
+    """Evaluate an endpoint's policies for a flow, and return every step of the evaluation.
 
     Args:
-        identities: the source's and the destination's, see :func:`~ztunnel.policy.calico.verdict.identity_of`.
-        enforced: False evaluates staged policies, too.
+        identities: the identities of source and destination, see
+            :func:`~ztunnel.policy.calico.verdict.identity_of`.
+        enforced: False also evaluates staged policies.
         connections_only: see :mod:`ztunnel.policy.calico.clauses`.
     """
     walking = _Walking(store, Facts(store, flow, *identities), direction, enforced, connections_only)
@@ -92,7 +93,7 @@ def walk(
 
 @dataclass(slots=True)
 class _Walking:
-    """One evaluation in progress: its flow, and the steps so far."""
+    """An evaluation in progress: its flow, and its steps so far."""
 
     store: Store
     facts: Facts
@@ -102,7 +103,7 @@ class _Walking:
     steps: list[Step] = field(default_factory=list)
 
     def tiers(self, endpoint: c.Endpoint) -> Verdict:
-        """Return the verdict of tiers and profiles.
+        """Return the verdict of the tiers, or else of the profiles.
 
         Raises:
             Undecidable: a rule is reached that cannot be evaluated.
@@ -137,7 +138,7 @@ class _Walking:
         return denied(RuleRef(PROFILE_TIER, profile_id(endpoint.profiles[0]), -1))
 
     def _policy(self, policy: c.Policy | None, place: RuleRef) -> tuple[RuleRef, c.Action] | None:
-        """Return the place and the action of a policy's first rule that matches and does not only log."""
+        """Return the place and the action of a policy's first matching rule whose action is not Log."""
         if policy is None:
             message = f"policy {place.policy} of tier {place.tier} is not in the store"
             self.steps.append(Step(RuleRef(place.tier, place.policy, -1), Outcome.UNDECIDABLE, message))
@@ -160,7 +161,7 @@ class _Walking:
         return None
 
     def _failed(self, rule: c.Rule, namespace: str, place: RuleRef) -> str | None:
-        """Return the name of the first clause that fails, or None.
+        """Return the name of the first clause that fails, or None if all match.
 
         Raises:
             Undecidable: none fails and one cannot be evaluated.

@@ -139,7 +139,7 @@ async def run(args: argparse.Namespace, out: TextIO | None = None, err: TextIO |
 
 
 async def _run(args: argparse.Namespace, out: TextIO) -> int:
-    """Keep the table until SIGINT or SIGTERM, which also end the start once the lock is held."""
+    """Keep the table until SIGINT or SIGTERM. Once this has the lock, these signals also end the start."""
     from tproxy.aio.table import KeptTable
     from ztunnel.policy.netpol.controller import Controller
     from ztunnel.policy.netpol.lock import NodeLock
@@ -158,8 +158,8 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
         _warn_of_bridges()
         table = await stack.enter_async_context(KeptTable(TABLE, netns))
         with until_signal():
-            # Take the lock before the socket and the metrics port, which another controller of this
-            # node would hold.
+            # Take the lock before opening the socket and the metrics port, which another controller of this node
+            # would occupy.
             await stack.enter_async_context(NodeLock(TABLE, netns, wait=not args.once))
             proxies = await _proxies(args.policy_sync, stack)
             controller = Controller(
@@ -215,7 +215,9 @@ async def _pod_cidrs(args: argparse.Namespace, client: "Client | None") -> "tupl
 async def _source(
     args: argparse.Namespace, stack: contextlib.AsyncExitStack
 ) -> "tuple[WatchedSource, EventSink, Client | None]":
-    """Return the source of objects and the sink for their faults: files and lines, or the API server's client."""
+    """Return the source of objects and the sink for their faults: files and log lines, or the API server's objects
+    and Events.
+    """
     from ztunnel.policy.policysync.problems import LoggedEvents
 
     if args.objects is not None:
@@ -241,7 +243,7 @@ async def _source(
 
 
 async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
-    """Return the server of this node's proxies. It sends no probe before all objects have been read.
+    """Return the PolicySync server for this node's proxies. Until all objects have been read, it sends nothing.
 
     Raises:
         ValueError: the path cannot be served.
@@ -253,7 +255,7 @@ async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "Polic
 
     server = await stack.enter_async_context(PolicySyncServer())
     try:
-        # Only objects of this node are published.
+        # Only policies of endpoints on this node are published.
         await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
     except ServeError as error:
         raise ValueError(f"--policy-sync: {error}") from error

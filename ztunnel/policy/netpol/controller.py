@@ -1,6 +1,6 @@
 """Follows objects and keeps the node's table in the state that they describe.
 
-Until every object has been read, the table of an earlier run is unchanged. While the source is unreachable, the
+Until every object has been read, the table of an earlier run stays unchanged. While the source is unreachable, the
 last table stays. It also stays after the controller stops; only ``ztunnel netpol cleanup`` removes it.
 """
 
@@ -32,15 +32,16 @@ from ztunnel.policy.policysync.view import excerpt
 log = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
-#: The interval of checks for changes by other programs, in case a notification was missed.
+#: Seconds between two checks for changes by other programs, in case a notification was missed.
 _RECHECK_S = 60.0
-#: The least time between two checks of open connections: a conntrack dump of 100,000 takes about a second.
+#: The least time between two checks of open connections. Dumping 100,000 entries of conntrack takes about a
+#: second.
 _JUDGE_S = 1.0
 
 
 @dataclass(slots=True)
 class Counts:
-    """The controller's counters since its start."""
+    """Counters of the controller since its start."""
 
     applied: int = 0
     failed: int = 0
@@ -51,7 +52,7 @@ class Counts:
 
 @dataclass(slots=True)
 class _Work:
-    """The worker thread's data: objects, their compiled form, and the table."""
+    """The data that only the worker thread uses: objects, their compiled form, and the table."""
 
     node: str
     builder: TableBuilder
@@ -67,7 +68,7 @@ class _Work:
         return self.builder.build(self.compiler.compiled, self.node, notes)
 
     def excerpt(self, ours: set[IpAddress]) -> Compiled:
-        """Return a copy of everything that this node's proxies need in order to decide like the table.
+        """Return a copy of all data by which this node's proxies can decide like the table.
 
         Args:
             ours: the node's own addresses.
@@ -90,8 +91,8 @@ class Controller:
         nodes: whether the source includes Node objects; see :class:`~ztunnel.policy.calico.objects.PolicyObjects`.
 
     Attributes:
-        synced: every object has been received.
-        in_force: the kernel has the latest table.
+        synced: whether every object has been received.
+        in_force: whether the kernel has the latest table.
         built: the last desired table.
     """
 
@@ -142,7 +143,7 @@ class Controller:
                 following.cancel()
 
     async def _turn(self, group: asyncio.TaskGroup, following: "asyncio.Task[Changes]") -> "asyncio.Task[Changes]":
-        """Wait for one event and handle it. Return the task that waits for the source."""
+        """Wait for one event and handle it. Return the task that is waiting for the source."""
         disturbed = group.create_task(self._table.disturbed.wait(), name="netpol disturbed")
         try:
             done, _ = await asyncio.wait(
@@ -166,9 +167,10 @@ class Controller:
         return following
 
     async def _publish(self, proxies: Publisher) -> None:
-        """Send proxies the current policies. Unchanged ones are not sent again."""
+        """Send the current policies to the node's proxies, unless they are unchanged."""
         try:
-            # Read each time: addresses change with interfaces, and include a pod's gateway.
+            # The node's own addresses are read each time, because they change with interfaces, and include a pod's
+            # gateway.
             found = await self._table.in_thread(lambda: self._work.excerpt(local_addresses(self._netns)))
         except TproxyError as error:
             self._published = False
@@ -215,7 +217,7 @@ class Controller:
             await self._judge_again(built)
 
     async def _judge_again(self, built: Built) -> None:
-        """End open connections that the table would not allow to begin now. (NetworkPolicy permits either
+        """End open connections that the new table would refuse if they began now. (NetworkPolicy permits either
         behaviour.)
         """
         self._judge = False
@@ -243,7 +245,7 @@ class Controller:
 
 
 def _key_of(policy: c.PolicyId) -> ObjectKey:
-    """Return the key of the object that a policy was made from."""
+    """Return the key of the object from which a policy was made."""
     kind = policy.kind.removeprefix("Kubernetes")
     if policy.kind == "NetworkPolicy":  # Calico's
         kind = "NetworkPolicy.projectcalico.org"
@@ -251,7 +253,8 @@ def _key_of(policy: c.PolicyId) -> ObjectKey:
 
 
 def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
-    """Delete the conntrack entries of open connections of policed pods that this table would refuse to new ones.
+    """Delete the conntrack entries of policed pods' open connections that this table would refuse as new ones. The
+    call blocks.
 
     The call blocks. The node's own connections are left out, because their packets pass no forward hook.
 

@@ -1,4 +1,6 @@
-"""Explains whether one pod may reach another, and which policy decides, as the kernel's table does. Pure."""
+"""Explains whether one pod may connect to another, and which policy decides. The result is that of the kernel's
+table. Pure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,7 +23,7 @@ from ztunnel.policy.calico.resources import Pod, Resources
 from ztunnel.policy.netpol.table_builder import TableBuilder, Unseen
 from ztunnel.policy.policysync.explain import evaluator_of, party
 
-#: An unknown name matches no packet.
+#: A protocol name that matches no packet, because it does not exist.
 _NO_PROTOCOL: Final = "none"
 
 
@@ -44,7 +46,7 @@ def explained(
         source_port: the source's port; :data:`~ztunnel.policy.calico.explain.EPHEMERAL_PORT` if empty.
 
     Raises:
-        BadQuestion: no such pod, protocol, port or common IP version.
+        BadQuestion: the pod, the protocol or the port does not exist, or the parties have no common IP version.
     """
     number = protocol_of(protocol)
     is_icmp = number in c.ICMP_PROTOCOLS.values()
@@ -111,9 +113,9 @@ def _one(
 
 
 def _leave_out(made: Evaluator, unseen: Sequence[Unseen]) -> list[Unseen]:
-    """Change the allowing rules that the kernel's table does not have, so that they match nothing. Return them.
+    """Make the allowing rules that the kernel's table leaves out match nothing, and return them.
 
-    They keep their places, so that the numbers of the policy's other rules stay as they are written.
+    They keep their places, so that the numbers of the policy's other rules do not change.
     """
     left_out = []
     for item in unseen:
@@ -155,7 +157,7 @@ def _node_reaches(source: Pod | None, destination: Pod | None) -> bool:
 
 
 def _common(ends: tuple[Party, ...], pods: tuple[Pod | None, ...]) -> tuple[str, str]:
-    """Return an address of each side, both of the same IP version."""
+    """Return one address of each party, both of the same IP version."""
     known: list[tuple[IPv4Address | IPv6Address, ...]] = []
     for end, pod in zip(ends, pods, strict=True):
         if end.address is None:

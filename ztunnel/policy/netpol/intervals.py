@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from xds.model.address import IpNetwork
 
-#: First and last address of a range, inclusive.
+#: The first and the last address of a range, both inclusive.
 Interval: TypeAlias = tuple[int, int]
 
 

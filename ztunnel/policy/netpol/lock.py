@@ -1,4 +1,4 @@
-"""A lock for one controller of a table per network namespace. Others wait until its owner ends.
+"""Lets only one controller per network namespace write a table. Others wait until the owner of the lock ends.
 
 Two controllers that follow the API server at different speeds would undo each other's changes, and the slower
 would reopen connections just closed by the faster. The lock is an abstract Unix socket. Its name belongs to the
@@ -20,13 +20,13 @@ from tproxy.aio.netns import Netns
 
 log = logging.getLogger(__name__)
 
-#: A process that cannot wait for the owner, because the owner's accept queue is full, retries after this time.
+#: If the owner's accept queue is full, a process cannot wait in it, and tries again after this time.
 _AGAIN_S = 1.0
 _WAITERS = 16
 
 
 class Held(OSError):
-    """Another process has the lock, and the caller does not wait."""
+    """Another process has the lock, and the caller does not want to wait."""
 
 
 class NodeLock:
@@ -34,11 +34,11 @@ class NodeLock:
 
     Args:
         name: the table's name.
-        netns: the namespace of the lock. None is the caller's own.
-        wait: False raises if another process has the lock.
+        netns: the namespace of the lock. None means the caller's own.
+        wait: whether to wait if another process has the lock. If not, :class:`Held` is raised.
 
     Raises:
-        Held: ``wait`` is False and another process has it.
+        Held: another process has the lock, and ``wait`` is False.
     """
 
     def __init__(self, name: str, netns: Netns | None = None, *, wait: bool = True) -> None:
@@ -92,7 +92,7 @@ class NodeLock:
         return found
 
     async def _owner(self, other: socket.socket) -> tuple[int, int] | None:
-        """Connect to the owner and return its pid and user. None if the caller should try again."""
+        """Connect to the owner of the lock, and return its pid and user. None if the caller should try again."""
         try:
             other.connect(self._address)
         except ConnectionRefusedError:

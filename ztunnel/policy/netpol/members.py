@@ -11,12 +11,12 @@ from xds.model import calico as c
 from ztunnel.policy.calico.ip_sets import MalformedMember
 from ztunnel.policy.netpol.intervals import Interval, merged
 
-#: IP version, first and last address.
+#: An IP version, and the first and last address of a range.
 _Network: TypeAlias = tuple[int, int, int]
 
 
 def addresses_of(members: Iterable[str], version: int) -> tuple[frozenset[Element], bool]:
-    """Return the elements of one IP version, and whether networks are among them, in which case the elements are
+    """Return the elements of one IP version. Also return whether networks are among them; if so, the elements are
     intervals.
 
     Raises:
@@ -30,7 +30,7 @@ def addresses_of(members: Iterable[str], version: int) -> tuple[frozenset[Elemen
 
 
 def ports_of(members: Iterable[str], version: int) -> frozenset[Element]:
-    """Return one IP version's elements of a set with addresses and ports (``10.0.0.1,tcp:80``).
+    """Return the elements of one IP version for a set of addresses with ports (``10.0.0.1,tcp:80``).
 
     Raises:
         MalformedMember: a member has another form.

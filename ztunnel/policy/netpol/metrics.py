@@ -16,7 +16,7 @@ def families(controller: Controller, table: Table | None, not_followed: Iterable
 
     Args:
         table: the table as just read, with its counters.
-        not_followed: plurals of the kinds, or paths of the files, that cannot be followed now.
+        not_followed: the plurals of kinds, or paths of files, that cannot be followed now.
     """
     counts, built = controller.counts, controller.built
     plain: tuple[tuple[str, str, str, float], ...] = (
@@ -51,7 +51,9 @@ def families(controller: Controller, table: Table | None, not_followed: Iterable
 
 
 def counted(built: Built, table: Table) -> Counter[tuple[str, str, str]]:
-    """Return packets by policy, direction and verdict; ``policy`` is the end of a tier where no rule decided."""
+    """Return the number of packets by policy, direction and verdict. Where no rule decided, the policy is the end
+    of a tier.
+    """
     found: Counter[tuple[str, str, str]] = Counter()
     for chain, rule, counter in counters(table):
         verdict = outcome(rule)
@@ -65,7 +67,7 @@ def counted(built: Built, table: Table) -> Counter[tuple[str, str, str]]:
 
 
 def outcome(rule: Rule) -> str:
-    """Return what a rule does with a packet: ``allowed``, ``dropped``, or ``passed`` on to other rules."""
+    """Return what a rule does with a packet: ``allowed``, ``dropped``, or ``passed`` to other rules."""
     end = rule.phrase[-1]
     code = end.code if isinstance(end, Verdict) else None
     return {VerdictCode.DROP: "dropped", VerdictCode.ACCEPT: "allowed"}.get(

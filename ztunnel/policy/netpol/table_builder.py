@@ -1,10 +1,11 @@
 """Builds a node's nftables table from compiled policies. Pure.
 
-Each direction has a base chain at the forward hook, egress before ingress. An accept ends its own base chain only,
-so both must accept a connection. A map leads from a local pod's address to the chain of its tiers. Pods without
-policies are not in the map. Pods with the same policies share that chain, and every policy has one chain per
-direction, which all chains of tiers call. Rules with action Pass are in the tier's chain, because they leave it.
-One jump for each tier that continues would soon exceed the kernel's depth (16, NFT_JUMP_STACK_SIZE)::
+Each direction has a base chain at the forward hook, egress before ingress. An accept only ends the base chain that
+it is in, so both must accept a connection. A map leads from a local pod's address to the chain of its tiers. Pods
+without policies are not in the map. Pods with the same policies share that chain, and every policy has one chain
+per direction, which all chains of tiers call. Rules with action Pass are in the tier's chain, because they leave
+it. If each tier jumped to the next one, the kernel's limit on nested jumps would soon be exceeded (16,
+NFT_JUMP_STACK_SIZE)::
 
     egress, ingress        established, neighbour discovery, the pod to itself; then the map
     pod-in-HASH            calls each tier, then the profiles
@@ -44,12 +45,13 @@ TABLE: Final = "ztunnel-netpol"
 #: The port of tunnels between pods of a mesh.
 TUNNEL_PORT: Final = 15008
 _MAX_COMMENT: Final = 120
-#: The chain of notes, their maximum number, and the prefix of a comment that continues the previous one.
+#: The chain that contains the notes, their maximum number, and the prefix of a comment that continues the one
+#: before.
 _NOTES: Final = "not-as-written"
 _MAX_NOTES: Final = 100
 _CONTINUED: Final = "... "
 _WITH_PORTS: Final = (6, 17, 132, 136)  # TCP, UDP, SCTP, UDP-Lite
-#: Protocols whose packets have a type and a code.
+#: Protocols whose packets have a type and a code (ICMP).
 _ICMP: Final = tuple(c.ICMP_PROTOCOLS.values())
 _FAMILIES: Final = (Family.IPV4, Family.IPV6)
 _VERSIONS: Final = {Family.IPV4: 4, Family.IPV6: 6}
@@ -62,7 +64,7 @@ IpAddress: TypeAlias = IPv4Address | IPv6Address
 
 @dataclass(frozen=True, slots=True)
 class Unseen:
-    """A rule that the kernel cannot apply as it is written; ``index`` -1 is the whole policy."""
+    """A rule that the kernel cannot apply as it is written. ``index`` -1 stands for the whole policy."""
 
     policy: c.PolicyId
     direction: c.Direction
@@ -80,8 +82,7 @@ class Built:
 
     Attributes:
         owners: the policy and direction whose rules a chain has.
-        passing: the policy and direction of passing rules, which are in the chain of their tier, by their
-            comments.
+        passing: by its comment, the policy and direction of each passing rule, which is in the chain of its tier.
         policed: local pods whose traffic the table filters, by direction.
         unseen: rules that are stricter here than written.
     """
@@ -100,7 +101,7 @@ class _Policy:
     Attributes:
         source: the compiled policy, compared by identity.
         parts: chains of deciding rules, and between them the passing rules, which leave the tier's chain.
-        shapes: the shapes of the IP sets that it names. Its rules depend on them.
+        shapes: the shapes of the IP sets that it names. The rules depend on these shapes.
         sets: the names of these sets in the table, and of the policy's own sets.
     """
 
@@ -114,8 +115,8 @@ class _Policy:
 
 @dataclass(frozen=True, slots=True)
 class _IpSet:
-    """The sets that represent an IP set in the table, by family. If ``shape`` changes, rules must name other
-    sets.
+    """The nftables sets that represent an IP set, by address family. If ``shape`` changes, rules must refer to
+    different sets.
     """
 
     members: frozenset[str]
@@ -126,14 +127,14 @@ class _IpSet:
 
 @dataclass(slots=True)
 class _Parts:
-    """The chains, sets and maps of one table, collected from its pods."""
+    """The chains, sets and maps of one table, collected from the node's pods."""
 
     chains: dict[str, Chain] = field(default_factory=dict)
     sets: dict[str, Set] = field(default_factory=dict)
     owners: dict[str, tuple[c.PolicyId, c.Direction]] = field(default_factory=dict)
     passing: dict[str, tuple[c.PolicyId, c.Direction]] = field(default_factory=dict)
     unseen: dict[Unseen, None] = field(default_factory=dict)
-    #:     The verdict that starts the evaluation of pods' policies, by their tiers and profiles.
+    #: The verdict of a map's element: it starts the evaluation of a pod's policies by tiers and profiles.
     starts: dict[object, Verdict] = field(default_factory=dict)
 
 
@@ -141,9 +142,10 @@ class TableBuilder:
     """Builds one node's table, and rebuilds it after every change. Unchanged parts are the same objects as before.
 
     Args:
-        tunnels: let tunnels to and from captured pods through, because the node's proxy filters their content.
-        pod_cidrs: the node's ranges of pod addresses. Traffic of an address in them without a known pod is
-            dropped, because its pod's policies might not be known yet.
+        tunnels: whether tunnels to and from captured pods are let through, because the node's proxy filters their
+            content.
+        pod_cidrs: the node's ranges of pod addresses. If no pod is known for an address in them, its traffic is
+            dropped, because the pod's policies might not be known yet.
     """
 
     def __init__(self, *, tunnels: bool = False, pod_cidrs: tuple[IpNetwork, ...] = ()) -> None:
@@ -158,7 +160,7 @@ class TableBuilder:
         """Return the table for the pods of one node.
 
         Args:
-            notes: texts for operators in the table beside rules, see :func:`notes_of`.
+            notes: texts for operators, which the table contains beside the rules; see :func:`notes_of`.
         """
         local = {key: compiled.endpoints[key] for key in sorted(local_endpoints(compiled, node), key=str)}
         versions = {net.version for endpoint in local.values() for net in endpoint.addresses}
@@ -243,8 +245,9 @@ class TableBuilder:
                 itself = (*e.addresses_in(family, f"self{version}"), *e.accept())
                 rules.append(Rule(itself, "a pod to itself"))
                 if out:
-                    # A connection whose entry was deleted because it is no longer allowed. At its next packet, of
-                    # either direction, conntrack would track it as a new connection (nf_conntrack_tcp_loose).
+                    # Drop a connection whose conntrack entry was deleted because it is no longer allowed. Its next
+                    # packet, in either direction, would make conntrack track it as a new connection
+                    # (nf_conntrack_tcp_loose).
                     for source in (True, False):
                         middle = (*e.connection_state(e.CT_NEW), *e.continues_unknown_connection())
                         whose = e.address_in(family, f"policed{version}", source=source)
@@ -263,7 +266,9 @@ class TableBuilder:
     # Tiers
 
     def _start(self, compiled: Compiled, endpoint: c.Endpoint, direction: c.Direction, parts: _Parts) -> Verdict:
-        """Return the verdict that evaluates a pod's tiers, then its profiles: a chain to jump to, or accept."""
+        """Return the verdict that starts the evaluation of a pod's tiers, then of its profiles: a jump to a chain,
+        or accept.
+        """
         tiers = tuple(
             (tier.name, enforced, tier.passes)
             for tier in endpoint.tiers
@@ -297,7 +302,7 @@ class TableBuilder:
         direction: c.Direction,
         parts: _Parts,
     ) -> tuple[Chain, bool]:
-        """Return the chain of a tier, and whether a packet can leave it undecided."""
+        """Return the chain of a tier, and whether a packet can leave it without a decision."""
         found = {policy_id: compiled.policies.get(policy_id) for policy_id in policies}
         calls = [
             rule
@@ -321,10 +326,10 @@ class TableBuilder:
         return [*calls, Rule((e.Counter(), *e.drop()), "no profile allows it")]
 
     def _named(self, prefix: str, direction: c.Direction, calls: list[Rule], parts: _Parts) -> Chain:
-        """Return the chain of these rules.
+        """Return the chain that consists of these rules.
 
         Its name is derived from the rules: pods with the same policies share the chain, and a change of policies
-        creates another chain. An element of the map or another rule then refers to the new chain.
+        creates another chain. The map's element or the calling rule then refers to the new chain.
         """
         name = f"{prefix}-{_WAYS[direction]}-{hashed(repr(calls))}"
         chain = parts.chains[name] = self._tier_chains.setdefault(name, Chain(name, tuple(calls)))
@@ -338,7 +343,7 @@ class TableBuilder:
         direction: c.Direction,
         parts: _Parts,
     ) -> list[Rule]:
-        """Return the rules that evaluate a policy, for its tier's chain or the pods' chain."""
+        """Return the rules by which a tier's chain, or a pods' chain, evaluates a policy."""
         if policy is None:
             parts.unseen[
                 Unseen(policy_id, direction, -1, "is missing, so everything that reaches it is dropped")
@@ -375,7 +380,8 @@ class TableBuilder:
         self, compiled: Compiled, policy_id: c.PolicyId, policy: c.Policy, direction: c.Direction
     ) -> _Policy:
         compiler = _RuleCompiler(self._families, lambda set_id: self._ip_set(compiled, set_id))
-        #: Chains of deciding rules, and between them passing rules. There is at least one chain.
+        #: The parts of a policy: chains of deciding rules, and between them passing rules. The first part is
+        #: always a chain.
         parts: list[list[Rule] | Rule] = [[]]
         unseen: list[Unseen] = []
         in_tier = policy_id.kind != "Profile"  # no tier follows the profiles
@@ -419,7 +425,7 @@ class TableBuilder:
 def _policy_parts(
     policy_id: c.PolicyId, direction: c.Direction, parts: list[list[Rule] | Rule]
 ) -> Iterator[Chain | Rule]:
-    """Yield the parts of a policy in order. Successive rules that allow or deny form a chain. A rule that passes
+    """Yield the parts of a policy in order. Consecutive rules that allow or deny form a chain. A rule that passes
     to the next tier is a part by itself.
     """
     for index, part in enumerate(parts):
@@ -446,7 +452,7 @@ def _made(set_id: str, kind: c.IpSetType, members: frozenset[str], before: _IpSe
     except MalformedMember as error:
         return _IpSet(members, {}, (), f"IP set {set_id} has a member that cannot be read: {error}")
     if before is not None:
-        # A set with unchanged members remains the same object, which saves comparing it.
+        # If a set's members are unchanged, the old object is kept, so that comparing tables is cheap.
         sets = {
             family: before.sets[family] if before.sets.get(family) == new else new for family, new in sets.items()
         }
@@ -458,9 +464,9 @@ class _RuleCompiler:
 
     Attributes:
         used: ids of the IP sets that the rules name.
-        named: names of their sets here.
+        named: the names of these sets in the table.
         own: sets of networks and ports that the rules need.
-        reasons: parts of the last compiled rule that the kernel cannot see, with reasons.
+        reasons: the parts of the last compiled rule that the kernel cannot see, as texts with reasons.
     """
 
     def __init__(self, families: tuple[Family, ...], ip_set: Callable[[str], _IpSet]) -> None:
@@ -472,7 +478,9 @@ class _RuleCompiler:
         self.reasons: list[str] = []
 
     def phrases(self, rule: c.Rule) -> Iterator[Phrase]:
-        """Yield nftables expressions. If the rule matches, at least one does, as far as the kernel can see."""
+        """Yield nftables expressions for a rule. If the rule matches a packet, at least one does, as far as the
+        kernel can see.
+        """
         if rule.http.methods or rule.http.paths:
             self.reasons.append("the kernel sees no HTTP")
         for side, peer in (("source", rule.source), ("destination", rule.destination)):
@@ -486,7 +494,7 @@ class _RuleCompiler:
                 yield from self._with(rule, protocol, family)
 
     def _protocols(self, rule: c.Rule) -> Iterator[tuple[Phrase, bool]]:
-        """Yield tests of the protocol, each with whether the matched protocols have ports."""
+        """Yield tests of the protocol, and with each whether the protocols that it matches have ports."""
         excluded = _number(rule.not_protocol)
         unless = e.protocol_is(excluded, negate=True) if excluded is not None else ()
         number = _number(rule.protocol)
@@ -545,7 +553,7 @@ class _RuleCompiler:
             yield _tidy((*start, *choice))
 
     def _ports(self, peer: c.PeerMatch, family: Family | None, *, source: bool, ported: bool) -> Iterator[Phrase]:
-        """Yield alternatives for the clauses about ports."""
+        """Yield alternative expressions for the rule's clauses about ports."""
         offset = 0 if source else 2
         common: list[Phrase] = []
         if peer.not_ports and ported:
@@ -562,8 +570,8 @@ class _RuleCompiler:
             return
         named = list(self._names(peer.named_ports, family)) if family is not None else []
         if family is not None and len(named) < len(peer.named_ports):
-            # A set is missing or unreadable, which was recorded: an allowing rule is left out, and any other rule
-            # drops packets to all ports.
+            # A named-port set is missing or unreadable, which has been recorded. An allowing rule is left out, and
+            # any other rule drops packets to all ports.
             if ported:
                 yield rest
             return
@@ -577,14 +585,14 @@ class _RuleCompiler:
                 yield (*e.address_and_port_in(family, name, source=source), *rest)
 
     def _addresses(self, peer: c.PeerMatch, family: Family | None, *, source: bool) -> Phrase | None:
-        """Return the address conditions of one side of a rule. None if no address of the family can match."""
+        """Return the address conditions for one side of a rule. None if no address of this family can match."""
         if family is None:
             return ()
         version = _VERSIONS[family]
         found: list[Phrase] = []
         holes = [] if None in peer.not_nets else ranges_of(filter(None, peer.not_nets), version)
-        # A text that is not a network was already reported. Then an allowing rule is left out, and any other rule
-        # drops all packets that the text could have matched.
+        # A text that is not a network has already been recorded. An allowing rule is then left out, and any other
+        # rule drops all packets that the text could have matched.
         if peer.nets and None not in peer.nets:
             left = list(without(ranges_of(filter(None, peer.nets), version), holes))
             if not left:
@@ -599,7 +607,7 @@ class _RuleCompiler:
         return tuple(word for phrase in found for word in phrase)
 
     def _names(self, ids: Iterable[str], family: Family) -> Iterator[str]:
-        """Yield the names of IP sets here, and record missing sets."""
+        """Yield the names of IP sets in the table, and record missing sets."""
         for set_id in ids:
             self.used[set_id] = None
             found = self._ip_set(set_id)
@@ -630,7 +638,7 @@ class _RuleCompiler:
 
 
 def _tidy(phrase: Phrase) -> Phrase:
-    """Return a program without later repetitions of its first test of the family."""
+    """Return the expressions without repetitions of the first test of the address family."""
     words: list[e.Expression] = []
     seen: set[Phrase] = set()
     at = 0
@@ -670,7 +678,7 @@ def local_endpoints(compiled: Compiled, node: str) -> Iterator[c.EndpointId]:
 
 
 def _noted(notes: Iterable[str]) -> Iterator[Chain]:
-    """Yield the chain whose comments are the notes; no packet reaches it."""
+    """Yield the chain whose comments are the notes. No packet ever gets there."""
     rules: list[Rule] = []
     for note in islice(notes, _MAX_NOTES):
         first, *rest = textwrap.wrap(comment(note, _MAX_COMMENT * 4), _MAX_COMMENT - len(_CONTINUED)) or [""]
@@ -680,7 +688,7 @@ def _noted(notes: Iterable[str]) -> Iterator[Chain]:
 
 
 def notes_of(table: Table) -> list[str]:
-    """Return the notes of a table: the objects that are not enforced as written."""
+    """Return the notes of a table, which name the objects that are not enforced as written."""
     found: list[str] = []
     for rule in (rule for chain in table.chains if chain.name == _NOTES for rule in chain.rules):
         if rule.comment.startswith(_CONTINUED) and found:
@@ -695,12 +703,12 @@ def _packed(endpoint: c.Endpoint, version: int) -> Iterator[bytes]:
 
 
 def hashed(text: str) -> str:
-    """Return a hash of a text, 16 characters of base 32, for names of chains and sets."""
+    """Return a hash of a text for names of chains and sets: 16 characters of base 32."""
     return base64.b32encode(hashlib.sha256(text.encode()).digest())[:16].decode().lower()
 
 
 def comment(text: str, limit: int = _MAX_COMMENT) -> str:
-    """Return a text as a comment. A text that is too long becomes its beginning and a hash."""
-    #     nft prints comments in quotes, and has no escapes for these characters.
+    """Return a text as a comment. If it is too long, it is cut, and a hash is added."""
+    # These characters are replaced, because nft prints comments in quotes and has no escapes.
     plain = text.replace('"', "'").encode("ascii", "replace").decode()
     return plain if len(plain) <= limit else f"{plain[: limit - 17]} {hashed(text)}"

@@ -1,4 +1,4 @@
-"""Traces live packets between two addresses through the node's table, and prints the rules they meet."""
+"""Traces live packets between two addresses through the node's table, and prints the rules that they meet."""
 
 import asyncio
 import errno
@@ -21,7 +21,7 @@ from tproxy.wire import text
 from xds.model import calico as c
 from ztunnel.policy.netpol.table_builder import TABLE
 
-#: The table that marks packets while a trace runs.
+#: The name of the table that marks packets while a trace runs.
 TRACE_TABLE = "ztunnel-netpol-trace"
 _MARKS_AT = -300
 #: The number of packets whose headers are remembered.
@@ -48,7 +48,7 @@ def marking(source: str, destination: str) -> Table:
 
 
 async def trace(source: str, destination: str, netns: Netns | None = None) -> AsyncGenerator[str, None]:
-    """Yield lines about packets until closed, then remove the marks.
+    """Yield lines about traced packets until closed, then remove the marks.
 
     Raises:
         TproxyError: the kernel refuses. ValueError: see :func:`marking`.
@@ -100,13 +100,14 @@ def _events(data: bytes) -> Iterator[TraceEvent]:
 
 
 class _Rules:
-    """The texts of the table's rules by handle; reads them again for an unknown handle."""
+    """The texts of the table's rules by handle. The table is read again for an unknown handle."""
 
     def __init__(self, netns: Netns | None) -> None:
         self._netns = netns
         self._texts: dict[int, str] = {}
         self._packet = -1
-        #: Headers of the last packets. The events of packets on different processors come mixed.
+        #: Headers of the last packets by number, because the events of packets on different processors are
+        #: interleaved.
         self._headers: dict[int, Header] = {}
 
     def lines(self, event: TraceEvent) -> Iterator[str]:

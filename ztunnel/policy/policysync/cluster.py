@@ -15,7 +15,7 @@ class Publisher(Protocol):
     """A server of PolicySync."""
 
     def publish(self, compiled: Compiled) -> None:
-        """Serve this state to clients from now on; returns at once."""
+        """Serve this state to clients from now on; does not wait for them."""
         ...
 
 
@@ -33,7 +33,7 @@ class ClusterPolicies:
         nodes: whether the source includes Node objects.
 
     Attributes:
-        synced: every object has been received.
+        synced: whether every object has been received.
         compiled: the last published state.
     """
 
@@ -62,13 +62,16 @@ class ClusterPolicies:
 
     @property
     def not_followed(self) -> tuple[str, ...]:
-        """Plurals of the kinds that the source cannot follow at this moment."""
+        """The plurals of the kinds that the source cannot follow now."""
         return tuple(self._source.faults)
 
     async def follow(self) -> None:
-        """Process one batch of changes. Call it repeatedly. Cancelling it between two batches loses no change."""
+        """Process one batch of changes. The caller repeats this, and loses no change if it cancels between two
+        batches.
+        """
         changes = await self._source.next()
-        # In a thread: 20,000 pods at once take seconds, and sockets of pods are served meanwhile.
+        # Changes are compiled in a thread, because 20,000 pods at once take seconds, during which the pods'
+        # sockets must be served.
         changed = await asyncio.to_thread(self._take, changes)
         self._reports.report(self._objects.problems)
         first = changes.synced and not self.synced
@@ -81,6 +84,6 @@ class ClusterPolicies:
         return bool(self._compiler.apply(self._objects.changes(changes.objects)))
 
     def _excerpt(self) -> Compiled:
-        """Return a copy: streams read it over many turns of the loop, while the compiler changes its own."""
+        """Return a copy, because streams read it over many loop iterations, while the compiler changes its own."""
         found = self._compiler.compiled
         return excerpt(found, [key for key in found.endpoints if self._node in (None, found.nodes.get(key))])

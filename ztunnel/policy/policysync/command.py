@@ -89,7 +89,9 @@ def _add_files(parser: argparse.ArgumentParser) -> None:
 
 
 def check_command(args: argparse.Namespace) -> int:
-    """Print a summary of policy files, or their faults and stricter rules; return the exit status."""
+    """Print a summary of policy files, or their faults and the rules that are stricter than written. Return the
+    exit status.
+    """
     resources = _read(args.files)
     if resources is None:
         return 1
@@ -107,7 +109,7 @@ def check_command(args: argparse.Namespace) -> int:
 
 
 def explain_command(args: argparse.Namespace) -> int:
-    """Print the evaluation of both ends' policies; return 0 if both allow, as the exit status."""
+    """Print how the policies of both ends are evaluated. The exit status is 0 if both allow."""
     if args.server is not None:
         return _ask_server(args)
     from ztunnel.policy.calico.compile import compile_resources
@@ -142,7 +144,9 @@ def explain_command(args: argparse.Namespace) -> int:
 
 
 def _ask_server(args: argparse.Namespace) -> int:
-    """Ask the admin server of a proxy or of a policy server; the exit status is 0 if both ends allow."""
+    """Ask the admin server of a proxy or policy server to explain a decision. The exit status is 0 if both ends
+    allow.
+    """
     import json
     import urllib.error
     import urllib.parse
@@ -181,8 +185,8 @@ def _ask_server(args: argparse.Namespace) -> int:
 
 
 def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
-    """Answer from the state that a PolicySync server sends on a socket. The exit status is 0 if
-    both ends allow.
+    """Explain a decision from the state that a PolicySync server sends on a socket. The exit status is 0 if both
+    ends allow.
     """
     from ztunnel.policy.calico.explain import BadQuestion, answer
     from ztunnel.policy.calico.follower import Follower
@@ -196,14 +200,15 @@ def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(follower.run(), name="policies")
             while not follower.in_sync and not follower.error and time.monotonic() < deadline_s:
-                # The end of a stream does not invalidate the received state, so only its error is checked.
+                # A stream that ends does not invalidate the received state, so only the follower's error is
+                # checked.
                 with suppress(TimeoutError):
                     await asyncio.wait_for(changed.wait(), 0.1)
                 changed.clear()
             following.cancel()
         return follower
 
-    # A policy client's log lines about its stream are not part of the answer.
+    # The follower's log lines about its stream are not part of the answer.
     logging.getLogger("ztunnel.policy.calico.follower").setLevel(logging.CRITICAL)
     try:
         follower = asyncio.run(follow())
@@ -238,7 +243,7 @@ def serve_command(args: argparse.Namespace) -> int:
         policies = FilePolicies(*args.files)
         policies.read()
         if not policies.complete:
-            # An unreadable document can be a policy that denies a pod's traffic.
+            # Refuse to start, because an unreadable document can be a policy that denies a pod's traffic.
             return failed("policy serve", "there are documents that have never been readable")
     # Imported here, because a server of files needs no API client.
     known: tuple[type[Exception], ...] = (ServeError, OSError, ValueError)
@@ -284,7 +289,7 @@ async def _serve(args: argparse.Namespace, from_files: "FilePolicies | None") ->
 
 
 async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None", stop: asyncio.Event) -> None:
-    """Follow changes until ``stop`` is set. Sockets of pods, and their credentials, are searched for concurrently.
+    """Follow changes of policies until ``stop`` is set. Concurrently, look for new pods and credentials.
 
     Raises:
         The first error of any of these tasks, bare.
@@ -296,7 +301,7 @@ async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None",
             following = group.create_task(policies.follow(), name="policies")
             stopping = group.create_task(stop.wait(), name="stop")
             while not stop.is_set():
-                # A Binder reads the folder of credentials again each time.
+                # If credentials of pods are used, their folder is read again at each interval.
                 limit_s = files.POLL_S if binder is not None else None
                 await asyncio.wait({following, stopping}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
                 if following.done():
@@ -309,7 +314,8 @@ async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None",
 
 
 class _Files:
-    """Serves policies from files, and publishes each change. For faulty parts see ``FilePolicies``.
+    """Serves policies from files, and publishes each change. ``FilePolicies`` describes the effect of faulty
+    parts.
 
     Attributes:
         compiled: the served state.
@@ -337,7 +343,7 @@ class _Files:
         self._server.publish(self.compiled)
 
     async def follow(self) -> None:
-        """Wait briefly, and read the files if they have changed."""
+        """Wait for one poll interval, then read and publish the files if they have changed."""
         from ztunnel.policy.calico import files
 
         await asyncio.sleep(files.POLL_S)

@@ -1,4 +1,4 @@
-"""Explains decisions from files: the endpoints of a question, and an evaluator over all objects. Pure."""
+"""Explains decisions from files: provides the endpoints of a question, and an evaluator over all objects. Pure."""
 
 from ipaddress import ip_address
 
@@ -12,7 +12,7 @@ from ztunnel.policy.policysync.view import View, changes, view_of
 
 
 def party(text: str, resources: Resources, trust_domain: str) -> Party:
-    """Return the party that a ``namespace/pod``, an IP address or a SPIFFE id names.
+    """Look up the party named by a ``namespace/pod``, an IP address or a SPIFFE id.
 
     Raises:
         UnknownParty: the text is none of these.
@@ -34,7 +34,7 @@ def party(text: str, resources: Resources, trust_domain: str) -> Party:
             wanted = ip_address(text)
         except ValueError:
             raise UnknownParty(f"{text!r} is neither namespace/pod, an IP address nor a SPIFFE id") from None
-        # Pods come before pods in the node's network, which have the node's address.
+        # A pod of its own address comes before pods in the node's network, which share the node's address.
         having = (pod for pod in pods if wanted in pod.addresses)
         found = min(having, key=lambda pod: pod.host_network, default=None)
         if found is None:
@@ -48,7 +48,7 @@ def party(text: str, resources: Resources, trust_domain: str) -> Party:
 
 
 def evaluator_of(compiled: Compiled) -> Evaluator:
-    """Return an evaluator over all compiled objects."""
+    """Return an evaluator that has all compiled objects."""
     made = Evaluator(Store())
     for update in (*changes(View(), view_of(compiled, compiled.endpoints)), c.InSync()):
         made.apply(update)

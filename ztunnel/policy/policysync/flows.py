@@ -1,7 +1,8 @@
 """Sums the reports of policy servers about the flows that they evaluated. Pure.
 
 A report has one flow and one interval, with the deciding rule, and optionally counts of packets and bytes (see
-``DataplaneStats``). Felix without a collector answers that reports are not needed, and its clients then stop.
+``DataplaneStats``). A Felix without a collector answers that it needs no reports; its clients then stop sending
+them.
 """
 
 from dataclasses import dataclass
@@ -9,14 +10,14 @@ from typing import Final
 
 from xds.model import calico as c
 
-#: The number of rules that are counted separately. Others are counted together.
+#: The most rules that are counted separately. All others are counted together.
 COUNTED_RULES: Final = 1000
 OTHERS: Final = "others"
 
 
 @dataclass(slots=True)
 class FlowCounts:
-    """The sums of several reports."""
+    """The sums over several reports."""
 
     flows: int = 0
     packets: int = 0
@@ -24,7 +25,7 @@ class FlowCounts:
 
 
 class Flows:
-    """Counts reports by the rule that decided and what it did.
+    """Counts reports by the deciding rule and its verdict.
 
     Attributes:
         by_rule: (rule, ``allowed`` or ``denied``) -> counts.

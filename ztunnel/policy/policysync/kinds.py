@@ -12,7 +12,7 @@ _ANNOTATION: Final = "ambient.istio.io/redirection"
 
 
 def kept_pod(pod: Object) -> Object:
-    """Return the part of a pod that policies use. The rest would take most of the memory."""
+    """Return only the part of a pod that policies use. The rest would take most of the memory."""
     metadata, spec, status = (pod.get(part) or {} for part in ("metadata", "spec", "status"))
     annotations: Mapping[str, Any] = metadata.get("annotations") or {}
     kept = {key: metadata[key] for key in _POD_METADATA if key in metadata}
@@ -34,7 +34,7 @@ def kept_pod(pod: Object) -> Object:
 
 
 def kept_node(node: Object) -> Object:
-    """Return the part of a node that rules about nodes need: its labels and addresses."""
+    """Return only the part of a node that rules about nodes need: its labels and addresses."""
     metadata, status = (node.get(part) or {} for part in ("metadata", "status"))
     return {
         "apiVersion": node.get("apiVersion"),
@@ -50,7 +50,7 @@ def _kept_account(account: Object) -> Object:
 
 
 def _kept_service(service: Object) -> Object:
-    """Return the part of a Service that rules use."""
+    """Return only the part of a Service that rules use."""
     spec = service.get("spec") or {}
     return {
         "apiVersion": service.get("apiVersion"),
@@ -74,8 +74,8 @@ SELECTIONS: Final = (
     Selection(kinds.BASELINE_ADMIN_NETWORK_POLICY, optional=True),
     Selection(kinds.CLUSTER_NETWORK_POLICY, optional=True),
 )
-#: Followed with ``--node-peers`` only. Each kubelet writes its whole Node every five minutes without a change, and
-#: every follower receives each write: with 5,000 nodes 17 a second.
+#: Nodes are followed with ``--node-peers`` only. Each kubelet writes its whole Node every five minutes without a
+#: change, and every follower receives each write: with 5,000 nodes, that is 17 a second.
 NODES: Final = Selection(kinds.NODE, keep=kept_node)
 
 _CALICO: Final = "projectcalico.org"
@@ -88,8 +88,8 @@ def _calico(
     return Selection(kind, optional=True, dispensable=dispensable)
 
 
-#: The kinds that ``ztunnel policy serve --kube`` follows; deploy/kustomize/policy has their role. Calico's exist
-#: if its API server is installed, or its resources as v3.
+#: The kinds that ``ztunnel policy serve --kube`` follows; deploy/kustomize/policy has their role. Calico's kinds
+#: exist if Calico's API server is installed, or if its resources are stored as v3.
 SERVED: Final = (
     *SELECTIONS,
     Selection(kinds.SERVICE_ACCOUNT, keep=_kept_account),
@@ -103,6 +103,6 @@ SERVED: Final = (
     _calico("Profile", "profiles"),
     _calico("NetworkSet", "networksets", namespaced=True),
     _calico("GlobalNetworkSet", "globalnetworksets"),
-    # The roles of earlier releases do not permit it.
+    # The roles of earlier releases do not permit reading this kind.
     _calico("HostEndpoint", "hostendpoints", dispensable=True),
 )

@@ -23,14 +23,14 @@ class LoggedEvents:
 
 
 class ProblemReports:
-    """Reports faulty objects to their owners as ``PolicyNotApplied``. A lasting fault is reported once."""
+    """Reports faulty objects to their owners as ``PolicyNotApplied``. A fault that lasts is reported once."""
 
     def __init__(self, events: EventSink) -> None:
         self._events = events
         self._reported: dict[ObjectKey, str] = {}
 
     def report(self, problems: Mapping[ObjectKey, Problem]) -> None:
-        """Report objects that have a fault since the last call, or another fault than then."""
+        """Report each object whose fault is new or has changed since the last call."""
         for key in self._reported.keys() - problems.keys():
             del self._reported[key]
         for key, problem in problems.items():

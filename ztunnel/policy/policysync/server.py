@@ -1,8 +1,9 @@
-"""The PolicySync server: a socket for each pod, whose identity is the socket, and one for a node's proxy.
+"""The PolicySync server: one socket for each pod, which identifies the pod, and one for a node's proxy.
 
-A stream's next message is computed when it can be written, from the client's state and the current state. So a
-slow client needs no queue and gets the newest state when it catches up. A new stream on a pod's socket ends the
-previous one without an error, like in Felix. A node's socket serves all processes of a proxy, and other clients.
+A stream's next message is computed at the moment when it can be written, from the state that the client has and
+the current state. So a slow client needs no queue, and gets the newest state when it reads again. A new stream on
+a pod's socket ends the previous one without an error, like in Felix. A node's socket serves all processes of a
+proxy, and other clients.
 """
 
 import asyncio
@@ -30,19 +31,19 @@ log = logging.getLogger(__name__)
 
 SYNC: Final = "/felix.PolicySync/Sync"
 REPORT: Final = "/felix.PolicySync/Report"
-#: Any user may connect: policy servers run as other users, and the folder of a socket is private to its pod.
+#: Any user may connect: policy servers run as other users, and only a socket's pod can reach its folder.
 SOCKET_MODE: Final = 0o777
 
 #: The most streams of a node's socket. A further stream replaces the oldest.
 NODE_STREAMS: Final = 64
 
-#: The endpoints whose policies a socket serves.
+#: Returns the endpoints whose policies a socket serves.
 Endpoints = Callable[[Compiled], Iterable[c.EndpointId]]
 
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """One Sync call. ``replaced``: ended, because a newer call took its place."""
+    """One Sync call. ``replaced``: it has ended because a newer call took its place."""
 
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     replaced: bool = False
@@ -52,7 +53,7 @@ class PolicySyncServer:
     """Serves compiled policies; ``async with`` closes every socket at the end.
 
     Args:
-        form: the form of lists of policies, which differs for clients before Calico 3.32.
+        form: the form of policy lists. Clients before Calico 3.32 need another one.
 
     Attributes:
         flows: the clients' reports.
@@ -62,7 +63,7 @@ class PolicySyncServer:
         self.flows = Flows()
         self._form = form
         self._compiled: Compiled | None = None
-        #:         Streams by the path of their socket, oldest first.
+        #: The streams of each socket, by the socket's path, oldest first.
         self._streams: dict[str, dict[_Stream, None]] = {}
         self._sockets: dict[str, AsyncExitStack] = {}
 
@@ -78,14 +79,14 @@ class PolicySyncServer:
         return tuple(self._sockets)
 
     def publish(self, compiled: Compiled) -> None:
-        """Serve another state from now on. Clients are sent the differences."""
+        """Serve another state from now on. Clients receive the differences."""
         self._compiled = compiled
         for streams in self._streams.values():
             for stream in streams:
                 stream.changed.set()
 
     async def open(self, path: str, endpoints: Endpoints, *, streams: int = 1, mode: int = SOCKET_MODE) -> None:
-        """Serve a socket, in place of a stale one.
+        """Serve a socket. A stale socket at its path is replaced.
 
         Args:
             streams: the largest number of streams at once, see :data:`NODE_STREAMS`.
@@ -183,8 +184,8 @@ def endpoint_of_credentials(text: bytes) -> c.EndpointId:
 class Binder:
     """Keeps a socket for each pod of a node below ``<prefix>/mount``.
 
-    These are the pods in the policies, by their uids, and the pods whose credentials a volume driver has left in
-    ``<prefix>/creds`` (Calico's FlexVolume and CSI drivers): ``ID.json`` names a pod, whose socket is then
+    Pods in the policies have sockets by their uids. In addition, a volume driver (Calico's FlexVolume or CSI
+    driver) can leave credentials in ``<prefix>/creds``: ``ID.json`` names a pod, whose socket is then
     ``<prefix>/mount/ID/socket``, even before the policies include the pod. For a CSI driver the ID is the
     volume's.
 
@@ -202,7 +203,9 @@ class Binder:
         self._credentials: dict[Path, tuple[FileState, c.EndpointId | None]] = {}
 
     async def bind(self, compiled: Compiled) -> None:
-        """Open sockets of new pods, and close the sockets of removed pods. Failures are tried again."""
+        """Open sockets for new pods, and close the sockets of removed pods. Failures are retried at the next
+        call.
+        """
         wanted = {
             pod_socket(self._prefix, uid): endpoint
             for uid, endpoint in compiled.uids.items()
@@ -218,7 +221,7 @@ class Binder:
                 await self._open(path, endpoint)
 
     def _with_credentials(self) -> dict[str, c.EndpointId]:
-        """Return the sockets of pods with credentials; files are read again when they change."""
+        """Return the sockets of pods with credentials. A credentials file is read again when it changes."""
         read: dict[Path, tuple[FileState, c.EndpointId | None]] = {}
         for file in sorted((self._prefix / "creds").glob("*.json")):
             state = file_state(file)

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from xds.model import calico as c
 from ztunnel.policy.calico.compile import Compiled
 
-#: Members in one message: gRPC's default limit of 4 MiB divided by the longest member, 51 bytes.
+#: The most members in one message: gRPC's default limit of 4 MiB divided by the longest member's length, 51 bytes.
 MESSAGE_MEMBERS: Final = 82_200
 
 _Key = TypeVar("_Key")
@@ -22,8 +22,8 @@ _Value = TypeVar("_Value")
 
 @dataclass(slots=True)
 class View:
-    """The objects that a client needs, by key, and all accounts and namespaces, whose labels selectors can
-    read.
+    """All objects that a client needs, by key. Accounts and namespaces are complete, because selectors can read
+    their labels.
     """
 
     ip_sets: Mapping[str, tuple[c.IpSetType, frozenset[str]]] = field(default_factory=dict)
@@ -63,11 +63,11 @@ def view_of(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> View:
 
 
 def excerpt(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> Compiled:
-    """Return a copy of everything that servers of these endpoints need. Later changes of ``compiled`` do not
+    """Return a copy of all objects that servers of these endpoints need. Later changes of ``compiled`` do not
     affect it.
 
-    For a compiler that works in another thread than the server: tables are copied, and their values never change.
-    Service accounts and namespaces are copied whole, because selectors can read any label.
+    The compiler can work in another thread than the server, because tables are copied, and their values never
+    change. Service accounts and namespaces are copied whole, because selectors can read any label.
     """
     view = view_of(compiled, endpoints)
     return Compiled(
@@ -84,7 +84,7 @@ def excerpt(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> Compiled:
 
 
 def by_names(view: View) -> View:
-    """Return a view with the ids of policies as releases before Calico 3.32 have them: tier and name."""
+    """Return a view whose policy ids have the form that releases before Calico 3.32 use: tier and name."""
     tiers = {
         policy: tier.name
         for endpoint in view.endpoints.values()
@@ -115,7 +115,7 @@ def by_names(view: View) -> View:
 
 
 def changes(old: View, new: View) -> Iterator[c.Update]:
-    """Yield the updates that lead from one view to another, in order."""
+    """Yield the updates that turn one view into another, in a safe order."""
     for set_id, (kind, members) in new.ip_sets.items():
         before = old.ip_sets.get(set_id)
         if before is None or before[0] is not kind:
@@ -160,7 +160,7 @@ def _whole_set(set_id: str, kind: c.IpSetType, members: Iterable[str]) -> Iterat
 
 
 def _delta(set_id: str, added: Iterable[str], removed: Iterable[str]) -> Iterator[c.Update]:
-    """Yield deltas, additions first; removals fill up the last message of these."""
+    """Yield deltas of a set, with additions first. Removals fill up the last message that has additions."""
     adding, removing = iter(sorted(added)), iter(sorted(removed))
     while True:
         some = tuple(islice(adding, MESSAGE_MEMBERS))

@@ -1,4 +1,4 @@
-"""Runs addons (:mod:`ztunnel.addons`) for both front ends: loading, calling, timing, suspension, replacement.
+"""Runs addons (:mod:`ztunnel.addons`) for both front ends: loads, calls, times, suspends and replaces them.
 
 :mod:`decide <ztunnel.proxy.addons.decide>`, :mod:`budget <ztunnel.proxy.addons.budget>`,
 :mod:`settings <ztunnel.proxy.addons.settings>` and :mod:`options <ztunnel.proxy.addons.options>` decide and do no

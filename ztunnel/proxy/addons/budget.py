@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import Final, NamedTuple
 
-#: Upper bounds of the call-duration histogram.
+#: The upper bounds of the buckets in the histogram of call durations.
 BOUNDS_US: Final = (10.0, 50.0, 200.0, 1_000.0, 10_000.0, 100_000.0, 1_000_000.0)
-#: The histogram's first bound.
+#: The histogram's first bound, in nanoseconds.
 QUICK_NS: Final = 10_000
 _BOUNDS_NS: Final = tuple(int(bound * 1000) for bound in BOUNDS_US)
 #: The fraction of the event loop's time that one addon may use within :data:`WINDOW_S`.
@@ -82,7 +82,7 @@ class HookAccount:
         self._buckets = [0] * (len(_BOUNDS_NS) + 1)
 
     def took(self, took_ns: int) -> None:
-        """Add the duration of a call."""
+        """Count a call's duration."""
         self.total_ns += took_ns
         if took_ns <= QUICK_NS:
             self.quick += 1
@@ -105,9 +105,9 @@ class HookAccount:
 class LoopShare:
     """Measures the event-loop time that one addon uses within one-minute windows.
 
-    The clock is read only when the sum reaches the addon's share of a minute. If the window is then older than a
-    minute, the addon is within its share, and the sum is reset. This needs neither a list of calls nor a clock
-    reading per call. An addon that exceeds its share is detected before using twice the share.
+    The clock is read only when the sum reaches the addon's share of a minute. If the window is older than a minute
+    at that time, the addon is within its share, and the sum is reset. So neither a list of calls nor a clock
+    reading per call is needed. An addon that exceeds its share is detected before it has used twice the share.
 
     Attributes:
         used_ns: the time used in this window. Callers add to it directly, and call :meth:`exceeded` above
@@ -121,12 +121,12 @@ class LoopShare:
         self.used_ns = 0
 
     def use(self, took_ns: int, now_ns: int) -> bool:
-        """Add the duration of a call; return whether the share is exceeded."""
+        """Add the duration of a call, and return whether the addon has exceeded its share."""
         self.used_ns += took_ns
         return self.used_ns > MOST_NS and self.exceeded(now_ns)
 
     def exceeded(self, now_ns: int) -> bool:
-        """Return whether the addon used its time within a minute. If not, start a new window."""
+        """Return whether the addon used up its share within a minute. If not, start a new window."""
         if now_ns - self._began_ns < _WINDOW_NS:
             return True
         self._began_ns, self.used_ns = now_ns, 0
@@ -134,5 +134,5 @@ class LoopShare:
 
 
 def too_much(used_ns: int) -> str:
-    """Return the reason for suspending an addon that exceeded its share of event-loop time."""
+    """Return a sentence that an addon is suspended because it exceeded its share of event-loop time."""
     return f"it used {used_ns / 1e9:.2f} s of the loop within {WINDOW_S} s, more than {SHARE:.0%}"

@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 from ztunnel.addons import Cut, Delay, Deny, Metric, Prefer, Verdict
 from ztunnel.proxy.dataplane.reasons import CUT_BY_ADDON
 
-#: The longest allowed delay of a verdict, in seconds. Longer ones are rejected, as probably in the wrong unit.
+#: The longest allowed delay of a verdict, in seconds. A longer delay is rejected, because it is probably in the
+#: wrong unit.
 LONGEST_DELAY_S: Final = 300.0
 #: The longest reason of a verdict in the access line, in characters. Longer reasons are truncated.
 _LONGEST_REASON: Final = 200
@@ -29,7 +30,7 @@ ALLOWED_VERDICTS: Final[Mapping[str, tuple[type[Verdict], ...]]] = {
     "accepting": (Deny,),
 }
 
-#: A set of labels. An endpoint must have all labels of the set. Hashable, because it is a key in the cache of
+#: A set of labels, which an endpoint must have completely. Hashable, because it is a key in the cache of
 #: load-balancing choices.
 Labels = frozenset[tuple[str, str]]
 
@@ -56,11 +57,11 @@ NOTHING: Final = Outcome()
 
 
 def fault_of(hook: str, answer: object) -> str:
-    """Check a hook's return value. Return the fault, or the empty string. ``None`` is always valid."""
+    """Check a hook's return value. Return its fault, or an empty text. ``None`` is always valid."""
     if answer is None:
         return ""
     allowed = ALLOWED_VERDICTS.get(hook, ())
-    # Not isinstance: a subclass could have properties that run addon code later.
+    # isinstance would accept subclasses, whose properties could run addon code later.
     if type(answer) not in allowed:
         names = " or ".join((*(each.__name__ for each in allowed), "None"))
         return f"returned {_shown(answer)} instead of {names}"
@@ -93,7 +94,7 @@ def _fault_of_cut(cut: Cut) -> str:
 
 
 def fault_of_metric(family: object) -> str:
-    """Check a metric family returned by a hook ``metrics``. Return what is wrong, or the empty string."""
+    """Check a metric family that a hook ``metrics`` has returned. Return what is wrong, or an empty text."""
     if type(family) is not Metric:
         return f"returned {_shown(family)} instead of Metric"
     labels = family.labels
@@ -123,7 +124,9 @@ def _is_text(value: object) -> bool:
 
 
 def _is_unicode(text: str) -> bool:
-    """Return whether UTF-8 can encode a text. A lone surrogate would break the whole metrics page."""
+    """Return whether a text can be encoded in UTF-8. A lone surrogate cannot, and would break the whole metrics
+    page.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -150,7 +153,7 @@ def _shown(answer: object) -> str:
 
 
 def combined(so_far: Outcome, addon: str, verdict: Verdict) -> Outcome:
-    """Return the outcome with one more addon's verdict, which :func:`fault_of` has already checked."""
+    """Return an outcome with the verdict of one more addon, which :func:`fault_of` has already checked."""
     addons = (*so_far.addons, addon)
     match verdict:
         case Deny(reason):
@@ -208,5 +211,5 @@ def cut_reason(addons: Sequence[str], cut: Cut) -> str:
 
 
 def _one_line(reason: str) -> str:
-    """Return a reason as a short line that UTF-8 can encode, which log services and collectors require."""
+    """Return a reason as a short line that can be encoded in UTF-8, as log services and collectors require."""
     return " ".join(reason.split())[:_LONGEST_REASON].encode(errors="backslashreplace").decode()

@@ -10,7 +10,9 @@ _DURATION = "ztunnel_addon_call_seconds"
 
 
 def addon_families(report: AddonReport) -> Iterator[Family]:
-    """Yield the standard metric families of all addons, then the addons' own ones. Empty without addons."""
+    """Yield the standard metric families of all addons, then the families that addons define. Empty without
+    addons.
+    """
     by_hook = ("addon", "hook")
     text = "Calls of addons' hooks; result none: no verdict (unstable)"
     yield family("ztunnel_addon_calls", "counter", text, calls(report), (*by_hook, "result"))

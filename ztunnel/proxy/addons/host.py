@@ -1,6 +1,6 @@
 """Calls the hooks of all addons of this process in order. Both front ends use this module.
 
-A front end without addons creates no such object, which costs its connections one comparison with ``None``.
+A front end without addons creates no :class:`AddonHost`. Its connections then only compare a field with ``None``.
 Addon state is per process: with several workers, each worker has its own addon objects.
 """
 
@@ -26,13 +26,13 @@ from ztunnel.proxy.dataplane.live_table import Life
 
 log = logging.getLogger(__name__)
 
-#: How often the byte count of a connection with a limit is checked, in seconds.
+#: Seconds between two checks of the byte count of a connection that has a byte limit.
 _LOOK_S: Final = 0.01
 #: The shortest time between two calls of the hook ``mesh_changed``, in seconds.
 _MESH_EVERY_S: Final = 1.0
 
 
-#: The addons that implement one hook, each with its function of that name.
+#: The addons that implement one hook, each with its method for this hook.
 Hooks = tuple[tuple[RunningAddon, Hook], ...]
 
 
@@ -69,7 +69,7 @@ class Asked:
         return self.outcome.prefer
 
     def opened(self, life: Life, counts: ByteCounts) -> None:
-        """Inform the addons that the relay runs, and start to enforce the limits of a ``Cut``.
+        """Inform the addons that the connection's relay runs, and start to enforce the limits of a ``Cut``.
 
         Args:
             life: the connection's table entry, which is ended when a limit is reached.
@@ -82,7 +82,7 @@ class Asked:
         self._host.opened(self.facts)
 
     def ended(self, record: Record) -> None:
-        """Inform the addons that the connection has ended or was never opened."""
+        """Inform the addons that the connection has ended, even if it was never opened."""
         if self._cut is not None:
             self._cut.stop()
         self._host.ended(record, was_open=self.is_open)
@@ -142,27 +142,27 @@ class AddonHost:
         self._index()
 
     def _index(self) -> None:
-        #: The addons that have each hook, in calling order.
+        #: For each hook, the addons that have it, in calling order.
         self.connecting = self._with("connecting")
         self.accepting = self._with("accepting")
         self._opened = self._with("opened")
         self._closed = self._with("closed")
         self._refused = self._with("refused")
         self._mesh = self._with("mesh_changed")
-        #: The optional facts that some addon needs.
+        #: The optional facts that at least one addon needs.
         self.needs = frozenset().union(*(each.loaded.needs for each in self.addons))
 
     def _with(self, name: str) -> Hooks:
         return tuple((each, hook) for each in self.addons if (hook := each.hooks.get(name)) is not None)
 
     def next_number(self) -> int:
-        """Return a number for :attr:`ztunnel.addons.Facts.connection`."""
+        """Return the next connection's number, for :attr:`ztunnel.addons.Facts.connection`."""
         return next(self._numbers)
 
     # Decisions
 
     def ask_now(self, hooks: Hooks, asked: Asked) -> bool:
-        """Call deciding hooks until a hook returns a verdict or is ``async def``.
+        """Call deciding hooks in order, up to the first one that returns a verdict or is ``async def``.
 
         Args:
             hooks: :attr:`connecting` or :attr:`accepting`.
@@ -186,7 +186,7 @@ class AddonHost:
             hooks: see :meth:`ask_now`.
             life: the connection's table entry. It is in :attr:`State.HELD` while this waits, and afterwards in its
                 previous state.
-            asked: gets the outcome.
+            asked: the connection; its outcome is set.
         """
         if not self.ask_now(hooks, asked):
             await self.decide_rest(life, asked)
@@ -196,7 +196,7 @@ class AddonHost:
 
         Args:
             life: see :meth:`decide`.
-            asked: the connection; gets the outcome.
+            asked: the connection; its outcome is set.
         """
         if asked.undecided is None:
             return
@@ -257,13 +257,13 @@ class AddonHost:
         return report
 
     def families(self) -> Iterator[AddonFamily]:
-        """Yield the metric families that the addons' hooks ``metrics`` return."""
+        """Yield the metric families that the addons return from their hooks ``metrics``."""
         for addon in self.addons:
             for each in addon.families():
                 yield AddonFamily(addon.name, each.name, each.help, each.kind, each.labels, dict(each.values))
 
     def counts(self) -> Iterator[HookCounts]:
-        """Yield the counts of every hook."""
+        """Yield the call counts of every hook of every addon."""
         for addon in self.addons:
             yield from addon.counts()
 

@@ -24,9 +24,10 @@ log = logging.getLogger(__name__)
 
 #: The longest time that one call may block the event loop, in seconds.
 LIMIT_S: Final = 0.1
-#: The time between two checks, in seconds. A call is interrupted at most this late.
+#: The time between two checks, in seconds. A call is interrupted at most this much too late.
 _LOOK_S: Final = 0.05
-#: The signal to send, which this process does not use otherwise. Its default action would end the process.
+#: The signal that interrupts a hook. This process does not use it otherwise. Its default action would end the
+#: process.
 _SIGNAL: Final = signal.SIGALRM
 
 
@@ -44,7 +45,7 @@ class CurrentCall:
 
     Attributes:
         hook: the running hook, or ``None``. Its text names the addon and the hook.
-        began_ns: when it began, by ``perf_counter_ns``.
+        began_ns: when the hook began, by ``perf_counter_ns``.
         interrupted: whether a signal has interrupted the call. Further signals are ignored.
     """
 
@@ -57,12 +58,12 @@ class CurrentCall:
 
     @property
     def is_blocking(self) -> bool:
-        """Whether a hook has run for too long, and was not interrupted yet."""
+        """Whether the running hook has exceeded the limit, and was not interrupted yet."""
         too_long = perf_counter_ns() - self.began_ns > LIMIT_S * 1e9
         return self.hook is not None and too_long and not self.interrupted
 
     def name(self) -> str:
-        """Return the running addon and hook for the watchdog's report. Empty if none runs."""
+        """Return the names of the running addon and hook, for the watchdog's report. Empty if none runs."""
         hook = self.hook
         return str(hook) if hook is not None else ""
 
@@ -105,7 +106,7 @@ class Interrupter:
             if not self._current.is_blocking:
                 continue
             if signal.getsignal(_SIGNAL) != self._handle:
-                # An addon has replaced the handler. The signal's default action would end the process.
+                # An addon has replaced the signal handler. Without one, the signal would end the process.
                 log.error(
                     "%s blocks the loop, and cannot be interrupted: an addon uses SIGALRM", self._current.name()
                 )

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ztunnel.proxy.addons.settings import Given
 
-#: Options of every addon. They override the attributes of the same names.
+#: The options that every addon has. They override the class's attributes of the same names.
 _ON_ERROR: Final = ("deny", "ignore")
 COMMON: Final = ("on_error", "budget_us", "time_limit_s")
 
@@ -26,7 +26,7 @@ class Common(NamedTuple):
 
     @property
     def denies(self) -> bool:
-        """Whether a hook that fails denies the connection."""
+        """Whether a hook's failure denies the connection."""
         return self.on_error == "deny"
 
 
@@ -34,7 +34,7 @@ class OptionsError(Exception):
     """The options of an addon are unusable.
 
     Attributes:
-        faults: one line per fault, naming the addon, the option and where it was given.
+        faults: one line per fault. It names the addon, the option, and where the option was given.
     """
 
     def __init__(self, faults: list[str]) -> None:
@@ -46,8 +46,8 @@ class OptionsError(Exception):
 
 
 def read_options(name: str, cls: type, given: Mapping[str, Given]) -> tuple[Any, Common]:
-    """Parse an addon's options. Return its ``Options`` object, or ``None`` if it has no such class, and its common
-    settings.
+    """Parse an addon's options. Return its ``Options`` object and its common settings. Without a class ``Options``
+    the object is ``None``.
 
     Args:
         name: the addon's name.

@@ -20,7 +20,7 @@ _WAITS: Final = "not known here: it is asynchronous"
 
 
 class Said(NamedTuple):
-    """The predicted answer of one addon.
+    """The answer that one addon would give.
 
     Attributes:
         addon: the addon's name.
@@ -42,10 +42,10 @@ class Said(NamedTuple):
 
 
 def would_say(addons: Iterable[tuple[LoadedAddon, str]], hook: str, facts: Facts) -> list[Said]:
-    """Return the predicted answer of each addon with a hook, in order, up to the first denial.
+    """Return the predicted answers of the addons that have a hook, in order, up to the first denial.
 
     Args:
-        addons: each with the reason of its suspension, or the empty string.
+        addons: the addons, each with the reason why it is suspended, or an empty text.
         hook: ``connecting`` or ``accepting``.
         facts: the connection's facts.
     """
@@ -84,7 +84,7 @@ def _one(loaded: LoadedAddon, suspended: str, hook: str, function: Callable[...,
 
 
 def preview_of(settings: AddonSettings) -> list[tuple[LoadedAddon, str]]:
-    """Load addons in a process that only predicts their verdicts, and carries no connections.
+    """Load addons to predict their verdicts, in a process that carries no connections.
 
     Addons whose verdicts do not follow from the facts are loaded without being started, so that they have no
     effect.

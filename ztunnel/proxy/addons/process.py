@@ -24,7 +24,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: How often the addons' files are checked for changes, in seconds.
+#: Seconds between two checks whether an addon's file has changed.
 CHECK_EVERY_S: Final = 1.0
 
 
@@ -43,7 +43,7 @@ class AddonProcess:
 
     def __init__(self, settings: AddonSettings) -> None:
         self._settings = settings
-        # Take the files' state before reading them, so that a change in between is noticed and loaded.
+        # The files' states are taken before the files are read, so that a change in between is noticed.
         self._seen = {spec.text: _state(spec.file) for spec in settings.specs}
         self.host = AddonHost(load_all(settings))
         self._tasks = Tasks("addons")
@@ -75,7 +75,8 @@ class AddonProcess:
     async def _replace(self, addon: RunningAddon) -> None:
         spec = addon.loaded.spec
         try:
-            # In a thread: an import can take long. The hook configured runs here, where later hooks run, too.
+            # The module is loaded in a thread, because an import can take long. The hook ``configured`` runs on
+            # the loop, like later hooks.
             cls, digest = await asyncio.to_thread(find_class, spec)
             if digest == addon.loaded.sha256 and not addon.suspended:
                 self.host.problems.pop(addon.name, None)

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from ztunnel.proxy.addons.budget import BOUNDS_US, HookCounts
 
-#: The call results that are counted as denials and as faults.
+#: The results of calls that count as denials, and those that count as faults.
 _DENIALS: Final = ("deny",)
 _FAULTS: Final = ("fault", "timeout")
 
@@ -23,7 +23,7 @@ class AddonState(NamedTuple):
         suspended: why it is not called. Empty if it is called.
         on_error: ``deny`` or ``ignore``.
         hooks: the names of its hooks.
-        problem: why its changed file could not be loaded. Empty if there is no such file.
+        problem: why its changed file could not be loaded. Empty without such a failure.
     """
 
     name: str
@@ -48,7 +48,7 @@ class AddonFamily(NamedTuple):
 
 @dataclass(slots=True)
 class AddonReport:
-    """The addons' reports from one or several processes, added up.
+    """The sums of the addons' reports from one or several processes.
 
     Attributes:
         hooks: counts by addon and hook.
@@ -87,7 +87,7 @@ class AddonReport:
 
 
 def page(report: AddonReport) -> list[dict[str, Any]]:
-    """Return the addons in their order, with the sums of all processes, as ``/addons`` shows them."""
+    """Return the addons in their order, with sums over all processes, as ``/addons`` shows them."""
     names = dict.fromkeys(state.name for state in report.states)
     return [_entry(name, [state for state in report.states if state.name == name], report) for name in names]
 
@@ -132,7 +132,7 @@ def _sum(hooks: Iterable[HookCounts], results: tuple[str, ...]) -> int:
 
 
 def problems(report: AddonReport) -> list[str]:
-    """Return a line for each addon that is suspended or whose changed file was not loaded, for ``status``."""
+    """Return lines for ``status``: one for each addon that is suspended, or whose changed file was not loaded."""
     lines = []
     for entry in page(report):
         if entry["state"] != "active":
@@ -142,7 +142,7 @@ def problems(report: AddonReport) -> list[str]:
     return lines
 
 
-# Samples of metrics pages: the values of the labels, and the number
+# Samples of metrics pages: label values, and the number
 
 
 def calls(report: AddonReport) -> Iterator[tuple[tuple[str, str, str], float]]:
@@ -159,13 +159,15 @@ def over_budget(report: AddonReport) -> Iterator[tuple[tuple[str, str], float]]:
 
 
 def suspended(report: AddonReport) -> Iterator[tuple[tuple[str], float]]:
-    """Yield the samples of ``ztunnel_addon_suspended`` by addon: the number of processes."""
+    """Yield the samples of ``ztunnel_addon_suspended``: by addon, the number of processes that suspend it."""
     for name in dict.fromkeys(state.name for state in report.states):
         yield (name,), sum(bool(state.suspended) for state in report.states if state.name == name)
 
 
 def durations(report: AddonReport) -> Iterator[tuple[tuple[str, str], list[tuple[str, int]], float]]:
-    """Yield the histograms of ``ztunnel_addon_call_seconds``: addon and hook, cumulative buckets, seconds."""
+    """Yield the histograms of ``ztunnel_addon_call_seconds``: by addon and hook, the cumulative buckets and the
+    sum of seconds.
+    """
     bounds = [*(f"{bound / 1e6:g}" for bound in BOUNDS_US), "+Inf"]
     for key, counts in report.hooks.items():
         if not any(counts.buckets):
@@ -178,5 +180,5 @@ def durations(report: AddonReport) -> Iterator[tuple[tuple[str, str], list[tuple
 
 
 def family_name(family: AddonFamily) -> str:
-    """Return the name of an addon's own family on the metrics page."""
+    """Return the name that an addon's own metric family has on the metrics page."""
     return f"ztunnel_addon_{family.addon.replace('-', '_')}_{family.name}"

@@ -9,8 +9,8 @@ Hooks run on the event loop that carries the connections, so a slow hook delays 
 * An addon that uses more than its share of the loop (:mod:`ztunnel.proxy.addons.budget`) is suspended, and so is
   an addon whose hook raises an exception.
 
-A suspended addon is not called until it is replaced. Its deciding hooks then deny or are ignored, as set by
-``on_error``.
+A suspended addon is not called until it is replaced. Meanwhile ``on_error`` sets whether its deciding hooks deny
+or are ignored.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ log = logging.getLogger(__name__)
 
 #: The time within which a cancelled hook must end, in seconds.
 _ENDS_S: Final = 1.0
-#: The shortest time between log lines about one addon's calls that exceeded its budget, in seconds.
+#: Seconds between two log lines about calls of one addon that exceeded its budget.
 _LINE_EVERY_NS: Final = 60 * 1_000_000_000
-#: The largest number of waiting tasks of one addon, one per connection. If there are more, they probably never
-#: end.
+#: The most waiting tasks of one addon, one per connection. If there are more, they probably never end.
 _MOST_WAITING: Final = 10_000
 
 
@@ -48,7 +47,7 @@ class Hook:
         name: the hook's name.
         function: the bound method, with one argument.
         waits: whether it is ``async def``.
-        account: its counts.
+        account: the counts of its calls.
     """
 
     __slots__ = ("account", "addon", "function", "name", "waits")
@@ -79,7 +78,7 @@ class RunningAddon:
     Attributes:
         loaded: see the argument.
         name: its name.
-        suspended: why it is not called any more. Empty if it is called.
+        suspended: why it is no longer called. Empty if it is called.
         hooks: its hooks by name.
     """
 
@@ -203,7 +202,9 @@ class RunningAddon:
             hook.account.silent += 1
 
     def families(self) -> list[Metric]:
-        """Return the families of the hook ``metrics``. An invalid family suspends the addon. Never raises."""
+        """Call the hook ``metrics`` and return its families. An invalid family suspends the addon. Never
+        raises.
+        """
         hook = self.hooks.get("metrics")
         if hook is None or self.suspended:
             return []
@@ -232,12 +233,13 @@ class RunningAddon:
         current, account, share = self._current, hook.account, self._share
         loop = None
         if self._guards_loop:
-            # A ``def`` hook does not need the event loop, and could stop it.
+            # The event loop is hidden from the hook: a ``def`` hook does not need it, and could stop it.
             loop = _get_running_loop()
             _set_running_loop(None)
         began = current.began_ns = perf_counter_ns()
         try:
-            # Inside the try block, because a blocking hook is interrupted by an exception while ``hook`` is set.
+            # This is inside the try block, because an exception interrupts a blocking hook from the moment when
+            # ``hook`` is set.
             current.hook = hook
             answer = hook.function(argument)
             current.hook = None
@@ -265,7 +267,7 @@ class RunningAddon:
         return answer
 
     def charge(self, hook: Hook, took_ns: int) -> None:
-        """Charge event-loop time to the addon, and suspend it if it has exceeded its share."""
+        """Charge event-loop time to the addon. If the addon has exceeded its share, suspend it."""
         if not hook.waits:
             hook.account.took(took_ns)
         if self._share.use(took_ns, perf_counter_ns()):
@@ -291,7 +293,7 @@ class RunningAddon:
         return text
 
     def suspend(self, reason: str) -> None:
-        """Stop calling hooks. The first reason is kept. Logged."""
+        """Stop calling the addon's hooks, and log the reason. After a first reason, later ones are ignored."""
         if self.suspended:
             return
         self.suspended = reason
@@ -308,7 +310,7 @@ class RunningAddon:
 
     def _cancel(self, task: asyncio.Task[Any], hook: Hook) -> None:
         task.cancel()
-        # The hook's answer is no longer used, so its errors are ignored as well.
+        # The cancelled hook's answer is not used, so its errors are ignored as well.
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         asyncio.get_running_loop().call_later(_ENDS_S, self._must_have_ended, task, hook)
 
@@ -318,7 +320,7 @@ class RunningAddon:
             self._abandon(task)
 
     def _abandon(self, task: asyncio.Task[Any]) -> None:
-        """End a task even if its hook survives the cancellation."""
+        """End a hook's task, even if the hook survives the cancellation."""
         self._waiting[task].abandoned = True
         task.cancel()
 
@@ -326,7 +328,7 @@ class RunningAddon:
 
     @property
     def waiting(self) -> int:
-        """The number of ``async def`` calls that have not ended."""
+        """The number of calls of ``async def`` hooks that have not ended."""
         return len(self._waiting)
 
     def counts(self) -> Iterator[HookCounts]:
@@ -358,10 +360,11 @@ class RunningAddon:
 
 
 def _with_argument(name: str, function: Any) -> Any:
-    """Return a hook as a function of one argument."""
+    """Return a hook, whatever its signature is, as a function of one argument."""
     match name:
         case "metrics":
-            # The generator's steps and the mappings' copies, which can be code of the addon, are part of the call.
+            # Steps of a generator and copies of mappings can run code of the addon, so they are part of the timed
+            # call.
             return lambda _: [_copied(each) for each in function()]
         case "done":
             return lambda _: function()
@@ -370,7 +373,7 @@ def _with_argument(name: str, function: Any) -> Any:
 
 
 def _copied(family: object) -> object:
-    """Return a family with a copy of its values. Threads of the addon can change the original meanwhile."""
+    """Return a family with a copy of its values, because threads of the addon can change the original later."""
     if type(family) is Metric and isinstance(family.values, Mapping):
         return family._replace(values=dict(family.values))
     return family
@@ -384,7 +387,7 @@ class _Steps:
     """Awaits an ``async def`` hook, and charges each step's time to the addon.
 
     Attributes:
-        used_ns: the loop time used so far, without the time spent waiting.
+        used_ns: the loop time that the hook has used so far, without the time that it has waited.
         abandoned: whether the next cancellation ends the task and its hook.
     """
 

@@ -1,4 +1,5 @@
-"""Parses which addons a process loads, and their options, from flags, environment variables and a file. Pure.
+"""Parses settings from flags, environment variables and a file: which addons a process loads, and their options.
+Pure.
 
 =============================  ===========================================================================
 ``FILE.py[:Class]``            a file; without a class it must define one addon
@@ -15,11 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-#: Addon specifications, separated by commas or line breaks, as for the flag ``--addon``.
+#: The addons to load, separated by commas or line breaks. Each has the form of the flag ``--addon``.
 ADDONS: Final = "ZTUNNEL_ADDONS"
-#: ``name.key=value``, one on each line: flag ``--addon-option``.
+#: ``name.key=value``, one per line, as for the flag ``--addon-option``.
 OPTION: Final = "ZTUNNEL_ADDON_OPTION"
-#: A YAML file with a mapping of options for each addon: flag ``--addon-options``.
+#: The path of a YAML file that maps each addon to its options, as for the flag ``--addon-options``.
 OPTIONS_FILE: Final = "ZTUNNEL_ADDON_OPTIONS"
 VARIABLES: Final = frozenset((ADDONS, OPTION, OPTIONS_FILE))
 
@@ -32,7 +33,7 @@ _OPTION: Final = re.compile(r"(?P<addon>[a-z0-9][a-z0-9_-]*)\.(?P<key>[A-Za-z_]\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddonSpec:
-    """The location of one addon. Exactly one of ``file``, ``module`` and ``entry_point`` is not empty.
+    """Where one addon is. Exactly one of ``file``, ``module`` and ``entry_point`` is not empty.
 
     Attributes:
         text: the location as configured.
@@ -62,7 +63,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddonSettings:
-    """The addons of a process in their order, and options by addon and key."""
+    """The addons of a process in their order, and the options by addon and key."""
 
     specs: tuple[AddonSpec, ...] = ()
     options: Mapping[str, Mapping[str, Given]] = field(default_factory=dict)
@@ -93,7 +94,7 @@ def addon_settings(env: Mapping[str, str], file_options: object = None) -> tuple
 
     Args:
         env: the environment; flags are stored under their variables' names.
-        file_options: the contents of the file of :data:`OPTIONS_FILE`, as YAML reads them.
+        file_options: the parsed contents of the YAML file that :data:`OPTIONS_FILE` names.
 
     Returns:
         ``None`` for the settings if no addon is named.

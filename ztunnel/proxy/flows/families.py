@@ -30,7 +30,7 @@ def time_families(times: ConnectionTimes) -> Iterator[Family]:
 
 
 def histograms(name: str, text: str, labels: tuple[str, ...], found: Mapping[_LabelsT, Durations]) -> Family:
-    """Return a family of histograms in seconds, leaving out empty histograms. OpenMetrics shows the exemplars."""
+    """Return a family of histograms in seconds, without empty ones. Exemplars appear in the OpenMetrics format."""
     return Family(Metric(name, text, "histogram", "seconds"), _samples(name, labels, found))
 
 

@@ -1,6 +1,6 @@
 """Filters of Hubble's GetFlows, compiled once per call. Pure.
 
-Filters mean the same as Hubble's own; tests compare both by ``hubble observe --input-file``. A filter that
+Filters have the same meaning as Hubble's own; tests compare both by ``hubble observe --input-file``. A filter that
 is unknown or has an invalid value is refused with an error naming it, because ignoring it would show too many
 flows. Flows are in JSON's types, as :mod:`ztunnel.proxy.flows.hubble` makes them.
 """
@@ -27,7 +27,7 @@ from xds.proto.hubble.flow.flow_pb2 import (
 
 Flow = Mapping[str, Any]
 Test = Callable[[Flow], bool]
-#: The names of unsupported filters, by field number in FlowFilter.
+#: The names of unsupported filters, by their field number in FlowFilter.
 _UNSUPPORTED: Final = {
     9: "http_status_code",
     18: "dns_query",
@@ -41,9 +41,10 @@ _UNSUPPORTED: Final = {
     39: "ip_trace_id",
     999: "cel_expression",
 }
-#: Hubble's protocols. Connections here are TCP.
+#: The protocol names that Hubble uses. Connections here are TCP.
 _PROTOCOLS: Final = frozenset(("tcp", "udp", "icmp", "icmpv4", "icmpv6", "sctp", "dns", "http", "kafka"))
-#: One requirement of a label selector in Kubernetes' syntax. A key can have a source before a colon.
+#: Matches one requirement of a label selector in Kubernetes' syntax. The key can have a prefix that names its
+#: source, with a colon.
 _REQUIREMENT: Final = re.compile(
     r"\s*(?:(?P<absent>!)\s*)?(?P<key>[\w./:-]+)\s*"
     r"(?:(?P<op>==|=|!=)\s*(?P<value>[\w.-]*)|(?P<set>in|notin)\s*\((?P<values>[\w.,\s-]*)\))?\s*"
@@ -51,11 +52,12 @@ _REQUIREMENT: Final = re.compile(
 
 
 class BadFilter(ValueError):
-    """A filter cannot be read or is not supported. The text names it."""
+    """A filter cannot be read, or is not supported. The text names the filter."""
 
 
 def compiled(whitelist: Iterable[FlowFilter], blacklist: Iterable[FlowFilter]) -> Test:
-    """Return a test for flows: at least one whitelist filter matches, if there are any, and no blacklist filter.
+    """Return a test for flows. If there are whitelist filters, one of them must match. No blacklist filter may
+    match.
 
     Raises:
         BadFilter: a filter cannot be read.
@@ -67,7 +69,7 @@ def compiled(whitelist: Iterable[FlowFilter], blacklist: Iterable[FlowFilter]) -
 
 
 def _filter(message: FlowFilter) -> Test:
-    """Return the test of one filter: each field that is set must match with at least one of its values."""
+    """Return the test of one filter. Each field that is set must match with one of its values."""
     for unknown in UnknownFieldSet(message):  # type: ignore[attr-defined]  # the stubs lack __iter__
         name = _UNSUPPORTED.get(unknown.field_number, f"number {unknown.field_number}")
         raise BadFilter(f"filter {name} is not supported")
@@ -108,8 +110,8 @@ def _service(side: str) -> Callable[[str], Test]:
 
 
 def _named(value: str, of: Callable[[Flow], Flow], key: str) -> Test:
-    """Return the test of ``NAMESPACE/PREFIX``. Without a slash, the namespace is ``default``. An empty namespace
-    matches every namespace.
+    """Return the test of a filter ``NAMESPACE/PREFIX``. Without a slash, the namespace is ``default``. An empty
+    namespace matches every namespace.
     """
     namespace, slash, prefix = value.rpartition("/")
     namespace = namespace if slash else "default"
@@ -206,7 +208,9 @@ def _event_type(value: EventTypeFilter) -> Test:
 
 
 def _node(value: str) -> Test:
-    """Return the test of ``CLUSTER/NODE``, where ``*`` is a wildcard. Without a slash, the cluster is default."""
+    """Return the test of a filter ``CLUSTER/NODE``, in which ``*`` is a wildcard. Without a slash, the cluster is
+    ``default``.
+    """
     cluster, slash, node = value.rpartition("/")
     pattern = re.compile("/".join(map(_wildcards, (cluster if slash else "default", node or "*"))))
     return lambda flow: pattern.fullmatch(flow["node_name"]) is not None
@@ -215,8 +219,8 @@ def _node(value: str) -> Test:
 def _wildcards(text: str) -> str:
     """Return a pattern with wildcards as a regular expression.
 
-    Only the last wildcard backtracks: of each text between two wildcards, the first occurrence is the best one.
-    Otherwise the time would be exponential in the number of wildcards, while the event loop waits.
+    Only the last wildcard backtracks, because for a text between two wildcards the first occurrence is always the
+    best. Otherwise the time would be exponential in the number of wildcards, and the event loop would wait.
     """
     first, *rest = map(re.escape, text.split("*"))
     if not rest:

@@ -1,9 +1,9 @@
 """Records the growth of a process's totals per ten seconds, for the last 15 minutes, in a ring of 3 KiB.
 Pure.
 
-A timer samples existing totals, so connections have no additional cost. Steps are numbered by the monotonic clock,
-which all processes of a node share, so the rings of workers can be added. If no sample was taken for several steps
-(a process was stopped), the growth is spread evenly over them.
+A timer samples existing totals, so connections have no additional cost. The monotonic clock numbers the steps. All
+processes of a node share it, so the rings of workers can be added. If no sample was taken for several steps (a
+process was stopped), the growth is spread evenly over them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 STEP_S: Final = 10.0
 STEPS: Final = 90
-#: The largest accepted growth per step, because counts reported by workers are not trusted.
+#: The largest growth per step that is accepted. It is limited, because counts that workers report are not trusted.
 _MOST: Final = 1 << 56
 
 
@@ -25,7 +25,7 @@ class Totals(NamedTuple):
         failures: failed connections, even if they never opened.
         denials: the failures that are refusals, here or by the peer
             (:data:`~ztunnel.proxy.dataplane.reasons.REFUSALS`).
-        moved: bytes in both directions.
+        moved: the bytes moved in both directions.
     """
 
     connections: int = 0
@@ -38,7 +38,7 @@ _WIDTH: Final = len(Totals._fields)
 
 
 class Steps(NamedTuple):
-    """The recorded growth, for sending to another process: the number of the first step, and a row like
+    """The recorded growth, to send to another process: the number of the first step, and a row like
     :class:`Totals` per step.
     """
 
@@ -47,11 +47,11 @@ class Steps(NamedTuple):
 
 
 class History:
-    """The history of one process."""
+    """The history of one process's totals."""
 
     def __init__(self) -> None:
         self._grown = array("q", bytes(8 * _WIDTH * STEPS))
-        # The range of steps with known growth: from the first up to, but not including, the next one.
+        # The range of steps with known growth, from the first up to the next one, which is not included.
         self._first = self._next = 0
         self._before: Totals | None = None
 
@@ -81,7 +81,9 @@ class History:
         self._before = totals
 
     def absorb(self, totals: Totals) -> None:
-        """Leave out the counts that the next totals have from another process, whose steps are added instead."""
+        """Exclude the counts that the next totals contain from another process. That process's steps are added
+        instead.
+        """
         if self._before is not None:
             self._before = Totals(*map(sum, zip(self._before, totals, strict=True)))
 
@@ -98,13 +100,13 @@ class History:
             self._grown[index] = min(_MOST, self._grown[index] + min(_MOST, max(0, grown)))
 
     def steps(self) -> Steps:
-        """Return the steps whose growth is known."""
+        """Return the range of steps whose growth is known."""
         places = (step % STEPS * _WIDTH for step in range(self._first, self._next))
         return Steps(self._first, tuple(tuple(self._grown[place : place + _WIDTH]) for place in places))
 
     def add(self, steps: Steps) -> None:
-        """Add the growth counted by another process. A history without samples takes the other's steps; otherwise
-        only steps within its own range are added.
+        """Add the growth counted by another process. If this history has no samples, it takes over the other's
+        steps. Otherwise only the steps within its own range are added.
         """
         end = steps.first + len(steps.rows)
         if self._before is None and self._first == self._next:
@@ -115,7 +117,8 @@ class History:
                 self._add(step, row)
 
     def shown(self, now_s: float, wall_s: float) -> dict[str, object]:
-        """Return ``step_s``, ``ended_s`` (wall time of the newest step's end), and the list of each total.
+        """Return the history for the live page: ``step_s``, ``ended_s`` (wall time of the newest step's end), and
+        the list of each total. A list has at most :data:`STEPS` numbers, the oldest first.
 
         A list has :data:`STEPS` numbers at most, the oldest first.
 

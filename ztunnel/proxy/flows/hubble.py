@@ -1,4 +1,5 @@
-"""Converts an entry of the ring to Hubble's Flow in JSON, the format of ``hubble observe -o jsonpb``. Pure.
+"""Converts an entry of the flight recorder to Hubble's Flow in JSON, the format of ``hubble observe -o jsonpb``.
+Pure.
 
 Hubble reports packets of pods with numeric identities, but an entry here is an ended connection. Values without a
 field in Hubble's message (bytes, times, SPIFFE ids, the reason) are in ``Summary`` for people, and in
@@ -18,16 +19,16 @@ import xxhash
 from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.flows.ring import Entry
 
-#: Cilium's numeric identities: the world outside the cluster, and the first identity for pods.
+#: Cilium's numeric identities for the world outside the cluster, and the first one for pods.
 WORLD: Final = 2
 _FIRST: Final = 65536
 _IDENTITIES: Final = (1 << 24) - _FIRST
 _STRUCT: Final = "type.googleapis.com/google.protobuf.Struct"
-#: Event types and their sub-types: a trace at an observation point, a drop, a policy's verdict.
+#: Hubble's event types and sub-types: a trace at an observation point, a drop, and a policy's verdict.
 TRACE, DROP, POLICY = 4, 1, 5
 TO_ENDPOINT, TO_STACK, TO_NETWORK = 0, 3, 11
 _DROP_REASONS: Final = {133: "POLICY_DENIED", 181: "POLICY_DENY", 189: "AUTH_REQUIRED"}
-#: The longest reason in a summary. It is bounded because peers supply parts of the text.
+#: The longest reason in a summary. It is limited, because peers supply parts of the text.
 _MOST_SUMMARY: Final = 400
 
 
@@ -38,7 +39,7 @@ class Side:
     Attributes:
         namespace, pod, workload, kind, cluster, account: empty if unknown.
         app, version: the canonical service and its revision.
-        spiffe: the SPIFFE id. For a plain-text client it is looked up by address, and is not authenticated.
+        spiffe: the SPIFFE id. For a plain-text client it was looked up by address, so it is not authenticated.
     """
 
     namespace: str = ""
@@ -61,7 +62,7 @@ class Ended(NamedTuple):
     """How a connection ended.
 
     Attributes:
-        reason: the failure's reason. None for a normal end.
+        reason: the reason of the failure. None for a normal end.
         text: the failure as stated in the access line.
         policy: ``NAMESPACE/NAME`` of the deciding policy, or empty.
         flags: the response flags.
@@ -74,7 +75,7 @@ class Ended(NamedTuple):
 
 
 BY_ITSELF: Final = Ended()
-#: The event type and the drop reason for connections that were refused or ended on purpose.
+#: For connections that were refused or ended on purpose: the event's type and the drop reason.
 _DROPPED: Final = {
     Reason.POLICY: ((POLICY, 0), 133),
     Reason.POLICY_MISSING: ((POLICY, 0), 133),
@@ -94,8 +95,8 @@ def verdict_of(ended: Ended, *, outbound: bool, tunnelled: bool) -> tuple[str, t
 
 
 def identity_of(side: Side) -> int:
-    """Return a number for a side like Cilium's numeric identity: the same on all nodes, and different for
-    workloads that share a service account.
+    """Return a number for one side of a connection, like Cilium's numeric identity. It is the same on all nodes,
+    and differs for workloads that share a service account.
     """
     if not side.known:
         return WORLD
@@ -216,7 +217,7 @@ def _endpoint(side: Side) -> dict[str, Any]:
 
 
 def summary(entry: Entry, reason: str, tunnel: str) -> str:
-    """Return a flow's readable summary: bytes, duration, tunnel, reason, without control characters."""
+    """Return a readable summary of a flow: bytes, duration, tunnel and reason, without control characters."""
     way = f"HBONE {tunnel}" if tunnel else "TCP"
     moved = f"{entry.sent} bytes sent, {entry.received} received"
     text = f"{way}: {reason or 'closed'} after {shown_duration(entry.duration_s)}, {moved}"
@@ -224,11 +225,11 @@ def summary(entry: Entry, reason: str, tunnel: str) -> str:
 
 
 def shown_duration(seconds: float) -> str:
-    """Return a duration in a readable form."""
+    """Return a duration in a form for people."""
     return f"{seconds * 1000:.0f}ms" if seconds < 10 else f"{seconds:.0f}s"
 
 
 def rfc3339(time_ns: int) -> str:
-    """Return a time with nanoseconds, in UTC."""
+    """Return a time in UTC, with nanoseconds."""
     seconds, ns = divmod(time_ns, 1_000_000_000)
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{ns:09d}Z"

@@ -48,17 +48,17 @@ from ztunnel.proxy.flows.settings import HubbleSettings, Peer
 
 log = logging.getLogger(__name__)
 
-#: The largest number of concurrent GetFlows calls. Further calls are refused.
+#: The most concurrent GetFlows calls. Further calls are refused.
 MOST_CALLS: Final = 8
-#: The number of entries that a call for the newest flows examines first.
+#: The number of newest entries that a call for the newest flows examines first.
 _FIRST_LOOK: Final = 64
 #: The number of entries handled per loop iteration. One entry takes 0.1 ms.
 _SLICE: Final = 8
-#: How often a call that follows the flows looks for new entries, in seconds.
+#: Seconds between two looks for new entries by a call that follows the flows.
 _AGAIN_S: Final = 0.25
-#: How often the list of peers is checked for changes, in seconds.
+#: Seconds between two checks whether the list of peers has changed.
 _PEERS_S: Final = 2.0
-#: The delay before listening on an address is tried again, in seconds.
+#: Seconds until listening on an address is tried again.
 _RETRY_S: Final = 5.0
 #: The time within which a client must read a message, in seconds.
 _WRITE_S: Final = 30.0
@@ -70,7 +70,7 @@ Response = Mapping[str, Any]
 
 
 class Observer:
-    """The service.
+    """The gRPC service, which :func:`serve` runs.
 
     Args:
         ring: this process's flight recorder.
@@ -181,7 +181,8 @@ class Observer:
     async def _newest(
         self, number: int, until_ns: int, test: Callable[[Response], bool]
     ) -> tuple[list[Response], int]:
-        """Return the newest matching flows, oldest first, and the time of the newest flow in the ring.
+        """Return the newest matching flows, oldest first, and the time of the ring's newest flow. At first only
+        the newest entries are read, because a few usually suffice.
 
         Only a few of the newest entries are read first, because they usually suffice.
         """
@@ -201,7 +202,7 @@ class Observer:
         self, after_ns: int, last: int = _MOST, report: Callable[[int], Awaitable[None]] | None = None
     ) -> AsyncIterator[tuple[int, Response]]:
         """Yield at most ``last`` connections that ended after a time, oldest first. Lets the event loop run in
-        between. If there were others that are lost, first calls ``report`` with their least number.
+        between. If some were overwritten, ``report`` is called first with their number, which is a lower bound.
         """
         began_ns, entries, lost = time.time_ns(), self._ring.entries(after_ns, last), self._ring.lost(after_ns)
         lines: list[tuple[int, str]] = []
@@ -264,12 +265,12 @@ class Observer:
         return Peer(name=self._node, address=self.address)
 
     async def _notify(self, message: bytes, context: Context) -> None:
-        """Send all peers, then their changes. The call stays open, because Hubble Relay reconnects only half a
-        minute after its end.
+        """Send all peers, then their changes. The call stays open, because Hubble Relay would reconnect only half
+        a minute after its end.
         """
         known: dict[str, Peer] = {}
         while True:
-            # Configured peers replace discovered ones.
+            # A configured peer replaces a discovered peer of the same name.
             found = {each.name: each for each in (self._own, *self._found(), *self._settings.peers)}
             for name, peer in found.items():
                 if known.get(name) != peer:
@@ -288,7 +289,7 @@ class Observer:
 
 
 def _nanoseconds(request: GetFlowsRequest, name: Literal["since", "until"]) -> int | None:
-    """Return a time of a request, or None if it is not set.
+    """Return a time in a request, or None if it is not set.
 
     Raises:
         BadFilter: it is outside protobuf's range.

@@ -19,12 +19,12 @@ _SLICE: Final = 8
 _MOST: Final = 1 << 62
 LineT = TypeVar("LineT")
 
-#: Returns an entry as a GetFlowsResponse in JSON's types.
+#: Converts an entry of the ring to a GetFlowsResponse in JSON's types.
 Shape = Callable[[Entry], dict[str, Any]]
 
 
 class OtherFlows(NamedTuple):
-    """The flows of other processes.
+    """The flows that other processes have recorded.
 
     Attributes:
         lines: entries as (time in nanoseconds, JSON line).
@@ -35,7 +35,7 @@ class OtherFlows(NamedTuple):
     ring: RingCounts = RingCounts()
 
 
-#: Returns the flows of other processes, selected by ``after`` and ``last``.
+#: Returns the flows of other processes. ``after`` and ``last`` select them.
 More = Callable[[int, int], Awaitable[OtherFlows]]
 
 
@@ -68,11 +68,11 @@ async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | No
 
 
 def before(found: Iterable[tuple[int, LineT]], began_ns: int) -> list[tuple[int, LineT]]:
-    """Return the entries of several processes in order, except entries that ended during the request.
+    """Return the entries of several processes in order, without those that ended during the request.
 
-    Processes answer at slightly different times. Entries that ended meanwhile are left to the next request.
-    Otherwise a follower, which requests what ended after its newest entry, would miss slightly older entries that
-    another process wrote after its answer. An entry later than now is from before the clock was set back.
+    Processes answer at slightly different times. A follower requests the entries that ended after its newest one.
+    If entries of the last moment were returned, it would miss slightly older ones that another process wrote after
+    its answer. An entry with a time in the future is from before the clock was set back, and is returned.
 
     Args:
         found: times in nanoseconds and entries.

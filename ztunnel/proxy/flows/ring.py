@@ -12,12 +12,13 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
-#: The default number of connections kept; about 200 octets each.
+#: The default number of connections that are kept. Each takes about 200 octets.
 CAPACITY: Final = 4096
 _MOST_ENTRIES: Final = 1_000_000
-#: The largest number of different texts and identities in the shared table, which is cleared when full.
+#: The most different texts and identities in the shared table. When it is full, it is cleared.
 _MOST_TEXTS: Final = 8192
-#: Time, durations, bytes, ports, flags, addresses, trace id: 93 octets.
+#: The layout of an entry's numbers: time, durations, bytes, ports, flags, addresses, trace id. These are 93
+#: octets.
 _SLOT: Final = struct.Struct("<qddqqHHB16s16s16s")
 _ZEROES: Final = bytes(16)
 _V4_IN_V6: Final = bytes(10) + b"\xff\xff"
@@ -47,7 +48,7 @@ class Entry(NamedTuple):
         trace: the trace id, 16 octets; zeroes without one.
         outbound: whether the source's proxy reports.
         secured: whether mTLS was used.
-        refs: values that the front end stores, in its own order.
+        refs: further values that the front end stores, in the front end's order.
     """
 
     ended_ns: int
@@ -69,7 +70,7 @@ class RingCounts(NamedTuple):
     Attributes:
         held, capacity: the current and the largest number of kept entries.
         total: the number of entries written since the start.
-        lost: the least number of entries after a given time that were overwritten.
+        lost: a lower bound for the number of overwritten entries after a given time.
     """
 
     held: int = 0
@@ -116,7 +117,7 @@ class FlowRing:
         flags: int,
         refs: tuple[Any, ...],
     ) -> None:
-        """Overwrite the oldest entry.
+        """Record an ended connection. It overwrites the oldest entry.
 
         Args:
             ended_s: wall time.
@@ -158,7 +159,7 @@ class FlowRing:
         self._refs[place : place + self._width] = refs
 
     def text(self, value: Any) -> Any:
-        """Return an equal value that entries share."""
+        """Return an equal value that is shared by several entries."""
         texts = self._texts
         known = texts.get(value)
         if known is None:
@@ -168,7 +169,9 @@ class FlowRing:
         return known
 
     def _packed(self, host: str) -> bytes:
-        """Return an address as 16 octets, or zeroes for other texts. Hosts recur, so the result is cached."""
+        """Return an address as 16 octets, or zeroes for any other text. The result is cached, because hosts
+        recur.
+        """
         if len(self._hosts) >= _MOST_TEXTS:
             self._hosts.clear()
         try:
@@ -180,7 +183,7 @@ class FlowRing:
         return packed
 
     def entries(self, after_ns: int = 0, last: int | None = None) -> Iterator[Entry]:
-        """Yield entries, the oldest first.
+        """Yield entries from the oldest to the newest.
 
         Args:
             after_ns: only entries that ended later.
@@ -198,13 +201,13 @@ class FlowRing:
                 yield self._entry(slot)
 
     def lost(self, after_ns: int) -> int:
-        """Return how many entries newer than ``after_ns`` were overwritten, at least. 0 if unknown."""
+        """Return at least how many entries newer than ``after_ns`` were overwritten. 0 if unknown."""
         if not after_ns or self.total <= self.capacity or not self.capacity:
             return 0
         return 1 if self._ended(self.total % self.capacity) > after_ns else 0
 
     def counts(self, after_ns: int = 0) -> RingCounts:
-        """Return how full the ring is, and how many entries newer than ``after_ns`` it has lost."""
+        """Return how full the ring is, and how many entries newer than ``after_ns`` were overwritten."""
         return RingCounts(min(self.total, self.capacity), self.capacity, self.total, self.lost(after_ns))
 
     def _ended(self, slot: int) -> int:
@@ -238,7 +241,7 @@ def _unpacked(data: bytes) -> str:
 
 
 def trace_id(traceparent: bytes) -> bytes:
-    """Return the trace id of a ``traceparent`` (W3C Trace Context, 3.2.2.3); zeroes if it has none."""
+    """Return the trace id in a ``traceparent`` (W3C Trace Context, 3.2.2.3). Zeroes if it has none."""
     try:
         found = bytes.fromhex(traceparent[3:35].decode("ascii"))
     except ValueError:

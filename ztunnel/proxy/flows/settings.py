@@ -29,7 +29,7 @@ class Peer:
 
     @property
     def server_name(self) -> str:
-        """The DNS name that the node's certificate must contain, by Cilium's convention."""
+        """The DNS name that a node's certificate must have, by Cilium's convention."""
         cluster, _, node = self.name.partition("/")
         return ".".join((node.replace(".", "-"), cluster.replace(".", "-"), "hubble-grpc.cilium.io"))
 
@@ -40,8 +40,8 @@ class HubbleSettings:
 
     Attributes:
         address: ``unix:/path`` or ``HOST:PORT``.
-        tls: a folder with ``tls.crt``, ``tls.key`` and ``ca.crt``. Clients need certificates of that root. Empty:
-        no TLS.
+        tls: a folder with ``tls.crt``, ``tls.key`` and ``ca.crt``. Clients need certificates of that root.
+            Empty disables TLS.
         peers: the peers that this node announces to Hubble Relay, in addition to itself.
     """
 
@@ -51,7 +51,7 @@ class HubbleSettings:
 
     @property
     def port(self) -> int:
-        """The TCP port that other nodes can reach; 0 for a Unix socket or an address of loopback."""
+        """The TCP port that other nodes can reach. 0 if the address is a Unix socket or loopback."""
         if self.address.startswith("unix:"):
             return 0
         host, port = host_and_port(self.address, least_port=0)
@@ -59,7 +59,7 @@ class HubbleSettings:
 
 
 def hubble_settings(env: Mapping[str, str]) -> tuple[HubbleSettings | None, list[str]]:
-    """Return the settings (None if the service is off) and their faults."""
+    """Return the settings of the service, None if it is off, and the faults in them."""
     address, tls = env.get(ADDRESS, ""), env.get(TLS, "")
     faults: list[str] = []
     if not address:

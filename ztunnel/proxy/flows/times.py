@@ -18,7 +18,7 @@ RESULTS: Final = ("ok", "failed")
 
 
 class PathTimes(NamedTuple):
-    """The duration histograms of a label set's connections.
+    """The histograms of durations for connections with the same labels.
 
     Attributes:
         length: from accept to end.
@@ -32,7 +32,7 @@ class PathTimes(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A family of histograms: the attribute of :class:`ConnectionTimes`, name, help and labels."""
+    """A family of histograms: its attribute of :class:`ConnectionTimes`, its name, help and labels."""
 
     attribute: str
     name: str
@@ -58,12 +58,12 @@ HISTOGRAMS: Final = (
 )
 #: The values of the label ``what`` in the histogram of waits.
 WAITS: Final = ("workload", "policy", "certificate", "secret")
-#: Histograms in a form for sending to another process, by attribute and labels.
+#: Histograms by attribute and labels, in a form that can be sent to another process.
 TimeCounts = Mapping[str, Mapping[tuple[str, ...], DurationCounts]]
 
 
 class TunnelConnection(Protocol):
-    """The part of :class:`hbone.aio.connection.Connection` that is used here."""
+    """The parts of :class:`hbone.aio.connection.Connection` that are used here."""
 
     role: Role
     handshake_s: float
@@ -77,7 +77,7 @@ class ConnectionTimes:
         connects: the times from accept to the far side's answer, measured by sources, by path and result.
         lengths: the times from accept to end, by reporter and path.
         handshakes: the durations of tunnel connections' TLS handshakes, by role (client, server) and result.
-        waits: the durations of waits by cause. Connections that need not wait are not counted.
+        waits: how long connections had to wait, by cause. Connections that need not wait are not counted.
         history: growth of the counts in the last 15 minutes.
     """
 
@@ -99,7 +99,7 @@ class ConnectionTimes:
     def first_request(self, connection: TunnelConnection, trace: bytes, wall_s: float) -> None:
         """Make the trace of a tunnel connection's first request the exemplar of its handshake.
 
-        Resets ``handshake_s``, so that later requests have no effect.
+        Later requests have no effect, because this resets ``handshake_s``.
         """
         seconds, connection.handshake_s = connection.handshake_s, 0.0
         if seconds and trace:
@@ -125,14 +125,14 @@ class ConnectionTimes:
         return found
 
     def time_counts(self) -> TimeCounts:
-        """Return the histograms as values, for another process."""
+        """Return the histograms as plain values, to send them to another process."""
         return {
             each.attribute: {key: times.counts() for key, times in self.histograms(each).items()}
             for each in HISTOGRAMS
         }
 
     def add_times(self, counts: TimeCounts) -> None:
-        """Add the histograms of another process."""
+        """Add the histograms that another process has sent."""
         for family in HISTOGRAMS:
             own = self.histograms(family)
             for key, found in counts.get(family.attribute, {}).items():

@@ -1,7 +1,7 @@
 """A small certificate authority: one self-signed root, and short-lived leaves that name one SPIFFE identity each.
 
-All keys are on P-256. The root is stored in its own directory, with a key that only its owner can read. Leaves
-exist in memory only.
+All keys are on the curve P-256. The root is stored in its own directory, with a key that only its owner can read.
+Leaves exist in memory only.
 """
 
 import ipaddress
@@ -29,13 +29,13 @@ from xds.model.secret import Certificate
 from ztunnel.runtime.settings import plain_reason
 
 _ROOT_LIFE = timedelta(days=3650)
-#: Certificates begin this much in the past, because the clocks of two hosts differ.
+#: Certificates begin this much before now, because the clocks of two hosts can differ.
 _SKEW = timedelta(minutes=2)
 _SECRET_BYTES = 32
 
 
 class CaError(Exception):
-    """The root is unreadable, readable by others or expired, or its key does not match."""
+    """The root certificate is unreadable, readable by others or expired, or its key does not match."""
 
 
 class CertificateAuthority:
@@ -64,7 +64,7 @@ class CertificateAuthority:
             _refuse_exposed(key_file)
             key = load_pem_private_key(key_file.read_bytes(), None)
             if isinstance(key, ec.EllipticCurvePrivateKey) and not root_file.exists():
-                # A person removed the root, or an earlier process ended before it was written.
+                # There is no root: a person removed it, or an earlier process ended before writing it.
                 return cls._with_root(key, root_file, trust_domain, now)
             root = x509.load_pem_x509_certificate(root_file.read_bytes())
         except OSError as error:
@@ -81,7 +81,7 @@ class CertificateAuthority:
 
     @classmethod
     def in_memory(cls, trust_domain: str, now: datetime) -> "CertificateAuthority":
-        """Return an authority with a new root that is stored nowhere."""
+        """Return an authority with a new root, which is not stored."""
         return cls._self_signed(ec.generate_private_key(ec.SECP256R1()), trust_domain, now)
 
     @classmethod
@@ -122,12 +122,12 @@ class CertificateAuthority:
         return authority
 
     def issue(self, identity: SpiffeId, now: datetime, lifetime: timedelta) -> Certificate:
-        """Make a key, and return it with a leaf for an identity."""
+        """Make a key and a leaf for an identity, and return both."""
         key = ec.generate_private_key(ec.SECP256R1())
         return self._with_key(key, self.certify(key.public_key(), identity, now, lifetime))
 
     def issue_for_hosts(self, hosts: Iterable[str], now: datetime, lifetime: timedelta) -> Certificate:
-        """Make a key, and return it with a leaf for a server with these names and addresses."""
+        """Make a key and a leaf for a server with these names and addresses, and return both."""
         key = ec.generate_private_key(ec.SECP256R1())
         return self._with_key(
             key, self._leaf(key.public_key(), [_host_name(host) for host in hosts], now, lifetime)
@@ -140,7 +140,9 @@ class CertificateAuthority:
         now: datetime,
         lifetime: timedelta,
     ) -> x509.Certificate:
-        """Return a leaf for a given key, for both ends of TLS, with an empty subject and one critical URI name."""
+        """Return a leaf for a given key. It is valid for both ends of TLS, with an empty subject and one critical
+        URI name.
+        """
         return self._leaf(key, [x509.UniformResourceIdentifier(str(identity))], now, lifetime)
 
     def _with_key(self, key: ec.EllipticCurvePrivateKey, leaf: x509.Certificate) -> Certificate:
@@ -203,7 +205,7 @@ def _refuse_exposed(path: Path) -> None:
 
 
 def _write_new(path: Path, content: bytes, mode: int) -> None:
-    """Create a file whole or not at all, because a part of it would stop every later start.
+    """Create a file completely or not at all, because an incomplete file would make every later start fail.
 
     Raises:
         FileExistsError: another process has created it.
@@ -253,5 +255,5 @@ def _usage(*, ca: bool) -> x509.KeyUsage:
 
 
 def now() -> datetime:
-    """Return the time for the validity of certificates, in UTC."""
+    """Return the current time in UTC, for the validity of certificates."""
     return datetime.now(UTC)

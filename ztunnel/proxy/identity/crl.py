@@ -2,7 +2,7 @@
 
 :meth:`RevocationLists.is_revoked` checks peers in handshakes, and peers of open connections when the lists change.
 It checks the whole chain, permits certificates without a list, and also uses lists past their next update.
-OpenSSL's own check is not used, because it needs a copy of the lists in each of many contexts, and uses only the
+OpenSSL's own check is not used, because it needs a copy of the lists in every TLS context, and uses only the
 newest list of an issuer.
 
 If the file becomes unusable, the last good lists stay current. Without an earlier good file, an unusable file
@@ -32,11 +32,11 @@ _CHECK_EVERY_S = 1.0
 
 
 class CrlError(Exception):
-    """The data is not a revocation list."""
+    """The data has no valid revocation list."""
 
 
 class _List:
-    """One revocation list, whose signature is checked once per issuer's key."""
+    """One revocation list. Its signature is checked once per issuer's key."""
 
     def __init__(self, crl: x509.CertificateRevocationList) -> None:
         self._crl = crl
@@ -51,7 +51,7 @@ class _List:
         return self._crl.public_bytes(Encoding.DER)
 
     def names(self, certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
-        """Return whether this list revokes the certificate and the issuer signed the list."""
+        """Return whether this list contains the certificate, and is signed by the certificate's issuer."""
         return certificate.serial_number in self._serials and self._is_signed_by(issuer)
 
     def _is_signed_by(self, issuer: x509.Certificate) -> bool:
@@ -104,7 +104,8 @@ class RevocationLists:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Parse PEM blocks (other than lists are ignored) or one list in DER. Empty data contains no lists.
+        """Parse one list in DER, or PEM blocks, of which all except lists are ignored. Empty data contains no
+        lists.
 
         Raises:
             CrlError: the data has another form.
@@ -122,8 +123,8 @@ class RevocationLists:
         return lists
 
     def encoded(self) -> tuple[bytes, ...]:
-        """Return each list in DER, for :meth:`decoded` in another process. An empty one stands for an unreadable
-        list.
+        """Return each list in DER, for :meth:`decoded` in another process. If the lists are unreadable, return one
+        empty value.
         """
         if self._unreadable:
             return (b"",)
@@ -131,7 +132,7 @@ class RevocationLists:
 
     @classmethod
     def decoded(cls, encoded: Sequence[bytes]) -> Self:
-        """Return the lists from the result of :meth:`encoded`."""
+        """Return the lists that :meth:`encoded` has returned in another process."""
         return cls([x509.load_der_x509_crl(each) for each in encoded if each], unreadable=b"" in encoded)
 
     def is_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
@@ -152,8 +153,8 @@ class RevocationFile:
     """Follows a file of revocation lists while entered.
 
     The file's status is polled once a second, and the file is read once two polls agree, so that no half-written
-    file is read. Polling also covers replaced links (Kubernetes' mounted volumes), missing directories and network
-    file systems. inotify would need special care for all three.
+    file is read. Polling also works with replaced links (Kubernetes' mounted volumes), missing directories and
+    network file systems. With inotify, all three would need special care.
 
     Attributes:
         current: the current lists.
@@ -187,7 +188,7 @@ class RevocationFile:
             await asyncio.sleep(self._check_every_s)
             state, before = file_state(self._path), self._seen
             self._seen = state
-            # In a thread, because lists of large authorities take seconds to parse.
+            # The file is parsed in a thread, because lists of large authorities take seconds.
             if state == before and state != self._read and await asyncio.to_thread(self._load):
                 for changed in list(self._watchers):
                     changed()

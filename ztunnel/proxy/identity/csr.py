@@ -1,7 +1,7 @@
 """Creates certificate signing requests, and checks the authority's answers. Pure.
 
 A request contains one URI name and no subject, like the Rust ztunnel's. istiod takes the identity from the bearer
-token or the request's metadata, other authorities from the name.
+token or the request's metadata; other authorities take it from the URI name.
 """
 
 import logging
@@ -25,18 +25,20 @@ log = logging.getLogger(__name__)
 
 
 class IdentityError(Exception):
-    """No certificate is available; access logs print the text after ``identity error:``."""
+    """No certificate is available. Access logs print this error's text after ``identity error:``."""
 
 
 class AuthorityUnreachable(IdentityError):
-    """The authority could not be asked, or did not answer. Any other :class:`IdentityError` is its refusal, or an
-    unusable answer.
+    """The authority could not be reached, or did not answer. For a refusal or an unusable answer, another
+    :class:`IdentityError` is raised.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IssuedCertificate:
-    """A checked answer of an authority: the chain, leaf first, and its roots. ``key_pem`` stays in memory."""
+    """A checked answer of an authority: the certificate chain, leaf first, and the roots. The key (``key_pem``)
+    stays in memory.
+    """
 
     identity: SpiffeId
     chain: tuple[x509.Certificate, ...]
@@ -57,7 +59,7 @@ class IssuedCertificate:
 
 
 def signing_request(identity: SpiffeId, key: EllipticCurvePrivateKey) -> bytes:
-    """Return the request for a certificate, in PEM: empty subject, one critical URI name."""
+    """Return the request for a certificate in PEM, with an empty subject and one critical URI name."""
     name = x509.SubjectAlternativeName([x509.UniformResourceIdentifier(str(identity))])
     builder = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([]))
     return builder.add_extension(name, critical=True).sign(key, hashes.SHA256()).public_bytes(Encoding.PEM)
@@ -72,11 +74,11 @@ def issued_certificate(
         identity: the requested identity.
         key: the key that signed the request.
         answer: certificates in PEM: the leaf, then the intermediates one by one, then all roots in one text.
-        exact: whether the leaf must name ``identity``. Otherwise it can name another: without impersonation, the
-            authority certifies the token's identity.
+        exact: whether the leaf must name ``identity``. If not, it can have another name: without impersonation,
+            the authority certifies the token's identity.
 
     Raises:
-        IdentityError: the answer is unusable: it is not PEM, has another key or identity or several names, or its
+        IdentityError: the answer is unusable. It is not PEM, has another key or identity or several names, or its
             chain does not lead to its roots, so that no peer would accept it.
     """
     if not answer:

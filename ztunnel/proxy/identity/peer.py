@@ -1,7 +1,7 @@
 """Builds the identity checks that handshakes run after verifying a peer's chain. Pure.
 
-A leaf has exactly one URI name (X509-SVID, 2). With two, the handshake could check one name while policies and
-logs use the other. Expected names that are not workload identities are ignored.
+A leaf must have exactly one URI name (X509-SVID, 2). With two, the handshake could check one of them while
+policies and logs use the other. Expected names that are not workload identities are ignored.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,8 @@ _REFUSED = "identity verification error: peer did not present the expected"
 
 
 def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
-    """Return the workload identities among a leaf's URI names.
+    """Return the workload identities among a leaf's URI names. Policies and logs use the first, like
+    :class:`~xds.model.facts.PeerCertificate`.
 
     Policies and logs use the first, which :class:`~xds.model.facts.PeerCertificate` has.
     """
@@ -32,7 +33,7 @@ def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
 
 
 def is_of_trust_domain(trust_domain: str) -> Callable[[Sequence[str]], bool]:
-    """Return a check whether a leaf's only URI name is an identity of exactly this trust domain."""
+    """Return a check that a leaf's only URI name is an identity in exactly this trust domain."""
 
     def accepts(names: Sequence[str]) -> bool:
         found = identities_of(names)
@@ -42,7 +43,9 @@ def is_of_trust_domain(trust_domain: str) -> Callable[[Sequence[str]], bool]:
 
 
 def is_one_of(identities: Sequence[str]) -> Callable[[Sequence[str]], bool]:
-    """Return a check whether a leaf's only URI name is one of these identities; without any it always fails."""
+    """Return a check that a leaf's only URI name is one of these identities. Without identities it always
+    fails.
+    """
     expected = frozenset(identities)
 
     def accepts(names: Sequence[str]) -> bool:
@@ -53,7 +56,7 @@ def is_one_of(identities: Sequence[str]) -> Callable[[Sequence[str]], bool]:
 
 
 def of_trust_domain(trust_domain: str) -> Verify:
-    """Return a server's check: the peer has an identity of exactly this trust domain."""
+    """Return a server's check that the peer has an identity in exactly this trust domain."""
 
     def verify(chain: Sequence[x509.Certificate]) -> str | None:
         return foreign(trust_domain, uri_sans(chain[0]))
@@ -69,7 +72,9 @@ def foreign(trust_domain: str, names: Sequence[str]) -> str | None:
 
 
 def one_of(identities: Sequence[str]) -> Verify:
-    """Return a client's check: the peer has one of these identities; without any, every peer is refused."""
+    """Return a client's check that the peer has one of these identities. Without identities, every peer is
+    refused.
+    """
     accepts = is_one_of(identities)
 
     def verify(chain: Sequence[x509.Certificate]) -> str | None:
@@ -82,7 +87,7 @@ def one_of(identities: Sequence[str]) -> Verify:
 
 
 def none_revoked(lists: RevocationLists, verify: Verify) -> Verify:
-    """Return a check that refuses chains with a revoked certificate and leaves others to ``verify``."""
+    """Return a check that refuses chains with a revoked certificate, and passes all others to ``verify``."""
 
     def verify_both(chain: Sequence[x509.Certificate]) -> str | Refusal | None:
         if lists.is_revoked(chain):

@@ -23,7 +23,7 @@ _BEGIN: Final = re.compile(rb"-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----")
 _BLOCK: Final = re.compile(
     rb"-----BEGIN (X509 |TRUSTED |)CERTIFICATE-----(.*?)-----END \1CERTIFICATE-----", re.DOTALL
 )
-#: DER of the uses that make a root trusted for TLS: serverAuth, clientAuth, anyExtendedKeyUsage.
+#: The uses that make a root trusted for TLS, in DER: serverAuth, clientAuth, anyExtendedKeyUsage.
 _USES: Final = (
     b"\x06\x08+\x06\x01\x05\x05\x07\x03\x01",
     b"\x06\x08+\x06\x01\x05\x05\x07\x03\x02",
@@ -33,7 +33,7 @@ _SEQUENCE, _REJECTED = 0x30, 0xA0
 
 
 class _Unusable(Exception):
-    """A certificate in the file is omitted. The text is the reason."""
+    """A certificate in the file is not used; the text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class RootFile:
     Attributes:
         certificates: the usable certificates, in the file's order.
         faults: why other certificates are unusable. Each names the certificate's number in the file, from 1.
-        plain: whether every certificate is usable and has the usual label, so that other readers accept the file.
+        plain: whether every certificate is usable and has the usual label, so that other programs can also read
+            the file.
     """
 
     certificates: tuple[x509.Certificate, ...]
@@ -76,7 +77,7 @@ def read_roots(pem: bytes) -> RootFile:
 
 
 def _blocks(pem: bytes) -> Iterator[tuple[bytes, bytes | None]]:
-    """Yield label and content of each certificate; content None is a block without its end."""
+    """Yield each block's label and content. The content is None if the block has no end."""
     at = 0
     while begin := _BEGIN.search(pem, at):
         block = _BLOCK.match(pem, begin.start())
@@ -94,8 +95,8 @@ def _certificate(der: bytes, *, trusted: bool) -> x509.Certificate:
         der, uses = der[:end], der[end:]
         _check_uses(uses)
     with warnings.catch_warnings():
-        # A serial number that is not positive is no reason to distrust a root. If a later release of the library
-        # refuses it, only this root is lost.
+        # A root with a serial number that is not positive is still trusted. If a later release of the library
+        # refuses such numbers, only this root is lost.
         warnings.simplefilter("ignore", CryptographyDeprecationWarning)
         try:
             return x509.load_der_x509_certificate(der)
@@ -104,8 +105,8 @@ def _certificate(der: bytes, *, trusted: bool) -> x509.Certificate:
 
 
 def _check_uses(uses: bytes) -> None:
-    """Refuse a root that is not trusted for TLS, or is rejected for a use (OpenSSL's X509_CERT_AUX: trusted uses,
-    [0] rejected uses).
+    """Refuse a root that is not trusted for TLS, or that is rejected for any use (OpenSSL's X509_CERT_AUX: the
+    trusted uses, then the rejected uses as [0]).
     """
     if not uses:
         return
@@ -122,14 +123,14 @@ def _check_uses(uses: bytes) -> None:
 
 
 def _start(der: bytes, at: int) -> int:
-    """Return where the content of a DER element begins."""
+    """Return the index where the content of a DER element begins."""
     if at + 2 > len(der):
         raise _Unusable("it is cut off")
     return at + 2 + (der[at + 1] & 0x7F if der[at + 1] & 0x80 else 0)
 
 
 def _end(der: bytes, at: int) -> int:
-    """Return the index after the end of an element."""
+    """Return the index after the end of a DER element."""
     start = _start(der, at)
     length = der[at + 1]
     if length & 0x80:

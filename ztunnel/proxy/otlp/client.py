@@ -1,5 +1,5 @@
-"""Sends data with OpenTelemetry's library, which only this module imports. Its functions block, so other threads
-than the event loop's must call them.
+"""Sends data with OpenTelemetry's library, which only this module imports. Its functions block, so they must not
+be called in the event loop's thread.
 
 The library takes 9 MiB and 0.1 s to import, so the sending thread imports it first.
 """
@@ -50,7 +50,7 @@ from ztunnel.runtime.http.prometheus import Sample
 
 _SCOPE: Final = InstrumentationScope("ztunnel", __version__)
 _CUMULATIVE: Final = AggregationTemporality.CUMULATIVE
-#: Units of OpenMetrics and of UCUM, which OpenTelemetry uses.
+#: Units in OpenMetrics, and the same units in UCUM, which OpenTelemetry uses.
 _UNITS: Final = {"seconds": "s", "bytes": "By"}
 _SEVERITIES: Final = {
     "trace": SeverityNumber.TRACE,
@@ -63,7 +63,7 @@ _KINDS: Final = {Kind.CLIENT: SpanKind.CLIENT, Kind.SERVER: SpanKind.SERVER}
 
 
 class _Reasons(logging.Handler):
-    """Keeps the library's last messages in each thread. The library reports the reason of a failure only to its
+    """Keeps the library's last log messages in each thread. The library writes the reason of a failure only to its
     log, and the same reason at most once a minute.
     """
 
@@ -77,7 +77,7 @@ class _Reasons(logging.Handler):
         self._of_thread.words = [*(each for each in known if each != words), words][-2:]
 
     def last(self) -> str:
-        """Return the library's last message in this thread."""
+        """Return the last message that the library has logged in this thread."""
         return "; ".join(getattr(self._of_thread, "words", [])) or "no reason given"
 
 
@@ -156,7 +156,7 @@ class MetricClient:
         self._start_ns = start_ns
 
     def send(self, now_ns: int, slices: Iterable[Slice]) -> None:
-        """Send the values of ``now_ns`` in one request; see :meth:`LogClient.send`."""
+        """Send the values as of ``now_ns`` in one request; see :meth:`LogClient.send`."""
         found = [
             _metric(list(group), self._start_ns, now_ns) for _, group in groupby(slices, key=lambda each: each[:4])
         ]
@@ -188,7 +188,9 @@ def _record(line: Line, resource: Resource) -> ReadableLogRecord:
 
 
 def _context(line: Line) -> Context:
-    """Return the span that a line belongs to: the connection's own, otherwise the one named by ``traceparent``."""
+    """Return the span that a line belongs to: the connection's own span, or else the one that ``traceparent``
+    names.
+    """
     if line.trace is None:
         return Context()
     found = _span_context(line.trace, line.span_id or line.trace.span_id, remote=not line.span_id)
@@ -222,7 +224,7 @@ def _attributes(line: Line) -> Mapping[str, str | int]:
 
 
 def _metric(slices: Sequence[Slice], start_ns: int, now_ns: int) -> Metric:
-    """Return neighbouring slices of one family as one metric: same name, same labels, same values."""
+    """Return neighbouring slices of one family as one metric with the same name, labels and values."""
     first = slices[0]
     samples = [sample for each in slices for sample in each.samples]
     data: Gauge | Sum | Histogram
@@ -237,14 +239,15 @@ def _metric(slices: Sequence[Slice], start_ns: int, now_ns: int) -> Metric:
 
 
 def _number(value: float) -> float:
-    """Return a value that a data point can have: a float, or an int of 64 bits with a sign. The library refuses a
-    whole request for any other int and for a bool.
+    """Return a value in a form that a data point can have: a float, or a signed int of 64 bits. If a value is a
+    bool or any other int, the library refuses the whole request.
     """
     return value if type(value) is int and -(2**63) <= value < 2**63 else float(value)
 
 
 def _histograms(samples: Iterable[Sample], start_ns: int, now_ns: int) -> Iterator[HistogramDataPoint]:
-    """Make one point per histogram. The samples are the buckets in ascending order up to +Inf, the sum, the count.
+    """Make one data point per histogram. Its samples are the buckets in ascending order up to +Inf, the sum, and
+    the count.
 
     Buckets are cumulative on the page, but not in OpenTelemetry.
     """

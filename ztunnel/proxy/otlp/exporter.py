@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ztunnel.proxy.otlp.samples import Slice
     from ztunnel.runtime.http.exposition import Family
 
-#: The largest number of data points per request: below 1 MiB, while collectors accept at least 4 MiB.
+#: The largest number of data points per request. This is less than 1 MiB, and collectors accept at least 4 MiB.
 _POINTS: Final = 2000
-#: The limit of queued metric requests. Above it the oldest are dropped.
+#: The most queued metric requests. Above this limit the oldest are dropped.
 REQUESTS: Final = 200
-#: The time limit for sending queued data at shutdown. An unreachable collector must not delay an upgrade.
+#: The time limit for sending queued data at shutdown, because an unreachable collector must not delay an upgrade.
 _CLOSE_S: Final = 2.0
 
 Families = Callable[[], Awaitable[Iterable["Family"]]]
@@ -50,7 +50,7 @@ class LogExport:
 
     @property
     def dropped(self) -> int:
-        """The number of lines lost before reaching the collector."""
+        """The number of access lines that were lost before they reached the collector."""
         return self._outbox.dropped
 
     def write(self, line: Line) -> None:
@@ -58,7 +58,7 @@ class LogExport:
         self._outbox.put(line)
 
     async def close(self) -> None:
-        """Send queued data within a time limit, and end. Idempotent."""
+        """Send queued data within a time limit, and close the export. Idempotent."""
         await asyncio.to_thread(self._outbox.close, _CLOSE_S)
         if self._client is not None:
             self._client.close()
@@ -95,7 +95,7 @@ class SpanExport:
 
     @property
     def dropped(self) -> int:
-        """The number of spans lost before reaching the collector."""
+        """The number of spans that were lost before they reached the collector."""
         return self._outbox.dropped
 
     def write(self, span: Span) -> None:
@@ -103,7 +103,7 @@ class SpanExport:
         self._outbox.put(span)
 
     async def close(self) -> None:
-        """Send queued data within a time limit, and end. Idempotent."""
+        """Send queued data within a time limit, and close the export. Idempotent."""
         await asyncio.to_thread(self._outbox.close, _CLOSE_S)
         if self._client is not None:
             self._client.close()
@@ -133,7 +133,7 @@ class AccessExport:
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """The numbers of lines and spans lost before reaching the collector, by signal."""
+        """The numbers of lines and spans that were lost before they reached the collector, by signal."""
         found = {"logs": self._lines, "traces": self._spans}
         return {signal: export.dropped for signal, export in found.items() if export is not None}
 
@@ -159,7 +159,7 @@ class AccessExport:
             self._lines.write(line)
 
     async def close(self) -> None:
-        """Send queued data within a time limit, and end. Idempotent."""
+        """Send queued data within a time limit, and close the export. Idempotent."""
         async with asyncio.TaskGroup() as closing:
             for name, export in (("lines", self._lines), ("spans", self._spans)):
                 if export is not None:
@@ -192,13 +192,13 @@ class MetricExport:
 
     @property
     def dropped(self) -> int:
-        """The number of metric requests lost before reaching the collector. A later request has newer values of
-        the same counters.
+        """The number of metric requests that were lost before they reached the collector. A later request has
+        newer values of the same counters.
         """
         return self._outbox.dropped
 
     async def run(self) -> None:
-        """Export at each interval, for ever."""
+        """Export at each interval, without end."""
         while True:
             await asyncio.sleep(self._settings.interval_s)
             await self.export()
@@ -225,7 +225,7 @@ class MetricExport:
             self._outbox.put((now_ns, request))
 
     async def close(self) -> None:
-        """Send the last values within a time limit, and end. Idempotent."""
+        """Send the last values within a time limit, and close the export. Idempotent."""
         await self.export()
         await asyncio.to_thread(self._outbox.close, _CLOSE_S)
         if self._client is not None:

@@ -24,7 +24,7 @@ class Line(NamedTuple):
     Attributes:
         time_s: wall clock.
         level: ``trace`` to ``error``.
-        message: the text without fields.
+        message: the text of the line without its fields.
         parts: the fields. Another thread reads them once, so they must not change.
         trace: the trace named by the tunnel's ``traceparent``, if any.
         span_id: the span that this proxy created for the connection. 0 if it created none.

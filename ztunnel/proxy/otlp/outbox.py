@@ -1,4 +1,4 @@
-"""Queues items for a collector, within a bound, and sends them in its own thread.
+"""Queues items for a collector, up to a limit, and sends them in its own thread.
 
 OpenTelemetry's exporters block and retry until their timeout, so only this thread waits for a slow or unreachable
 collector. Callers never wait. If the queue is full, the oldest entry is dropped.
@@ -24,8 +24,8 @@ class Outbox(Generic[ItemT]):
 
     Args:
         name: the kind of data, for logs and for the thread's name.
-        send: sends one batch in the thread. Raises :class:`ExportFailed`. Any other error is a bug: it is logged,
-            and the batch also counts as dropped.
+        send: sends one batch in the thread. Raises :class:`ExportFailed`. After any other error, which is a bug
+            and logged, the batch also counts as dropped.
         most: the queue's limit. Above it the oldest items are dropped.
         batch: the largest number of items per batch.
         delay_s: how long the first item of a batch waits for others.

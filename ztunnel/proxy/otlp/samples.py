@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 from ztunnel.runtime.http.exposition import Family, UnsuffixedCounter
 from ztunnel.runtime.http.prometheus import Sample
 
-#: Samples per slice: well below a millisecond of the loop.
+#: Samples per slice, which take well below a millisecond of the loop's time.
 _SLICE: Final = 200
 
 
@@ -30,8 +30,8 @@ class Slice(NamedTuple):
 
 
 def slices(family: Family) -> Iterator[Slice]:
-    """Yield a family's samples slice by slice, so that the caller can run other work in between. Reads the family
-    once.
+    """Yield a family's samples slice by slice, so that the caller can run other work in between. The family is
+    read only once.
     """
     described, samples = family.description, iter(family.samples)
     kind = "counter" if isinstance(described, UnsuffixedCounter) else described.type

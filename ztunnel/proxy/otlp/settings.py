@@ -17,11 +17,11 @@ from urllib.parse import unquote, urlsplit
 from ztunnel.runtime.settings import SettingsError, boolean
 
 LIBRARY: Final = "opentelemetry.exporter.otlp.proto.http"
-#: The specification's limit is 2,048 lines. A node with 3,000 connections a second would exceed it within one
-#: delay.
+#: The limit of queued lines. A node with 3,000 connections a second would exceed the specification's 2,048 within
+#: one delay.
 _QUEUE: Final = 8192
 _BATCH: Final = 512
-#: The specification's default, because spans are rarer than lines.
+#: The limit of queued spans is the specification's default, because spans are rarer than lines.
 _SPAN_QUEUE: Final = 2048
 _SPAN_DELAY_S: Final = 5.0
 _EXPORTER: Final = "OTEL_EXPORTER_OTLP_"
@@ -38,7 +38,7 @@ _OF_EXPORTER: Final = (
     "CLIENT_KEY",
     "COMPRESSION",
 )
-#: Every variable that is read.
+#: Every variable that this module reads.
 VARIABLES: Final = frozenset(
     {
         "OTEL_SDK_DISABLED",
@@ -64,8 +64,8 @@ VARIABLES: Final = frozenset(
     }
 )
 
-#: OpenTelemetry's other variables on the same subject, which have no effect here. Listed so that they do not count
-#: as misspelt.
+#: OpenTelemetry's other variables for exports, which have no effect here. They are listed so that they do not
+#: count as misspelt.
 OTHERS: Final = frozenset(
     {
         "OTEL_METRIC_EXPORT_TIMEOUT",
@@ -73,7 +73,7 @@ OTHERS: Final = frozenset(
         "OTEL_BSP_EXPORT_TIMEOUT",
     }
 )
-#: Variables that Envoy's dialect refuses, and the reason.
+#: Variables that Envoy's dialect refuses, with the reasons.
 _ENVOYS: Final = {
     f"{_EXPORTER}LOGS_ENDPOINT": "here the listeners' access loggers configure the export of logs",
     f"{_EXPORTER}TRACES_ENDPOINT": "this dialect creates no spans",
@@ -108,7 +108,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """The limits of a queue and of its requests.
+    """The limits of a queue, and of the requests that are made from it.
 
     Attributes:
         queue: the queue's limit. Above it the oldest items are dropped.
@@ -122,7 +122,7 @@ class Batching:
 
 
 _RATIO: Final = "parentbased_traceidratio"
-#: The numbers that the last 7 octets of a trace's identifier can be.
+#: The number of values that the last 7 octets of a trace id can have.
 _TRACES: Final = 1 << 56
 _LINES: Final = Batching(queue=_QUEUE, batch=_BATCH, delay_s=1.0)
 _SPANS: Final = Batching(queue=_SPAN_QUEUE, batch=_BATCH, delay_s=_SPAN_DELAY_S)
@@ -152,7 +152,7 @@ class OtlpSettings:
 
 
 def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSettings | None:
-    """Return the settings in the variables. None if no destination is configured.
+    """Return the settings that the variables define. None if no destination is configured.
 
     Args:
         env: the environment of the process.
@@ -160,7 +160,7 @@ def otlp_settings(env: Mapping[str, str], *, access: bool = True) -> OtlpSetting
             metrics only, and an endpoint for logs or traces is refused.
 
     Raises:
-        SettingsError: all unusable values together, without values that can be credentials.
+        SettingsError: lists all unusable values, except values that can be credentials.
     """
     seen = _Variables(env)
     metrics = _destination(seen, "metrics")
@@ -203,7 +203,7 @@ class _Variables:
     """Reads variables and collects faults. As in the specification, an empty variable counts as unset.
 
     Attributes:
-        endpoint: the first variable that set an endpoint.
+        endpoint: the first variable that has set an endpoint.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -222,12 +222,14 @@ class _Variables:
             return default
 
     def refuse(self, fault: str) -> None:
-        """Record a fault once, because a variable can be read for each signal."""
+        """Record a fault only once, because several signals can read the same variable."""
         if fault not in self.faults:
             self.faults.append(fault)
 
     def of(self, signal: str, name: str) -> str:
-        """Return the name of a signal's own variable if it is set, otherwise of the variable for all signals."""
+        """Return the name of a signal's own variable if that is set, otherwise the name of the variable for all
+        signals.
+        """
         own = f"{_EXPORTER}{signal.upper()}_{name}"
         return own if self._env.get(own, "").strip() else _EXPORTER + name
 
@@ -326,7 +328,9 @@ def _file(text: str) -> str:
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
-    """Parse ``name=value,name=value``, values with percent encoding (W3C Baggage, without properties)."""
+    """Parse ``name=value,name=value``, in which values can have percent encoding (W3C Baggage, without
+    properties).
+    """
     found = []
     for number, item in enumerate(filter(str.strip, text.split(",")), start=1):
         name, equals, value = item.partition("=")

@@ -1,4 +1,4 @@
-"""Decides for which connections a span is exported, at their last access line, and builds it.
+"""Decides, at a connection's last access line, whether a span is exported for the connection, and builds the span.
 
 A span is created only if the tunnel's ``traceparent`` has the sampled flag. For traces that begin in this proxy,
 the operator configures which ones have it (``OTEL_TRACES_SAMPLER``).
@@ -11,12 +11,12 @@ from typing import Final, NamedTuple
 from ztunnel.proxy.otlp.line import Line
 from ztunnel.proxy.otlp.trace import Trace
 
-#: Messages of the access lines that end a connection. Each connection has one such line.
+#: The messages of access lines that end a connection. Each connection has exactly one such line.
 _ENDS: Final = frozenset({"connection complete", "connection failed"})
 
 
 class Kind(Enum):
-    """The side of the request, in OpenTelemetry's words."""
+    """Which side of the request a span describes, in OpenTelemetry's words."""
 
     CLIENT = auto()
     SERVER = auto()
@@ -28,7 +28,7 @@ class Span(NamedTuple):
     Attributes:
         line: the final access line, with the span's identifier.
         trace: the span's trace. Its ``span_id`` is the parent of a server's span.
-        kind: the side.
+        kind: which side of the request the span describes.
         duration_s: the connection's duration in whole milliseconds, as in the line. 0 if it never opened.
     """
 

@@ -5,7 +5,7 @@ cheaply.
 import re
 from typing import Final, NamedTuple
 
-#: Versions after 00 may add fields at the end; ff is invalid, as are identifiers of zeros only.
+#: Versions after 00 may add fields at the end. Version ff is invalid, and so are ids that consist of zeros.
 _TRACEPARENT: Final = re.compile(
     rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
@@ -16,7 +16,7 @@ class Trace(NamedTuple):
 
     Attributes:
         trace_id: 128 bits.
-        span_id: 64 bits: the sender's span.
+        span_id: 64 bits, which identify the sender's span.
         flags: 8 bits.
     """
 
@@ -26,12 +26,14 @@ class Trace(NamedTuple):
 
     @property
     def sampled(self) -> bool:
-        """Whether the sender recorded its span, and asks the receivers to record theirs."""
+        """Whether the sender has recorded its span, and asks the receivers to record theirs."""
         return bool(self.flags & 1)
 
 
 def parse_traceparent(value: bytes) -> Trace | None:
-    """Return the content of a ``traceparent``, or None if it is empty or invalid, which means no trace."""
+    """Return the content of a ``traceparent``. None if it is empty or invalid, which means that there is no
+    trace.
+    """
     found = _TRACEPARENT.fullmatch(value)
     if found is None or (found[1] == b"00" and found[5] is not None):
         return None

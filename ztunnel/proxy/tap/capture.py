@@ -22,16 +22,18 @@ from ztunnel.proxy.tap.stream import Segment, Side, SyntheticTcp
 
 log = logging.getLogger(__name__)
 
-#: The size limit of the queue for the reader. Further packets are dropped.
+#: The size limit of the queue for the capture's reader. Packets beyond it are dropped.
 MOST_WAITING_BYTES: Final = 4 * 1024 * 1024
-#: Additional room for blocks without data (handshakes, ends), so that streams still begin and end in the capture.
+#: Extra room in the queue for blocks without data (handshakes, ends), so that the capture still shows where
+#: streams begin and end.
 _SPARE_BYTES: Final = 256 * 1024
-#: The overhead of a segment's block and its acknowledgment's block, with a comment.
+#: The size of a segment's block and its acknowledgment's block with a comment, without the payload.
 _OVERHEAD_BYTES: Final = 512
-#: The number of ports that are tried to distinguish connections: the tunnel connections can have equal streams.
+#: The most ports that are tried to give each connection its own address: all streams of a tunnel connection can
+#: have the same address.
 _MOST_PORTS: Final = 4096
-#: The comment of a capture's last packet for a connection after an internal error. The connection has lost no
-#: bytes.
+#: The comment of a connection's last packet in a capture if the tap had an internal error. The connection itself
+#: lost no bytes.
 _FAILED: Final = "the tap failed here; the connection itself continues"
 
 
@@ -89,7 +91,8 @@ class Capture:
     def _told_apart(self, facts: StreamFacts) -> StreamFacts:
         """Return a connection's facts with a unique pair of addresses.
 
-        All streams of one tunnel connection can have its client address, and a reader would merge them.
+        All streams of one tunnel connection can have the same client address, and a reader of the capture would
+        merge them.
         """
         client, server = facts.client, facts.server
         for step in range(_MOST_PORTS):
@@ -102,11 +105,11 @@ class Capture:
         return facts
 
     def left(self, facts: StreamFacts) -> None:
-        """Forget an ended connection."""
+        """Forget a connection that has ended."""
         self._open.discard((facts.client, facts.server))
 
     def take(self) -> bytes:
-        """Remove and return the first blocks of the queue, about 64 KiB. Empty if there are none.
+        """Remove and return the first blocks of the queue, about 64 KiB. Empty if the queue is empty.
 
         The returned blocks count as waiting until :meth:`taken`.
         """
@@ -127,13 +130,13 @@ class Capture:
 
     @property
     def ended(self) -> bool:
-        """Whether capturing has stopped."""
+        """Whether capturing was stopped."""
         return self._ended
 
     # Called by streams
 
     def has_room(self, size: int) -> bool:
-        """Return whether blocks of ``size`` bytes of payload fit into the queue."""
+        """Return whether the blocks for ``size`` bytes of payload fit into the queue."""
         return self.waiting_bytes + size + size // 8 + _OVERHEAD_BYTES <= self._most_bytes
 
     def put(self, direction: Direction, segment: Segment, inbound: bool, comment: str) -> bool:
@@ -152,7 +155,7 @@ class Capture:
         return True
 
     def dropped_payload(self, direction: Direction, size: int, packets: int) -> None:
-        """Count payload bytes that were dropped before a packet was made."""
+        """Count payload bytes that were dropped before they became a packet."""
         self.packets[direction] += packets
         self.dropped[direction] += packets
         self.dropped_bytes += size
@@ -180,11 +183,11 @@ class CapturedStream:
             self._tcp = None
 
     def received(self, chunk: memoryview) -> None:
-        """Record bytes that the application sent."""
+        """Record bytes that the application has sent."""
         self._data(self._app, chunk)
 
     def sent(self, chunk: memoryview) -> None:
-        """Record bytes sent to the application."""
+        """Record bytes that were sent to the application."""
         self._data(self._app.other, chunk)
 
     def receive_ended(self, *, reset: bool) -> None:
@@ -196,7 +199,9 @@ class CapturedStream:
         self._end(self._app.other, reset=reset)
 
     def left(self) -> None:
-        """Record the end of the connection. If a side has not ended by itself, the proxy has closed it."""
+        """Record the end of the connection. If one side has not sent its end, the proxy has closed the
+        connection.
+        """
         if self._app.other in self._open:
             self._comment = "closed by the proxy; its access log has the reason"
             self._end(self._app.other, reset=False)

@@ -2,8 +2,8 @@
 
 A file is one section block, then interface blocks, then any number of packets. An interface can be described at
 any time before its first packet, and its statistics come at the end. All numbers are little-endian, and times are
-microseconds (the format's default resolution). Packets are bare IP (``LINKTYPE_RAW``) for IPv4 and IPv6, because
-there is no Ethernet.
+microseconds (the format's default resolution). Packets are bare IP packets (``LINKTYPE_RAW``) of IPv4 and IPv6,
+because no Ethernet frames exist.
 """
 
 import struct
@@ -13,7 +13,7 @@ from typing import Final
 LINKTYPE_RAW: Final = 101
 #: The longest packet: an IPv6 header and 65,535 bytes.
 SNAPLEN: Final = 65_575
-#: The longest text of one option: its length has 16 bits, and a reader shows a line.
+#: The longest text of one option. The format limits it to 16 bits of length, and a reader shows it as one line.
 MOST_TEXT_BYTES: Final = 4096
 
 _SECTION, _INTERFACE, _PACKET, _STATISTICS = 0x0A0D0D0A, 1, 6, 5
@@ -27,19 +27,19 @@ _INBOUND, _OUTBOUND = 1, 2
 
 _BLOCK: Final = struct.Struct("<II")
 _LENGTH: Final = struct.Struct("<I")
-#: The lengths of a packet block: the shortest, and one with the longest packet and the longest text.
+#: The least and the greatest length of a packet block. The greatest has the longest packet and the longest text.
 _LEAST_BLOCK, _MOST_BLOCK = 32, SNAPLEN + MOST_TEXT_BYTES + 256
 _PACKET_HEAD: Final = struct.Struct("<IIIII")
 
 
 def section(application: str, comment: str = "") -> bytes:
-    """Return the block that a file begins with.
+    """Return the block at the beginning of a file.
 
     Args:
         application: the name of the program that wrote the file.
         comment: a comment on the whole file.
     """
-    # Length -1 means unknown, because the section is written while it grows.
+    # The section's length is -1 (unknown), because it is written while it grows.
     body = struct.pack("<IHHq", _BYTE_ORDER, 1, 0, -1)
     return _block(_SECTION, body + _options((_COMMENT, comment), (_SECTION_APPLICATION, application)))
 
@@ -57,7 +57,7 @@ def packet(interface_id: int, at_us: int, data: bytes, *, inbound: bool, comment
     Args:
         interface_id: the id of the packet's interface.
         at_us: the time, in microseconds since 1970.
-        data: the packet from its IP header on.
+        data: the packet, which begins with the IP header.
         inbound: whether the packet goes to the interface's pod.
         comment: shown beside the packet.
     """
@@ -90,7 +90,7 @@ def statistics(
 
 
 def _halves(at_us: int) -> bytes:
-    """Return a time in pcapng's form: the upper 32 bits first, whatever the byte order."""
+    """Return a time in pcapng's form: two words of 32 bits, the upper one first in either byte order."""
     return struct.pack("<II", at_us >> 32, at_us & 0xFFFF_FFFF)
 
 
@@ -100,20 +100,20 @@ def _block(kind: int, body: bytes) -> bytes:
 
 
 def _options(*options: tuple[int, str | bytes]) -> bytes:
-    """Return options that are not empty, with the end mark if there are any."""
+    """Return the options that are not empty, followed by the end mark if there are any."""
     found = [_option(code, value) for code, value in options if value]
     return b"".join(found) + b"\0\0\0\0" if found else b""
 
 
 def _option(code: int, value: str | bytes) -> bytes:
     if isinstance(value, str):
-        # Cut between characters: half of one would make the whole text unreadable.
+        # Cut the text between characters, because half a character would make the whole text unreadable.
         value = value.encode(errors="replace")[:MOST_TEXT_BYTES].decode(errors="ignore").encode()
     return struct.pack("<HH", code, len(value)) + _padded(value)
 
 
 def _padded(data: bytes) -> bytes:
-    """Return data filled up to whole words of 32 bits."""
+    """Return data padded to whole words of 32 bits."""
     return data + b"\0" * (-len(data) % 4)
 
 

@@ -10,33 +10,35 @@ from typing import Final
 from xds.model.address import SocketAddress, canonical
 from ztunnel.runtime.settings import duration_s
 
-#: The path of the page on the local socket.
+#: The path of the page on the taps' local socket.
 PATH: Final = "/tap"
 CONTENT_TYPE: Final = "application/x-pcapng"
-#: The header with the number of the pod's connections that were open when the tap began.
+#: The header with the number of the pod's connections that were already open when the tap began.
 OPEN: Final = "ztunnel-open-connections"
-#: The trailers of a capture.
+#: The trailers that end a capture.
 ENDED, STREAMS, PACKETS, DROPPED, DROPPED_BYTES = (
     f"ztunnel-{name}" for name in ("ended", "streams", "packets", "dropped", "dropped-bytes")
 )
-#: The setting that permits taps: the path of the socket. Empty, the default, permits none.
+#: The variable that permits taps. Its value is the path of the socket; the default, an empty value, permits none.
 VARIABLE: Final = "ZTUNNEL_TAP_SOCKET"
 
 #: The default and the longest duration of a tap in seconds, so that a forgotten tap ends by itself.
 DEFAULT_S, MOST_S = 60.0, 900.0
 DEFAULT_BYTES, MOST_BYTES = 64 * 1024 * 1024, 1024 * 1024 * 1024
-#: The largest number of concurrent taps in one proxy, each of a different pod.
+#: The largest number of concurrent taps of one proxy. Each pod can have one.
 MOST_TAPS: Final = 4
-#: Limits each count, so that the sum over all processes fits into 64 bits.
+#: The limit of each count from another process, so that the sum of all processes fits into 64 bits.
 _MOST_COUNT: Final = 1 << 56
-#: The limit of each text in a request, which is repeated in logs and in the capture.
+#: The limit of each text in a request. The texts are repeated in logs and in the capture.
 _MOST_TEXT: Final = 512
 _UNITS: Final = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _SIZE: Final = re.compile(r"(\d+)\s*([KMG]?i?B?)", re.ASCII | re.IGNORECASE)
 
 
 def refusal(socket_path: str) -> str:
-    """Return the admin server's refusal of a tap request. Any process of the node can reach the admin server."""
+    """Return the admin server's refusal of a tap request. Taps are only for root, but any process of the node can
+    reach the admin server.
+    """
     if not socket_path:
         return f"taps are not permitted: {VARIABLE} names no socket\n"
     return f"taps are for root, at the local socket {socket_path}: ztunnel tap\n"
@@ -47,7 +49,7 @@ class BadRequest(ValueError):
 
 
 class Direction(StrEnum):
-    """The direction in which a connection was opened, as seen from the pod."""
+    """Whether the pod or its peer opened a connection: the direction as seen from the pod."""
 
     OUTBOUND = "outbound"
     INBOUND = "inbound"
@@ -58,12 +60,12 @@ class StreamFacts:
     """One connection, as a tap shows it.
 
     Attributes:
-        direction: the reporting side.
+        direction: the direction of the connection, as seen from the tapped pod.
         client: the address of the application that connected.
         server: the dialled address (outbound), or the application's address (inbound).
         peers: the names of the other end: its addresses, its workload, its services, its identity.
-        ports: the dialled port, in addition to the server's.
-        notes: identities, tunnel and the like, one line each.
+        ports: the dialled port, besides the server's port.
+        notes: lines about identities, the tunnel and so on.
     """
 
     direction: Direction
@@ -76,7 +78,7 @@ class StreamFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TapRequest:
-    """Which connections to capture, and for how long.
+    """The connections that a tap captures, and the limits of the capture.
 
     Attributes:
         pod: ``NAMESPACE/NAME`` in an Istio mesh, an address in Envoy's dialect.
@@ -116,7 +118,7 @@ class TapRequest:
         )
 
     def matches(self, facts: StreamFacts) -> bool:
-        """Return whether a connection is to be captured."""
+        """Return whether the tap captures a connection."""
         if self.port and self.port != facts.server.port and self.port not in facts.ports:
             return False
         return not self.peer or self.peer in facts.peers
@@ -162,12 +164,12 @@ class Totals:
 
     @property
     def packets(self) -> int:
-        """Packets of both directions, including dropped ones."""
+        """The number of packets in both directions, including dropped ones."""
         return self.outbound + self.inbound
 
     @property
     def dropped(self) -> int:
-        """Packets of both directions that are not in the capture."""
+        """The number of packets in both directions that are missing from the capture."""
         return self.outbound_dropped + self.inbound_dropped
 
 
@@ -204,7 +206,7 @@ def _bytes(text: str) -> int:
         return DEFAULT_BYTES
     match = _SIZE.fullmatch(text)
     unit = match[2].upper() if match is not None else ""
-    # "64M" is the usual form. It means MiB.
+    # A unit of one letter, as in "64M", means the binary unit (MiB).
     unit = (
         f"{unit}iB".upper() if len(unit) == 1 and unit != "B" else unit.removesuffix("B") if unit == "B" else unit
     )

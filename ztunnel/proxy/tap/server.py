@@ -58,7 +58,7 @@ class _Refusal(Exception):
     """A request is refused. The text is the response's body.
 
     Attributes:
-        status: the answer's status.
+        status: the HTTP status of the answer.
     """
 
     def __init__(self, status: int, text: str) -> None:
@@ -126,7 +126,7 @@ class TapServer(LocalServer):
             raise _Refusal(409, f"{request.pod} has a tap already")
         if len(self._taps) >= MOST_TAPS:
             raise _Refusal(503, f"there are {MOST_TAPS} taps already")
-        # Added before the first await, so that two simultaneous requests cannot both tap the pod.
+        # The pod is added before the first await, so that two simultaneous requests cannot both tap it.
         self._taps.add(request.pod)
         try:
             number = await self._source.open_connections(request.pod)
@@ -214,7 +214,7 @@ class _Running:
                 for near in ours:
                     with contextlib.suppress(OSError):
                         near.shutdown(socket.SHUT_WR)
-                # The packets captured so far are still written, if they are read in time.
+                # The packets captured so far are still written, if the reader takes them in time.
                 _, late = await asyncio.wait([*carrying, *copying], timeout=2 * FLUSH_S)
                 for task in (*late, watching):
                     task.cancel()
@@ -237,7 +237,7 @@ class _Running:
             sink.close()
 
     async def _copy(self, near: socket.socket) -> None:
-        """Forward one process's blocks until the last. Blocks that cannot be forwarded are discarded."""
+        """Forward one process's blocks until it sends no more. Blocks that cannot be forwarded are discarded."""
         loop = asyncio.get_running_loop()
         blocks = pcapng.PacketBlocks()
         try:

@@ -1,4 +1,4 @@
-"""The packets of a TCP connection that would have carried a stream: addresses, sequence numbers, checksums. Pure.
+"""Packets of an imagined TCP connection that carries a stream: addresses, sequence numbers, checksums. Pure.
 
 A tap observes bytes that pass between an application and the proxy, not packets. Tools that read captures need a
 handshake, segments with sequence numbers, and an end, so :class:`SyntheticTcp` creates them (RFC 9293). It
@@ -20,7 +20,7 @@ _TCP: Final = 6
 _TTL: Final = 64
 _WINDOW: Final = 0xFFFF
 _WINDOW_SCALE: Final = 14  # the largest (RFC 7323, 2.3): a window of 1 GiB
-#: Ethernet's 1,500 bytes without the two headers.
+#: The payload of an Ethernet frame, 1,500 bytes, without the IP and TCP headers.
 _MSS4, _MSS6 = 1460, 1440
 _SEQUENCE: Final = 1 << 32
 
@@ -30,7 +30,7 @@ _HEADER_TCP: Final = struct.Struct("!HHIIBBHHH")
 
 
 class Side(Enum):
-    """The end of a connection that sends a packet."""
+    """One end of a connection, as the sender of a packet."""
 
     CLIENT = "client"
     SERVER = "server"
@@ -45,7 +45,7 @@ class Segment(NamedTuple):
     """One packet.
 
     Attributes:
-        sender: the end that sends it.
+        sender: the end that has sent it.
         packet: IP header, TCP header, payload.
     """
 
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
 
 class _End:
-    """One end with the number of bytes sent.
+    """One end of a connection, with the number of bytes that it has sent.
 
     Attributes:
         next: the sequence number of the next byte.
@@ -77,7 +77,7 @@ class SyntheticTcp:
     """One connection. Methods report an event, and return its packets in order.
 
     Args:
-        client, server: the two addresses. An IPv4 address beside an IPv6 one is shown as IPv4-mapped.
+        client, server: the two addresses. If only one of them is IPv4, it is shown as IPv4-mapped.
         number: the connection's number in the capture. Initial sequence numbers depend on it, so that a reader
             does not mistake a connection for an earlier one with the same ports.
         mss: the longest payload of a segment. ``None`` uses Ethernet's.
@@ -111,7 +111,9 @@ class SyntheticTcp:
         return [syn, answer, self._segment(Side.CLIENT, _ACK)]
 
     def data(self, sender: Side, payload: bytes) -> Iterator[Segment]:
-        """Yield segments of at most ``mss`` bytes and the acknowledgment of the last one; none after the end."""
+        """Yield the segments of the data, each of at most ``mss`` bytes, and the acknowledgment of the last one.
+        Yields none after the end.
+        """
         end = self._ends[sender]
         if end.ended or not payload:
             return
@@ -123,7 +125,7 @@ class SyntheticTcp:
         yield self._segment(sender.other, _ACK)
 
     def lost(self, sender: Side, size: int) -> None:
-        """Skip bytes that were sent but are not in the capture. A reader sees the gap."""
+        """Skip bytes that were sent but are missing from the capture. A reader of the capture sees the gap."""
         end = self._ends[sender]
         if not end.ended:
             end.advance(size)
@@ -154,14 +156,14 @@ class SyntheticTcp:
         size = 20 + len(options) + len(payload)
         rest = options + payload
         addresses = here.address + there.address
-        # The pseudo header of both versions has the addresses, the length and the protocol (RFC 9293, 3.1 and
-        # RFC 8200, 8.1); the order does not matter to a sum.
+        # The pseudo header of both IP versions has the addresses, the length and the protocol (RFC 9293, 3.1 and
+        # RFC 8200, 8.1). Their order does not matter to a sum.
         total = _checksum(addresses + struct.pack("!II", size, _TCP) + _HEADER_TCP.pack(*fields, 0, 0) + rest)
         tcp = _HEADER_TCP.pack(*fields, total, 0) + rest
         if self._is_ipv6:
             head = _HEADER6.pack(6 << 28, size, _TCP, _TTL, here.address, there.address)
         else:
-            # Identification 0 with DF: never fragmented, so it need not be unique (RFC 6864, 4.1).
+            # The identification can be 0, because a packet with DF is never fragmented (RFC 6864, 4.1).
             ip = (0x45, 0, 20 + size, 0, 0x4000, _TTL, _TCP)
             total = _checksum(_HEADER4.pack(*ip, 0, here.address, there.address))
             head = _HEADER4.pack(*ip, total, here.address, there.address)

@@ -1,7 +1,7 @@
 """The taps of one process that carries connections. The data path looks up each new connection here.
 
-A process has a :class:`Taps` only if the configuration permits taps. The data path looks a pod up in it once per
-connection. The observer is chosen then, so a tap does not capture older connections.
+A process has a :class:`Taps` only if the configuration permits taps. The data path looks up a pod once per
+connection, when the connection begins. So a tap does not capture older connections.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ztunnel.proxy.tap.capture import Capture
 from ztunnel.proxy.tap.request import MOST_TAPS, Direction, TapRequest, Totals
 from ztunnel.runtime.clock import Clock
 
-#: The time for the queue to be read after the end.
+#: The time limit for reading the rest of the queue after the end of a capture.
 FLUSH_S: Final = 5.0
 
 
 class CannotTap(Exception):
-    """A tap cannot start or continue. The text says why."""
+    """A tap cannot start or cannot continue; the text says why."""
 
 
 class TapSource(Protocol):
@@ -39,7 +39,7 @@ class TapSource(Protocol):
 
 
 class Carry(Protocol):
-    """Captures in one process; see :meth:`Taps.carry`."""
+    """Captures connections in one process; see :meth:`Taps.carry`."""
 
     def __call__(self, request: TapRequest, sink: socket.socket) -> Awaitable[Totals]:
         """Write packets to ``sink`` until its other end sends EOF, then close it."""
@@ -56,7 +56,7 @@ class Taps:
         return bool(self._captures)
 
     def of(self, pod: str) -> Capture | None:
-        """Return the current tap of a pod, if any. The data path calls it for each new connection."""
+        """Return the current tap of a pod, or None. The data path calls this for each new connection."""
         return self._captures.get(pod)
 
     async def carry(self, request: TapRequest, sink: socket.socket) -> Totals:
@@ -91,7 +91,7 @@ class Taps:
 
 
 async def _watch(capture: Capture, sink: socket.socket, wake: asyncio.Event) -> None:
-    """End a capture when its reader sends EOF. Queued packets then have a limited time to be read."""
+    """End a capture when its reader sends EOF. After that, the queued packets must be read within a time limit."""
     with contextlib.suppress(OSError):
         while await asyncio.get_running_loop().sock_recv(sink, 64):
             pass
@@ -103,9 +103,9 @@ async def _watch(capture: Capture, sink: socket.socket, wake: asyncio.Event) -> 
 
 
 async def _write(capture: Capture, sink: socket.socket, wake: asyncio.Event) -> None:
-    """Write until the capture has ended and its queue is empty, or its reader has disconnected.
+    """Write packets until the capture has ended and its queue is empty, or its reader has disconnected.
 
-    Cancelled only when the process ends: a truncated block would make the rest unreadable.
+    This is cancelled only when the process ends, because a truncated block would make the rest unreadable.
     """
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):

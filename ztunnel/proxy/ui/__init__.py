@@ -1,1 +1,1 @@
-"""The live page of the admin port: shows values that either front end gathers (:mod:`ztunnel.proxy.ui.seen`)."""
+"""The live page of the admin port. It shows values that a front end gathers (:mod:`ztunnel.proxy.ui.seen`)."""

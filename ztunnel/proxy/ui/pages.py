@@ -27,11 +27,12 @@ from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.http.page import JSON, PLAIN, Page, PageRequest, Repeated, not_found, text
 
 PATH: Final = "/ui"
-#: The largest number of concurrent event streams: one per person and visible tab.
+#: The most concurrent event streams. Each visible browser tab has one.
 MOST_FOLLOWERS: Final = 8
-#: The interval of events, fast enough to watch.
+#: Seconds between two events: short enough to watch changes.
 INTERVAL_S: Final = 2.0
-#: The interval is at least this many times the time to create an event, so that events use at most 2 % of a CPU.
+#: The interval is at least this multiple of the time that an event takes to make, so that events use at most 2 %
+#: of a CPU.
 _SHARE: Final = 50
 _SECURITY: Final = (
     (
@@ -58,19 +59,20 @@ _FILES: Final = {
 _DATA: Final = f"{PATH}/data"
 _EVENTS: Final = f"{PATH}/events"
 _STREAM: Final = "text/event-stream"
-#: The header values of requests by the page's own site. Clients that are not browsers send no header.
+#: The values of ``Sec-Fetch-Site`` in requests by the page's own site. Clients that are not browsers do not send
+#: the header.
 _OWN_SITE: Final = ("", "same-origin", "none")
 
 See = Callable[[], Awaitable[Seen]]
 
 
 def is_below(path: str) -> bool:
-    """Return whether a path belongs to the live page."""
+    """Return whether a path is that of the live page or below it."""
     return path == PATH or path.startswith(f"{PATH}/")
 
 
 def off(setting: str) -> Page:
-    """Return the answer if the page is disabled: 404, and how to enable it."""
+    """Return the answer for a disabled page: status 404, and how to enable the page."""
     return text(f"the live page is off: only loopback serves it, unless {setting} is given\n", 404, PLAIN)
 
 
@@ -78,7 +80,7 @@ class LivePages:
     """Answers the paths of the live page for one admin server.
 
     Args:
-        see: returns the current content. Called in the event loop, never twice at a time.
+        see: returns the current content. Called in the event loop, and never again before it has returned.
         clock: the clock of rates and times.
         began: called when the first client begins to follow events. ``ended``: called when the last one leaves.
     """
@@ -126,12 +128,12 @@ class LivePages:
         if path == _DATA:
             return self._data()
         if path == _EVENTS:
-            # HEAD must not occupy an event stream.
+            # A HEAD request must not occupy an event stream.
             return self._events() if request.method == "GET" else _secured(Page(content_type=_STREAM, body=()))
         return _secured(not_found((*_FILES, _DATA, _EVENTS)))
 
     async def _data(self) -> Page:
-        """Return one event without rates, which are computed only for clients that follow the stream."""
+        """Return one event without rates. Rates are computed only for clients that follow the event stream."""
         shown = event(await self._see(), Rates(), self._clock.monotonic(), self._clock.wall())
         return _secured(text(json.dumps(shown) + "\n", content_type=JSON))
 
@@ -143,7 +145,7 @@ class LivePages:
             self._began()
         page = Page(
             content_type=_STREAM,
-            # Browsers reconnect after this time, also to a restarted proxy.
+            # After this many milliseconds browsers reconnect, also to a restarted proxy.
             body=("retry: 2000\n\n",),
             rest=Repeated(make=self._next, every_s=lambda: self._wait_s, ended=self._left),
         )
@@ -157,8 +159,8 @@ class LivePages:
             self._ended()
 
     async def _next(self) -> str:
-        """Return the next event of a stream. Requests within half an interval, or while an event is made, get the
-        last event.
+        """Return the next event of a stream. A request within half an interval after an event, or while an event
+        is being made, gets the last event.
         """
         now_s = self._clock.monotonic()
         if not self._making and now_s - self._last_s >= self._wait_s / 2:
@@ -167,7 +169,8 @@ class LivePages:
             try:
                 seen = await self._see()
                 self._number += 1
-                # In a thread: it takes 100 ms for a mesh of 20,000 pairs, and works on immutable values.
+                # The event is written in a thread: this takes 100 ms for a mesh of 20,000 pairs, and only reads
+                # immutable values.
                 self._last = await asyncio.to_thread(self._written, seen, self._rates)
             finally:
                 self._making = False
@@ -177,12 +180,14 @@ class LivePages:
 
     def _written(self, seen: Seen, rates: Rates) -> str:
         shown = event(seen, rates, self._clock.monotonic(), self._clock.wall())
-        # JSON escapes line breaks, so an event is one line for any names.
+        # JSON escapes line breaks, so an event is one line, whatever names it contains.
         return f"id: {self._number}\ndata: {json.dumps(shown)}\n\n"
 
 
 def _is_own(host: str) -> bool:
-    """Return whether ``Host`` (RFC 9110, 7.2) is an address or localhost, and so cannot be another site's name."""
+    """Return whether ``Host`` (RFC 9110, 7.2) is an address or localhost, so that it cannot be the name of another
+    site.
+    """
     name = host.rpartition("]")[0].removeprefix("[") if host.startswith("[") else host.partition(":")[0]
     if name.lower() == "localhost" or name.lower().endswith(".localhost"):
         return True

@@ -1,7 +1,7 @@
 """The content of the live page, as values that a front end creates for each event. Pure.
 
-Texts come from control planes, certificates and peers: they are untrusted, so they are clipped and shown as plain
-text.
+Texts come from control planes, certificates and peers, which are not trusted. So they are clipped, and shown as
+plain text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Workload:
     """A node of the graph.
 
     Attributes:
-        key: the key that flows refer to.
+        key: the key by which flows refer to it.
         identity: its SPIFFE id. Empty if none is known.
         address: its address, if it has only one or the dialect identifies workloads by address.
         here: whether it runs on this proxy's node.
@@ -52,7 +52,7 @@ class Flow:
         service_namespace: the service's namespace. Empty if unknown.
         reporter: ``source`` if the proxy carries the client's side, ``destination`` for the server's side.
         open: currently open connections.
-        opened, failed: counts since then.
+        opened, failed: the connections opened and failed since the proxy began to count.
         denied: failed connections that a policy of this proxy denied.
         refused: failed connections that the peer's policy refused, as reported by the source's side.
         bytes_sent: bytes from client to server. ``bytes_received``: bytes back.
@@ -83,7 +83,7 @@ class Connection:
     """A live connection. Unknown values are None or empty.
 
     Attributes:
-        id: unique among the live ones.
+        id: a text that is unique among the live connections.
         direction: ``outbound`` or ``inbound``, or the name of its listener.
         source, destination: addresses. The destination is the dialled address.
         next_hop: the address that the proxy dialled.
@@ -107,7 +107,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy with its decisions, which are None if the policy is not counted.
+    """A policy with the numbers of its decisions, which are None if the policy is not counted.
 
     Attributes:
         mode: ``enforced``, ``dry run``, or Envoy's ``shadow`` or ``both``.
@@ -127,7 +127,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Denied:
-    """The connections of a pair that policies denied; times are seconds of the wall clock."""
+    """The connections between a pair that policies denied. Times are seconds of the wall clock."""
 
     place: str
     source: str
@@ -156,7 +156,7 @@ class Source:
     """A source of configuration.
 
     Attributes:
-        connected: None for a file, which has no connection.
+        connected: whether it is connected. None for a file, which has no connection.
         away_s: the seconds since it was last connected, or 0 while it is connected.
         updates: the number of updates received, with ``updated_s`` as the time of the last one (wall clock). None
             if unknown.
@@ -172,7 +172,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A refused resource. The previous version stays in use."""
+    """A refused resource, whose previous version stays in use."""
 
     kind: str
     name: str
@@ -187,7 +187,7 @@ class Facts:
         dialect: ``istio`` or ``envoy``.
         state: one line: ready, or what is missing.
         totals: the numbers of objects by name, such as ``workloads``.
-        counted_since_s: the wall clock when flows began to be counted; 0 for the proxy's start.
+        counted_since_s: when flows began to be counted, by the wall clock. 0 means the proxy's start.
         question: example values for the form of the explain page, by parameter.
         flows_kept: the number of connections in the flight recorder. 0 if it is off.
     """
@@ -209,7 +209,7 @@ class Seen:
     """The full content of one event. :mod:`ztunnel.proxy.ui.view` cuts it to its bounds.
 
     Attributes:
-        connections: a selection, most bytes first. ``connections_open`` counts all.
+        connections: a selection, those with the most bytes first. ``connections_open`` counts all.
         denials: the newest first.
         past: the last 15 minutes, see :meth:`ztunnel.proxy.flows.history.History.shown`.
     """

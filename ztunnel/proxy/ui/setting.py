@@ -1,4 +1,6 @@
-"""The setting of the live page in both front ends: served only on loopback, everywhere, or nowhere."""
+"""The setting that decides where the live page is served, in both front ends: only on loopback, everywhere, or
+nowhere.
+"""
 
 from typing import Final
 

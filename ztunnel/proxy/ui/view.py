@@ -13,16 +13,16 @@ from typing import Any, Final
 
 from ztunnel.proxy.ui.seen import Flow, Seen
 
-#: A sample older than this gives no rate, because no client was connected meanwhile, and a mean over an hour is
+#: No rate is computed from an older sample, because no client was connected in between, and a mean over an hour is
 #: not a current rate.
 _OLDEST_SAMPLE_S: Final = 60.0
-#: The longest text, in characters. SPIFFE ids of real meshes have about a hundred.
+#: The longest text of an event, in characters. Real SPIFFE ids have about a hundred.
 LONGEST_TEXT: Final = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The largest numbers of entries in an event, guessed so that a person can read them."""
+    """The most entries of each kind in an event: a guess of what a person can read."""
 
     workloads: int = 60
     flows: int = 120
@@ -31,7 +31,7 @@ class Bounds:
 
 
 class Rates:
-    """Stores the counts of the last event, to compute rates."""
+    """Stores the counts of the previous event, from which the rates are computed."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, ...], Flow] = {}
@@ -55,7 +55,7 @@ class Rates:
             before, elapsed_s = {}, 0.0
         self._before = {flow.key: flow for flow in flows}
         self._at_s = now_s
-        # A flow that is new since the last event started with counts of 0.
+        # A flow that was not in the last event began with counts of 0.
         pairs = ((flow, before.get(key)) for key, flow in self._before.items())
         active = heapq.nlargest(most, pairs, key=_activity if elapsed_s else _size)
         return [_shown(flow) | _rates(flow, old, elapsed_s) for flow, old in active]
@@ -66,7 +66,7 @@ def _size(pair: tuple[Flow, Flow | None]) -> tuple[int, int]:
 
 
 def _activity(pair: tuple[Flow, Flow | None]) -> tuple[int, ...]:
-    """Return the sort key of flows: their counts in the last interval."""
+    """Return the sort key of a flow: its activity since the last event."""
     flow, old = pair
     opened, _, moved = _counts(flow)
     opened_before, _, moved_before = _counts(old)
@@ -84,12 +84,12 @@ _RATES: Final = ("connections_per_s", "failures_per_s", "bytes_per_s")
 
 
 def _counts(flow: Flow | None) -> tuple[int, int, int]:
-    """Return the counts behind :data:`_RATES`."""
+    """Return the counts from which :data:`_RATES` are computed."""
     return (0, 0, 0) if flow is None else (flow.opened, flow.failed, flow.bytes_sent + flow.bytes_received)
 
 
 def event(seen: Seen, rates: Rates, now_s: float, wall_s: float, bounds: Bounds | None = None) -> dict[str, Any]:
-    """Return the event in JSON's types. Its keys are the attributes of :class:`ztunnel.proxy.ui.seen.Seen`.
+    """Return an event in JSON's types. Its keys are the attributes of :class:`ztunnel.proxy.ui.seen.Seen`.
 
     Args:
         seen: the front end's content.

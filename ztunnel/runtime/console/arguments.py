@@ -5,16 +5,17 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-#: A hundred years: every clock, certificate and timer can still add it to the current time.
+#: The longest duration, a hundred years. Clocks, certificates and timers can add it to the current time without
+#: overflow.
 _LONGEST_S: Final = 100 * 365 * 86400.0
 
-#: Names separated by spaces, metavar, help, other options of ``add_argument``. An empty metavar makes a switch,
-#: None leaves it to ``argparse``.
+#: The names of a flag separated by spaces, its metavar, its help, and further options of ``add_argument``. An
+#: empty metavar makes the flag a switch; with None, ``argparse`` chooses one.
 Flag = tuple[str, str | None, str | None] | tuple[str, str | None, str | None, Mapping[str, Any]]
 
 
 def add_flags(parser: argparse._ActionsContainer, *flags: Flag) -> None:
-    """Add arguments to a parser, or to a group of one."""
+    """Add flags to a parser, or to a group in a parser."""
     for names, metavar, text, *rest in flags:
         options: dict[str, Any] = {"action": "store_true"} if metavar == "" else {"metavar": metavar}
         for more in rest:

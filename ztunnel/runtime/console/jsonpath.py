@@ -71,7 +71,7 @@ class Template:
             self._parts.append(rest)
 
     def render(self, value: object) -> str:
-        """Return the template filled from a value of JSON."""
+        """Return the template's text, filled with values from a JSON value."""
         return "".join(_rendered(self._parts, value))
 
 
@@ -116,7 +116,7 @@ def path(text: str) -> tuple[re.Match[str], ...]:
 
 
 def select(steps: Sequence[re.Match[str]], value: object) -> list[Any]:
-    """Return the values that an expression selects."""
+    """Return the values that an expression selects from a JSON value."""
     found: list[Any] = [value]
     for step in steps:
         found = [each for one in found for each in _step(step, one)]

@@ -22,7 +22,7 @@ class LineFormatter(logging.Formatter):
     """Formats ``TIME LEVEL SCOPE MESSAGE``, separated by tabs, or an object with these keys.
 
     Args:
-        as_json: an object a line.
+        as_json: whether each line is a JSON object.
     """
 
     def __init__(self, *, as_json: bool) -> None:
@@ -48,7 +48,7 @@ class LineFormatter(logging.Formatter):
 def one_line(message: str) -> str:
     """Return a message with escaped control characters.
 
-    Parts of messages come from peers. They must not forge a line or send codes to a terminal.
+    Parts of messages come from peers. These must neither forge a line nor send codes to a terminal.
     """
     return message if message.isprintable() else _UNSAFE.sub(_escaped, message)
 
@@ -58,7 +58,9 @@ def _escaped(char: re.Match[str]) -> str:
 
 
 def install(level: int | str, *, out: TextIO | None = None, env: Mapping[str, str] = os.environ) -> None:
-    """Write the lines of this process from a level on to standard error, in the form that ``LOG_FORMAT`` names."""
+    """Write this process's log lines to standard error, starting with a level, in the form that ``LOG_FORMAT``
+    names.
+    """
     handler = logging.StreamHandler(out if out is not None else sys.stderr)
     handler.setFormatter(LineFormatter(as_json=env.get("LOG_FORMAT", "").lower() == "json"))
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,9 +1,9 @@
-"""The output of every reading command: typed items of a kind, printed in kubectl's forms.
+"""The output of every command that queries something: typed items of a kind, printed in kubectl's forms.
 
-A command returns an :class:`Answer`. This module prints it as ``-o table|wide|json|yaml|name|jsonpath=...|
-custom-columns=...`` and returns the exit status: 0 fine, 1 the answer is bad, 2 a node or cluster did not answer.
-JSON lists are ``{"apiVersion", "kind", "items"}``. Numbers are numbers, times RFC 3339 in UTC, durations seconds;
-``docs/schemas`` has a JSON schema for each kind.
+A command returns an :class:`Answer`. This module prints it as
+``-o table|wide|json|yaml|name|jsonpath=...| custom-columns=...`` and returns the exit status: 0 if all is well, 1
+if the answer is bad, 2 if a node or cluster did not answer. JSON lists are ``{"apiVersion", "kind", "items"}``.
+Numbers are numbers, times RFC 3339 in UTC, durations seconds; ``docs/schemas`` has a JSON schema for each kind.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Column(Generic[T]):
 
     Attributes:
         heading: in upper case.
-        cell: returns a text, or a value for :func:`shown`; the name of a field, or a function of the item.
-        wide: only with ``-o wide``.
+        cell: the name of a field, or a function of the item that returns a text or a value for :func:`shown`.
+        wide: whether the column appears only with ``-o wide``.
     """
 
     heading: str
@@ -72,8 +72,8 @@ class Kind(Generic[T]):
         columns: the table's columns.
         identity: returns the part of ``-o name`` after the kind.
         heading: whether the table has a heading.
-        rows: items that need several rows yield one item a row.
-        volatile: fields that change by time alone; ``--watch`` ignores their changes.
+        rows: yields one item per row, for items that need several rows.
+        volatile: fields that change only because time passes. ``--watch`` ignores these changes.
     """
 
     name: str
@@ -101,8 +101,8 @@ class Answer(Generic[T]):
         kind: the items' kind.
         items: in the order of printing.
         silent: nodes that did not answer.
-        across: several nodes were asked, and the table has a column NODE.
-        bad: the exit status is 1.
+        across: whether several nodes were asked. Then the table has a column NODE.
+        bad: whether the exit status is 1.
         notes: lines below a table, for people.
         summary: the content of the notes for programs, beside the items.
     """
@@ -128,7 +128,7 @@ class Format:
         form: one of :data:`FORMS`, ``jsonpath`` or ``custom-columns``.
         template: the template of ``jsonpath``.
         columns: the headings and expressions of ``custom-columns``.
-        sort: the value of ``--sort-by``, an expression of an item.
+        sort: the value of ``--sort-by``, an expression that is evaluated on each item.
     """
 
     form: str = "table"
@@ -151,7 +151,7 @@ JSON: Final = Format("json")
 
 
 def parse_format(text: str) -> Format:
-    """Read the value of ``-o``.
+    """Parse the value of ``-o``.
 
     Raises:
         argparse.ArgumentTypeError: the form is unknown.
@@ -186,13 +186,13 @@ def add_output(parser: argparse.ArgumentParser, forms: tuple[str, ...] = ()) -> 
     """
 
     class Output(argparse.Action):
-        """Sets the form of ``-o``, and keeps the order of ``--sort-by``."""
+        """The action of ``-o``. It sets the form, and keeps the order that ``--sort-by`` has set."""
 
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             namespace.output = replace(values or JSON, sort=namespace.output.sort)
 
     class SortBy(argparse.Action):
-        """Sets the order of ``--sort-by``, and keeps the form of ``-o``."""
+        """The action of ``--sort-by``. It sets the order, and keeps the form that ``-o`` has set."""
 
         def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
             try:
@@ -224,7 +224,7 @@ def add_output(parser: argparse.ArgumentParser, forms: tuple[str, ...] = ()) -> 
 
 
 def shown(value: object) -> str:
-    """Return a value of an item as the text of a table cell."""
+    """Return an item's value as the text of a table cell."""
     if value is None or value in ("", [], (), {}):
         return _NONE
     if isinstance(value, bool):
@@ -282,7 +282,9 @@ def schema(kind: Kind[Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a schema without descriptions and defaults. Every key is required, since every key is written."""
+    """Return a schema without descriptions and defaults. Every key is required, because the output always has all
+    keys.
+    """
     if isinstance(value, Mapping):
         plain = {key: _plain(inner) for key, inner in value.items() if not (key in _OURS and _is_text(inner))}
         if isinstance(plain.get("properties"), dict):
@@ -292,7 +294,7 @@ def _plain(value: Any) -> Any:
 
 
 def ordered(items: Sequence[T], steps: Sequence[Any]) -> list[T]:
-    """Return items by the value of an expression: numbers before texts, items without a value last."""
+    """Return items sorted by the value of an expression: numbers before texts, items without a value last."""
 
     def key(item: T) -> tuple[int, float, str]:
         found = jsonpath.select(steps, msgspec.json.decode(msgspec.json.encode(item)))
@@ -355,7 +357,7 @@ def _of_column(value: Any) -> str:
 
 
 def rendered(value: Any, form: Format) -> Iterator[str]:
-    """Yield the lines of a JSON value as ``json``, ``yaml`` or another form for programs."""
+    """Yield the lines of a JSON value in a form for programs, such as ``json`` or ``yaml``."""
     if form.form == "jsonpath":
         assert form.template is not None
         yield form.template.render(value)
@@ -368,6 +370,6 @@ def rendered(value: Any, form: Format) -> Iterator[str]:
 
 
 def emit_object(value: Any, form: Format, out: TextIO | None = None) -> None:
-    """Print a value that is no list of a kind, such as a part of a dump: as JSON, YAML or by a JSONPath."""
+    """Print a value that is not a list of items, such as a part of a dump: as JSON, as YAML or by a JSONPath."""
     for line in rendered(value, form if form.form in ("yaml", "jsonpath") else JSON):
         print_text(line, out=out)

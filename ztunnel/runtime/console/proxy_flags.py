@@ -1,4 +1,4 @@
-"""The flags of ``ztunnel proxy`` with their variables and help, and which dialect they mean.
+"""The flags of ``ztunnel proxy`` with their variables and help, and which dialect each one is for.
 
 Separate from their readers (``ztunnel/proxy/envoy/config/settings.py``), so that a proxy of an Istio mesh does not
 import Envoy's dialect.
@@ -7,7 +7,7 @@ import Envoy's dialect.
 from collections.abc import Mapping
 from typing import Final
 
-#: Setting -> (environment variable, help). Flags are the settings with dashes.
+#: By setting, the environment variable and the help of the flag. A flag is the setting's name with dashes.
 FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "bootstrap": ("ZTUNNEL_BOOTSTRAP", "an Envoy bootstrap, YAML or JSON"),
     "control_plane": (
@@ -71,12 +71,12 @@ FLAGS: Final[Mapping[str, tuple[str, str]]] = {
 }
 #: The flags of Calico's policies.
 POLICY_FLAGS: Final = ("policy", "policy_sync", "unknown_pods")
-#: The flags that are also valid for a proxy of an Istio mesh, which reads their variables.
+#: The flags that also apply to a proxy of an Istio mesh, which reads their variables.
 SHARED_FLAGS: Final = (*POLICY_FLAGS, "handover_dir")
 #: The help of ``--replace``, in both dialects.
 REPLACE: Final = "ZTUNNEL_REPLACE"
 
-#: The flags of addons, which can be repeated: flag, metavar, help. They are valid in both dialects.
+#: The flags of addons: flag, metavar and help of each. They can be repeated, and are valid in both dialects.
 ADDON_FLAGS: Final = (
     (
         "--addon",
@@ -87,14 +87,14 @@ ADDON_FLAGS: Final = (
     ("--addon-option", "NAME.KEY=VALUE", "an option of an addon; can be repeated [ZTUNNEL_ADDON_OPTION]"),
     ("--addon-options", "FILE", "options of addons in YAML: name: {key: value} [ZTUNNEL_ADDON_OPTIONS]"),
 )
-#: The environment variables of the addon flags, by the names of arguments.
+#: The environment variable of each addon flag, by the name of the argument.
 ADDON_VARIABLES: Final[Mapping[str, str]] = {
     "addon": "ZTUNNEL_ADDONS",
     "addon_option": "ZTUNNEL_ADDON_OPTION",
     "addon_options": "ZTUNNEL_ADDON_OPTIONS",
 }
 
-#: The flags for deliberate differences from Envoy: the variable and the help of each.
+#: The flags for deliberate differences from Envoy, with the variable and the help of each.
 SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
     "route_timeouts": (
         "ZTUNNEL_ROUTE_TIMEOUTS",
@@ -122,7 +122,7 @@ SWITCH_FLAGS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def names_a_source(flags: Mapping[str, str | None], env: Mapping[str, str]) -> bool:
-    """Return whether a bootstrap or a control plane of Envoy's dialect is named. Otherwise this is
-    an Istio proxy.
+    """Return whether flags or variables name a bootstrap or a control plane of Envoy's dialect. Otherwise this is
+    the proxy of an Istio mesh.
     """
     return any(flags.get(name) or env.get(FLAGS[name][0]) for name in ("bootstrap", "control_plane"))

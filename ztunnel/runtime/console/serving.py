@@ -1,4 +1,4 @@
-"""Shared by commands that serve until a signal: logging, stopping, and the metrics server."""
+"""The common part of commands that serve until a signal: logging, stopping, and the metrics server."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 def log_lines(level: int = logging.INFO) -> None:
-    """Log to standard error from this level on."""
+    """Log to standard error, starting with this level."""
     log_form.install(level)
 
 
 def failed(command: str, error: Exception | str, status: int = 1) -> int:
-    """Print why a command fails, and return its exit status."""
+    """Print why a command has failed, and return its exit status."""
     print(f"ztunnel {command}: {plain_reason(error) if isinstance(error, Exception) else error}", file=sys.stderr)
     return status
 
 
 def stop_event() -> asyncio.Event:
-    """Return an event that SIGTERM and SIGINT set from now on."""
+    """Return an event that SIGTERM and SIGINT set."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -41,7 +41,9 @@ def stop_event() -> asyncio.Event:
 
 @contextlib.contextmanager
 def until_signal() -> Iterator[None]:
-    """Cancel the block at SIGINT or SIGTERM and continue after it. Errors and other cancellations propagate."""
+    """Cancel the block at SIGINT or SIGTERM, and continue after the block. Errors and other cancellations
+    propagate.
+    """
     loop = asyncio.get_running_loop()
     running = asyncio.current_task()
     assert running is not None
@@ -69,7 +71,7 @@ def bound_address(text: str | None, flag: str = "", host: str = "0.0.0.0") -> So
     """Read the ``[IP:]PORT`` of a flag. Without an IP the address is ``host``.
 
     Raises:
-        ValueError: the text has another form. Begins with the flag's name.
+        ValueError: the text has another form. The error begins with the flag's name.
     """
     from xds.model.address import SocketAddress
 

@@ -1,7 +1,9 @@
-"""Output of commands for people: plain in a pipe, with colour and in the terminal's width on a terminal.
+"""Prints the output of commands for people: plain into a pipe, and on a terminal with colour and in the terminal's
+width.
 
-rich draws on a terminal, and is imported there only. It obeys ``NO_COLOR``, ``TERM`` and ``COLUMNS``. Text comes
-from control planes and peers: on a terminal its control characters are shown as escapes, never sent.
+The library rich draws on a terminal, and is only imported for one. It obeys ``NO_COLOR``, ``TERM`` and
+``COLUMNS``. Text comes from control planes and peers: on a terminal its control characters are shown as escapes,
+never sent.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _GOOD, _BAD, _DOUBTFUL, _NAME, _HEADING = "green", "bold red", "yellow", "cyan", "bold"
-#: Cell values, and row names of the status, that are highlighted.
+#: The cell values, and the row names of ``status``, that are highlighted.
 _STYLES: Final = (
     dict.fromkeys(("Healthy", "Available", "Up", "LIVE", "ok", "newly allowed"), _GOOD)
     | dict.fromkeys(("Unhealthy", "wrong", "missing", "newly refused", "denied", "no certificate"), _BAD)
     | dict.fromkeys(("not up", "policy not understood", "not accepted", "no healthy endpoint"), _BAD)
     | dict.fromkeys(("dry run", "not ready", "DRAINING", "PRE_INITIALIZING", "INITIALIZING"), _DOUBTFUL)
 )
-#: Columns of numbers that are highlighted unless they are zero.
+#: Columns whose numbers are highlighted unless they are zero.
 _COUNTS_OF_REFUSALS: Final = ("DENIED",)
-#: The first words of verdicts in an outline.
+#: The first words of a verdict in an outline, and their colours.
 _VERDICTS: Final = {"allowed": _GOOD, "refused": _BAD, "closed": _BAD, "not known": _DOUBTFUL}
 _NO: Final = ("allowed", "holds")
 _GAP: Final = 2
-#: The least width for the text of an outline at any depth.
+#: The least width for text in an outline, however deep it is.
 _LEAST_WIDTH: Final = 20
 
 
@@ -71,7 +73,9 @@ def print_table(rows: Iterable[Sequence[str]], *, heading: bool = True, out: Tex
 
 
 def print_outline(lines: Iterable[str], *, out: TextIO | None = None) -> None:
-    """Print the lines of an outline, ``name: value`` at any depth; long ones are folded a little deeper."""
+    """Print the lines of an outline, ``name: value`` at any depth. A long line continues with a deeper
+    indentation.
+    """
     out = out if out is not None else sys.stdout
     if not out.isatty():
         print("\n".join(lines), file=out)
@@ -91,7 +95,7 @@ def progress(what: str, limit_s: float, *, out: TextIO | None = None) -> Iterato
     """Show the progress of a wait on a terminal. Yields a function that takes the elapsed seconds and a remark.
 
     Args:
-        what: names the work.
+        what: the name of the work.
         limit_s: the longest wait in seconds.
         out: the terminal. Standard error by default, because standard output has the answer.
     """
@@ -119,7 +123,7 @@ def _console(out: TextIO) -> Console:
 
 
 def _draw(console: Console, drawn: RenderableType) -> None:
-    """Print without rich's padding at the ends of lines, which would be copied with a selection."""
+    """Print without the spaces that rich adds at the ends of lines, because a selection would copy them."""
     from rich.segment import Segment, Segments
 
     for line in console.render_lines(drawn, pad=False):
@@ -132,7 +136,7 @@ def _draw(console: Console, drawn: RenderableType) -> None:
 
 
 def _narrowest(rows: Iterable[Sequence[str]]) -> int:
-    """Return the smallest width of a table that breaks no words."""
+    """Return the smallest width that a table can have without breaking words."""
     longest = [[max(map(len, cell.split()), default=0) for cell in row] for row in rows]
     widths: list[int] = [max(column) for column in zip(*longest, strict=True)]
     return sum(widths) + _GAP * (len(widths) - 1)
@@ -157,7 +161,7 @@ def _cell(name: str, cell: str) -> Text:
 
 
 def _entry(text: str) -> Text:
-    """Return a coloured line of an outline. Verdicts are coloured by their value."""
+    """Return a line of an outline with colours. A verdict's colour depends on its value."""
     name, colon, value = text.partition(": ")
     if not colon:
         return _text(text, _NAME if text.endswith(":") else "")
@@ -195,7 +199,9 @@ def print_text(text: str, *, end: str = "\n", out: TextIO | None = None, flush: 
 
 
 def complain(text: str) -> None:
-    """Print a line about an error to standard error, like :func:`print_text`: reasons can come from any server."""
+    """Print a line about an error to standard error. It is escaped like in :func:`print_text`, because reasons can
+    come from any server.
+    """
     print_text(text, out=sys.stderr)
 
 

@@ -1,10 +1,12 @@
-"""Tables of plain text, as kubectl and istioctl print them."""
+"""Tables of plain text, in the form that kubectl and istioctl print."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table, whose columns are as wide as their widest cell; the first row is the heading."""
+    """Yield the lines of a table, in which each column is as wide as its widest cell. The first row is the
+    heading.
+    """
     listed = list(rows)
     if not listed:
         return

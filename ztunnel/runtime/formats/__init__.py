@@ -1,1 +1,1 @@
-"""Readers of operators' input: YAML, flags and values, parsed as Go programs parse them."""
+"""Readers of operators' input: YAML, flags and values. They parse it like Go programs do."""

@@ -8,12 +8,12 @@ from typing import Any, Final
 from xds.errors import ConfigError
 from xds.proto.json import load
 
-#: Longest name of a network interface (``IFNAMSIZ`` without the final NUL).
+#: The longest name of a network interface (``IFNAMSIZ`` without the final NUL).
 INTERFACE_BYTES: Final = 15
 
 
 class Faults(Exception):
-    """The faults of a description, which is unusable.
+    """A description is unusable; this lists its faults.
 
     Attributes:
         faults: one line each, beginning with its place.
@@ -28,7 +28,7 @@ class Faults(Exception):
 
 
 def _but(value: object) -> str:
-    """Return the end of an error message about an expected value: the actual value, as written."""
+    """Return the end of an error message about a wrong value: the value itself, as written."""
     if value is None:
         return ", and is missing"
     return f", not {value!r}" if isinstance(value, str) else f", not {json.dumps(value, default=str)}"
@@ -57,8 +57,9 @@ class ConfigReader:
         return self.mapping(loaded, "file", known)
 
     def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
-        """Return a mapping, or an empty one if it is missing. ``known`` lists its valid keys. None permits any
-        key."""
+        """Return a mapping. If it is missing, return an empty one. ``known`` lists its valid keys; None permits
+        any key.
+        """
         if value is None:
             return {}
         if not isinstance(value, Mapping):
@@ -104,7 +105,7 @@ class ConfigReader:
         return value
 
     def choice(self, entry: Mapping[str, Any], key: str, place: str, options: tuple[str, ...]) -> str:
-        """Return one of ``options``; the first is the default."""
+        """Return one of ``options``. The first one is the default."""
         value = entry.get(key, options[0])
         if value not in options:
             self.fault(f"{place}.{key}".lstrip("."), f"must be one of {', '.join(options)}{_but(value)}")
@@ -118,7 +119,7 @@ class ConfigReader:
         return value
 
     def addresses(self, values: object, place: str) -> tuple[IPv4Address | IPv6Address, ...]:
-        """Return IP addresses, at least one."""
+        """Return a list of IP addresses, which must have at least one."""
         if not isinstance(values, list | tuple) or not values:
             self.fault(place, f"must be a list of IP addresses{_but(values)}")
             return ()
@@ -153,7 +154,8 @@ class ConfigReader:
     def plain_name(self, name: str, place: str) -> None:
         """Record a fault unless a name has only letters, digits, '-' and '.'.
 
-        Names become parts of identities, which are paths, and of cluster names, which are split at underscores.
+        Names become parts of identities, in which slashes separate names, and of cluster names, in which
+        underscores do.
         """
         if not name or not all(char.isalnum() or char in "-." for char in name) or not name.isascii():
             self.fault(place, f"must be letters, digits, '-' and '.'{_but(name)}")

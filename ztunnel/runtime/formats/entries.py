@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-#: The keys that name an entry of a dump.
+#: The keys whose value is the name of a dump's entry.
 _NAMES: Final = ("name", "hostname", "uid", "identity", "policy", "cluster_name")
-#: The keys under which an entry of Envoy's dumps has the named resource.
+#: The keys under which an entry of Envoy's dumps contains the named resource.
 _INNER: Final = (
     *("cluster", "listener", "secret", "route_config", "endpoint_config"),
     *("active_state", "warming_state", "draining_state"),
@@ -13,7 +13,7 @@ _INNER: Final = (
 
 
 def names_of(entry: Any) -> Iterator[str]:
-    """Yield the names that an entry can be requested by, the longest last."""
+    """Yield the names by which an entry can be requested, the longest last."""
     if not isinstance(entry, Mapping):
         return
     for key in _INNER:

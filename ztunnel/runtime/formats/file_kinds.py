@@ -1,6 +1,7 @@
 """Recognizes a file for another command by its keys, so that the error can name that command. Pure.
 
-Otherwise the wrong command would report a fault in nearly every line, and none of these faults would help.
+Otherwise the command would report a fault in nearly every line of a file that is meant for another one, which
+helps nobody.
 """
 
 import json
@@ -16,7 +17,7 @@ class _Described(NamedTuple):
 
 
 class FileKind(Enum):
-    """A kind of file written by operators, with the command that reads it."""
+    """A kind of file that operators write, with the command that reads it."""
 
     MESH = _Described("a mesh file", "ztunnel control-plane")
     PODS = _Described("a pods file", "ztunnel agent --state")
@@ -28,7 +29,7 @@ class FileKind(Enum):
     OBJECTS = _Described("a file of Kubernetes objects", "kubectl apply -f")
 
 
-#: A key at the start of a YAML line.
+#: Matches a key at the start of a YAML line.
 _KEY = re.compile(r"^(?:- )?([A-Za-z_][\w.-]*|\"[\w.-]+\"):(?:\s|$)", re.MULTILINE)
 
 
@@ -55,9 +56,7 @@ def looks_like(text: str) -> FileKind | None:
 
 
 def belongs_elsewhere(text: str, wanted: FileKind) -> str:
-    """Return a sentence if a faulty file looks like another kind than the expected one, otherwise the empty
-    string.
-    """
+    """Return a sentence if a faulty file looks like another kind than the expected one. Empty if not."""
     found = looks_like(text)
     if found is None or found is wanted:
         return ""
@@ -65,8 +64,8 @@ def belongs_elsewhere(text: str, wanted: FileKind) -> str:
 
 
 def explained(faults: list[str], text: str, wanted: FileKind) -> list[str]:
-    """Return the faults of a file. If it looks like another kind, return only that fault, because it causes the
-    rest.
+    """Return the faults of a file. If the file looks like another kind, return only that fault, because it causes
+    all others.
     """
     elsewhere = belongs_elsewhere(text, wanted)
     return [f"file: {elsewhere}"] if elsewhere else faults

@@ -12,7 +12,7 @@ from typing import Any
 
 
 class BadArguments(ValueError):
-    """The command line cannot be read; the text names the argument."""
+    """The command line is invalid; the text names the argument."""
 
 
 def parse(
@@ -21,12 +21,12 @@ def parse(
     """Return the flags that are given, with their values, and the other words.
 
     Args:
-        arguments: the command line after the command.
+        arguments: the command line after the name of the command.
         flags: whether each flag, by name, is a switch. A switch without a value is ``true``.
-        shorthands: names of flags by their letter.
+        shorthands: the names of flags by their single letters.
 
     Raises:
-        BadArguments: an unknown flag, or one without its value.
+        BadArguments: a flag is unknown, or lacks its value.
     """
     given: list[tuple[str, str]] = []
     others: list[str] = []
@@ -55,7 +55,7 @@ def parse(
 def _short(
     word: str, left: list[str], flags: Mapping[str, bool], shorthands: Mapping[str, str]
 ) -> list[tuple[str, str]]:
-    """Read ``-abc``: switches, the last letter perhaps with a value."""
+    """Read ``-abc``: several switches. The last letter can be a flag with a value."""
     given = []
     letters = word[1:]
     while letters:

@@ -1,4 +1,4 @@
-"""Parses values like Go's standard library, for texts written by users of Istio, Calico and Kubernetes. Pure.
+"""Parses values like Go's standard library, for texts that users of Istio, Calico and Kubernetes write. Pure.
 
 Each parser raises ValueError with a reason that can follow the name of a flag, annotation or field.
 """
@@ -28,7 +28,7 @@ def parse_bool(text: str) -> bool:
     """Parse a boolean like ``strconv.ParseBool``.
 
     Raises:
-        ValueError: any other text.
+        ValueError: the text has another form.
     """
     if text not in _TRUE | _FALSE:
         raise ValueError(f"must be true or false, not {text!r}")
@@ -36,10 +36,10 @@ def parse_bool(text: str) -> bool:
 
 
 def parse_cidr(text: str) -> IpNetwork:
-    """Return a network with the bits behind its prefix cleared, as ``net.ParseCIDR``.
+    """Parse a network like ``net.ParseCIDR``, and clear the bits behind its prefix.
 
     Raises:
-        ValueError: not an address with a prefix length. Netmasks are refused.
+        ValueError: the text is not an address with a prefix length. Netmasks are refused.
     """
     network = parse_network(text) if "/" in text else None
     if network is None:
@@ -48,7 +48,7 @@ def parse_cidr(text: str) -> IpNetwork:
 
 
 def parse_cidr_or_address(text: str) -> IpNetwork:
-    """Return a network like :func:`parse_cidr`. A single address is a network of one address.
+    """Parse a network like :func:`parse_cidr`. A single address becomes a network of one address.
 
     Raises:
         ValueError: the text is neither a network nor an address.
@@ -65,7 +65,7 @@ def parse_duration_s(text: str) -> float:
     """Parse a duration to seconds, like ``time.ParseDuration``.
 
     Raises:
-        ValueError: not a duration, or more than 292 years.
+        ValueError: the text is not a duration, or more than 292 years.
     """
     sign, rest = (text[:1], text[1:]) if text[:1] in ("+", "-") else ("", text)
     total = end = 0

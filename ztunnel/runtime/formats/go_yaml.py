@@ -34,25 +34,27 @@ _WORDS: Final[Mapping[str, bool | float | None]] = {
     **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), -math.inf),
 }
 _FLOAT: Final = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", re.ASCII)
-#: Without a digit before the point, underscores count only between digits.
+#: A number without a digit before the point. Underscores count only between its digits.
 _FRACTION: Final = re.compile(r"\.[0-9](?:_?[0-9])*(?:[eE][-+]?[0-9](?:_?[0-9])*)?", re.ASCII)
 _INTEGER: Final = re.compile(
     r"(?P<sign>[-+]?)(?:0[xX](?P<hex>[0-9a-fA-F]+)|0[bB](?P<binary>[01]+)|0[oO]?(?P<octal>[0-7]+)"
     r"|(?P<decimal>0|[1-9][0-9]*))",
     re.ASCII,
 )
-#: The old spelling of binary numbers: a sign can follow the prefix.
+#: The old form of binary numbers, in which a sign can follow the prefix.
 _BINARY: Final = re.compile(r"0b(?P<sign>[-+]?)(?P<binary>[01]+)", re.ASCII)
 _BASES: Final = (("hex", 16), ("binary", 2), ("octal", 8), ("decimal", 10))
 #: Matches the beginning of a document, with its directives.
 _SEPARATOR: Final = re.compile(r"^(?:%[^\n]*\n)*---(?=[ \t\r\n]|\Z)", re.MULTILINE)
 _LEAST: Final = -(2**63)
 _MOST: Final = 2**64 - 1
-#: More digits are out of range in any base, and Python refuses to convert thousands of digits.
+#: The most digits of a number. A longer one is out of range in any base, and Python refuses to convert thousands
+#: of digits.
 _MOST_DIGITS: Final = 400
-#: Integral numbers below this are written without an exponent in JSON by Go, so that integer fields take them.
+#: Go writes integral numbers below this without an exponent in JSON, so that integer fields accept them.
 _EXPONENT_FROM: Final = 1e21
-#: Digits that distinguish any two single-precision numbers, which Go formats keys as.
+#: The digits that distinguish any two single-precision numbers. Go formats keys that are numbers in single
+#: precision.
 _SINGLE_DIGITS: Final = 9
 
 
@@ -61,9 +63,9 @@ class Span:
     """The position of a mapping or list in the text.
 
     Attributes:
-        start: index of its first character.
-        end: index after its last line. Following comments and blank lines are not included. flow: it is written in
-        brackets.
+        start: the index of its first character.
+        end: index after its last line. Following comments and blank lines are not included.
+        flow: whether it is written in brackets.
     """
 
     start: int
@@ -80,7 +82,7 @@ class Document:
         start: index of its ``---`` or directive; 0 for the first document.
         root: span of its value. None for an empty document or a scalar.
         spans: spans of its mappings and lists by the ``id`` of their value.
-        aliased: it has anchors, so that its parts cannot be replaced one by one.
+        aliased: whether it has anchors, so that its parts cannot be replaced one by one.
     """
 
     value: object
@@ -118,12 +120,13 @@ def load(text: str) -> object:
 
 
 def load_all(text: str) -> list[object]:
-    """Return the documents of a file as JSON values, an empty one as None.
+    """Return the documents of a file as JSON values. An empty document is None.
 
     A text that begins with ``{`` is read as a sequence of JSON values, if it is valid as such.
 
     Raises:
-        ConfigError: a syntax error, a key given twice, or a value without an equivalent in JSON; with its place.
+        ConfigError: the file has a syntax error, a key that is given twice, or a value without an equivalent in
+            JSON. The error has the place.
     """
     found = load_json(text)
     if found is not None:
@@ -132,7 +135,8 @@ def load_all(text: str) -> list[object]:
 
 
 def load_each(text: str) -> list[Part]:
-    """Return the documents of a file, each parsed separately, so that a faulty one affects no other; never raises.
+    """Return the documents of a file. Each is parsed separately, so that a faulty one affects no other. Never
+    raises.
 
     A ``---`` at the beginning of a line always separates documents (YAML 1.2, 9.1.2), so a file is split there if
     it cannot be parsed as a whole. A text that begins with ``{`` and is JSON is split between its values.
@@ -154,7 +158,7 @@ def load_each(text: str) -> list[Part]:
 
 
 def _chunks(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the texts of the documents, each with the number of its first line, counted from 0."""
+    """Yield the text of each document, with the number of its first line, counted from 0."""
     starts = [0, *(match.start() for match in _SEPARATOR.finditer(text) if match.start())]
     lines = 0
     for start, end in itertools.pairwise((*starts, len(text))):
@@ -180,8 +184,9 @@ def load_documents(text: str, *, finite: bool = False, lines_before: int = 0) ->
 
     Args:
         text: YAML, which can be JSON.
-        finite: refuse ``.inf`` and ``.nan``. Otherwise they are passed on, for a text that is written back.
-        lines_before: lines of the file before the text, which the places of faults count.
+        finite: whether to refuse ``.inf`` and ``.nan``. If not, they are passed on, for a text that is written
+            back.
+        lines_before: the number of lines before the text in the file, for the places of faults.
 
     Raises:
         ConfigError: see :func:`load_all`.
@@ -189,7 +194,8 @@ def load_documents(text: str, *, finite: bool = False, lines_before: int = 0) ->
     try:
         return list(_Composer(text, finite=finite).documents())
     except yaml.YAMLError as error:
-        # The parser calls its input "<unicode string>"; the caller knows the file's name.
+        # The parser calls its input "<unicode string>", and the caller knows the file's name, so the line number
+        # is enough.
         words = re.sub(
             r'in "<(?:unicode|byte) string>", line ([0-9]+)',
             lambda match: f"at line {int(match[1]) + lines_before}",
@@ -254,7 +260,7 @@ def json_items(text: str, start: int, key: str) -> list[tuple[int, int]]:
 
 
 def dump(value: object) -> str:
-    """Return JSON values as one YAML document in block style; keys keep their order."""
+    """Return JSON values as one YAML document in block style, with keys in their order."""
     written: str = yaml.dump(value, Dumper=_Dumper, **_STYLE)
     return written
 
@@ -265,7 +271,7 @@ def dump_all(values: Iterable[object]) -> str:
 
 
 def dump_json(value: object, indent: int | None = None) -> str:
-    """Return a value as JSON that is also YAML: it escapes the characters forbidden in YAML.
+    """Return a value as JSON that is also valid YAML: characters that YAML forbids are escaped.
 
     Raises:
         ConfigError: it has a number that JSON cannot express.
@@ -293,7 +299,7 @@ def _number(plain: str, text: str) -> int | float | str:
     match = _INTEGER.fullmatch(plain)
     if match is not None and len(plain) < _MOST_DIGITS:
         number = _integer(match)
-        # Go parses a number with a sign only as int64, a number without a sign also as uint64.
+        # Go parses a number with a sign only as int64, and a number without a sign also as uint64.
         if _LEAST <= number <= (_MOST if not match["sign"] else -_LEAST - 1):
             return number
     if _FLOAT.fullmatch(plain):
@@ -355,11 +361,11 @@ def _finite(text: str) -> float:
 
 
 class _Composer:
-    """Builds values from the parser's events."""
+    """Builds JSON values from the events of the YAML parser."""
 
     def __init__(self, text: str, *, finite: bool) -> None:
         self._finite = finite
-        # The mark of an index does not count a byte order mark.
+        # The parser's index marks do not count a byte order mark.
         self._shift = 1 if text.startswith("\ufeff") else 0
         self._loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text[self._shift :])
         self._next = self._loader.get_event
@@ -427,7 +433,7 @@ class _Composer:
         return found
 
     def _close(self, event: Any) -> None:
-        # The end of a block has no character of its own: its mark is that of the next token.
+        # The end of a block has no characters of its own. Its mark is that of the next token, so it is ignored.
         if event.start_mark.index != event.end_mark.index:
             self._ends(event)
 
@@ -437,8 +443,8 @@ class _Composer:
         while type(event := self._next()) is not yaml.MappingEndEvent:
             if _is_merge(event):
                 self._ends(event)
-                # Go merges at the position of the key: the merged values replace earlier ones, and later ones
-                # replace them.
+                # Go merges at the position of the merge key: merged values replace earlier keys, and later keys
+                # replace merged values.
                 self._merge(found, self._value(value := self._next()), value)
                 continue
             key = self._key(event)
@@ -534,7 +540,7 @@ def _error(problem: str, event: Any) -> yaml.YAMLError:
 
 # ---------------------------------------------------------------------- writing
 
-#: No line is folded, because readers could interpret a fold inside quotes differently.
+#: Lines are not folded, because readers could interpret a fold inside quotes differently.
 _STYLE: Final[Mapping[str, Any]] = {
     "sort_keys": False,
     "default_flow_style": False,
@@ -553,7 +559,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
-        """Return the tag that a plain scalar would get: not text's if any known reader finds another type."""
+        """Return the tag of a plain scalar. It is not a text's tag if any known reader would read another type."""
         tag = super().resolve(kind, value, implicit)  # type: ignore[no-untyped-call]  # of the stubs
         if kind is not yaml.ScalarNode or not implicit[0]:
             return tag
@@ -573,7 +579,8 @@ def _text(dumper: Any, value: str) -> Any:
 
 
 def _fits_block(value: str) -> bool:
-    """Return whether a literal block can hold a text in any context.
+    """Return whether a text can be written as a literal block in any context: no line looks like indentation, and
+    readers need not count the line breaks at the end.
 
     No line can be mistaken for indentation, and readers need not count the line breaks at its end.
     """
@@ -595,7 +602,7 @@ def _whole(dumper: Any, value: int) -> Any:
 
 
 def _plain_number(dumper: Any, text: str) -> Any:
-    # Use the tag a reader would infer from this text; the dumper then omits it from the output.
+    # Use the tag that a reader would infer from this text. The dumper then does not write the tag.
     return dumper.represent_scalar(_TAG + ("int" if isinstance(resolve(text), int) else "float"), text)
 
 

@@ -1,1 +1,1 @@
-"""HTTP/1.1 pages: the server of the admin, readiness and metrics ports, and its answers as values."""
+"""HTTP/1.1 pages as values, and the server of the admin, readiness and metrics ports."""

@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client on h11, over a connection that the caller has made: one request, one answer.
+"""A small HTTP/1.1 client on h11, over a connection that the caller has made, for one request and its answer.
 
 ``ztunnel tap`` uses h11 directly, because a capture has trailers and a blocking socket. Probes of applications
 parse answers like Go (:mod:`ztunnel.proxy.istio.admin.probe_response`).
@@ -13,7 +13,7 @@ _READ_BYTES: Final = 64 * 1024
 
 
 class BadAnswer(ValueError):
-    """The response is not HTTP, is incomplete, or is too long; the text says which."""
+    """The response is not HTTP, or is incomplete or too long; the text says which."""
 
 
 async def ask(
@@ -29,13 +29,13 @@ async def ask(
 
     Args:
         send: called with the request's bytes.
-        read: returns at most the requested number of bytes, none at the end of the connection.
-        headers: include ``Host``.
+        read: returns at most the requested number of bytes, or no bytes at the end of the connection.
+        headers: the request's headers. They must include ``Host``.
         most_bytes: the longest body. With 0 the body is not read.
 
     Raises:
         BadAnswer: the response cannot be used.
-        OSError: the connection broke. Errors of ``send`` and ``read`` are passed on.
+        OSError: the connection broke. Errors that ``send`` and ``read`` raise are passed on.
     """
     http = h11.Connection(h11.CLIENT)
     request = h11.Request(method=method, target=target, headers=list(headers))

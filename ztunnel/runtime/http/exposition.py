@@ -1,8 +1,8 @@
 """Makes Prometheus pages in the format that the scraper accepts, compressed if it accepts compression.
 
 The Prometheus client library negotiates and encodes. It is called per family and per slice of samples, so that a
-page of many thousand series never blocks the event loop for long. Import this module with the first scrape, not
-with the proxy: the library takes 3.5 MiB and 45 ms.
+page of many thousand series never blocks the event loop for long. Import this module at the first scrape, not when
+the proxy starts: the library takes 3.5 MiB and 45 ms.
 """
 
 import os
@@ -16,7 +16,7 @@ from typing import Final
 from ztunnel.runtime.http.page import Page, PageRequest
 from ztunnel.runtime.http.prometheus import Metric, Sample, choose_encoder
 
-#: The most samples in a piece of a page, which takes about a millisecond.
+#: The most samples in one piece of a page. They take about a millisecond to encode.
 _SLICE: Final = 100
 _EOF: Final = b"# EOF\n"
 
@@ -26,8 +26,8 @@ Encoder = Callable[["_Registry"], bytes]
 class UnsuffixedCounter(Metric):
     """A counter whose name does not end in ``_total``, like many of Envoy's.
 
-    The text format permits such counters. OpenMetrics does not: there the type is ``unknown`` and the samples keep
-    their name, because a name must not depend on the format.
+    The text format permits such counters. OpenMetrics does not. In that format the type is ``unknown`` and the
+    samples keep their name, because a name must not depend on the format.
     """
 
     def __init__(self, name: str, documentation: str) -> None:
@@ -36,7 +36,7 @@ class UnsuffixedCounter(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family of a page.
+    """One metric family of a page.
 
     Attributes:
         description: name, help, type and unit; its own samples are not used.
@@ -47,14 +47,14 @@ class Family:
     samples: Iterable[Sample]
 
 
-#: The values of a family's labels, and the sample.
+#: The values of the labels of one sample, and its number.
 LabelledValue = tuple[tuple[str, ...], float]
 
 
 def family(
     name: str, kind: str, text: str, samples: Iterable[LabelledValue], labels: tuple[str, ...], unit: str = ""
 ) -> Family:
-    """Return a family of values by labels; names of counters are given without ``_total``."""
+    """Return a family from values by labels. Counters are named without ``_total``."""
     sample_name = f"{name}_total" if kind == "counter" else name
     return Family(
         Metric(name, text + ".", kind, unit),
@@ -63,7 +63,7 @@ def family(
 
 
 def page(families: Iterable[Family], request: PageRequest) -> Page:
-    """Return the page for one scrape: format by ``Accept``, coding by ``Accept-Encoding``."""
+    """Return the page for one scrape. ``Accept`` decides the format, and ``Accept-Encoding`` the compression."""
     encode, content_type = choose_encoder(request.accept)
     openmetrics = content_type.startswith("application/openmetrics-text")
     pieces = encoded(families, encode, openmetrics=openmetrics)
@@ -77,7 +77,8 @@ def page(families: Iterable[Family], request: PageRequest) -> Page:
 
 
 def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -> Iterator[bytes]:
-    """Yield the page in pieces. A family without samples is an empty piece, between which other work can run.
+    """Yield the page in pieces. A family without samples yields an empty piece, so that other work can run between
+    the pieces.
 
     The library encodes whole registries, so each slice is encoded as a registry of one family. The lines that
     describe the family (HELP, TYPE, UNIT) are the encoding of a family without samples: they precede the first
@@ -104,7 +105,7 @@ def encoded(families: Iterable[Family], encode: Encoder, *, openmetrics: bool) -
 
 
 class _Registry:
-    """A registry with one family, which has only the methods that the encoders call."""
+    """A registry with one family. It has only the method that the encoders call."""
 
     def __init__(self, family: Metric) -> None:
         self._family = family
@@ -115,7 +116,9 @@ class _Registry:
 
 
 def accepts(accept_encoding: str, coding: str) -> bool:
-    """Return whether a content coding is acceptable (RFC 9110, 12.5.3); only codings that are named count."""
+    """Return whether a content coding is acceptable (RFC 9110, 12.5.3). Only codings that the header names
+    count.
+    """
     for item in accept_encoding.split(","):
         name, _, weight = item.replace(" ", "").partition(";q=")
         if name.lower() == coding:
@@ -131,7 +134,7 @@ def _compressed(pieces: Iterable[bytes], window_bits: int) -> Iterator[bytes]:
 
 
 def process_families(others: Sequence[int] = ()) -> Iterator[Family]:
-    """Yield ``process_*`` of this process, under the names that all client libraries use.
+    """Yield the ``process_*`` metrics of this process, with the names that all client libraries use.
 
     The client library's own collector supports only one process.
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 from ztunnel.runtime.sockets import PeerProcess
 
 TEXT = "text/plain; charset=UTF-8"
-#: Envoy's ``/config_dump`` answers errors without a character set.
+#: The content type of errors of Envoy's ``/config_dump``, which name no character set.
 PLAIN = "text/plain"
 JSON = "application/json"
 HTML = "text/html; charset=UTF-8"
@@ -22,7 +22,7 @@ HTML = "text/html; charset=UTF-8"
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """A piece that the server makes outside the event loop's thread."""
+    """A piece of a body that the server makes in another thread than the event loop's."""
 
     make: Callable[[], str]
 
@@ -38,7 +38,7 @@ class Query:
 
     @classmethod
     def parse(cls, text: str) -> "Query":
-        """Parse ``a=1&b``. A parameter without a value has an empty one."""
+        """Parse a query such as ``a=1&b``. A parameter without a value has an empty value."""
         return cls(tuple(parse_qsl(text, keep_blank_values=True, encoding="utf-8", errors="replace")))
 
     def get(self, name: str) -> str | None:
@@ -54,13 +54,13 @@ class PageRequest:
     """A request whose body has been read.
 
     Attributes:
-        path: decoded, without its query.
-        target: path and query, as sent.
-        local: it came from this host to a loopback address.
+        path: the decoded path without its query.
+        target: the path and the query, as sent.
+        local: whether the request came from this host to a loopback address.
         host: the ``Host`` header, as sent.
         fetch_site: ``Sec-Fetch-Site``, a browser's statement about the requesting page. Empty if it is missing.
         body: at most ``MAX_BODY`` bytes.
-        process: the client of a Unix socket. None for TCP.
+        process: the client process on a Unix socket. None for TCP.
     """
 
     method: str
@@ -78,12 +78,13 @@ class PageRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """The endless rest of a body: occasional pieces until the client leaves or the server closes.
+    """The endless rest of a body: pieces at intervals, until the client leaves or the server closes.
 
     Attributes:
-        make: returns the next piece; called in the event loop, after ``body`` was sent and then once per interval.
-        every_s: returns the interval, from the end of one piece to the making of the next.
-        ended: called once when the answer has ended for any reason, also without a piece.
+        make: returns the next piece. Called in the event loop, first after ``body`` was sent and then once per
+            interval.
+        every_s: returns the interval, which begins at the end of one piece and ends when the next is made.
+        ended: called once when the answer has ended for any reason, even if no piece was made.
     """
 
     make: Callable[[], Awaitable[str]]
@@ -95,7 +96,7 @@ class Sink(Protocol):
     """The connection of a streamed body."""
 
     async def data(self, data: bytes) -> None:
-        """Send a non-empty piece; returns when the connection can take more. Several tasks may call it.
+        """Send a non-empty piece, and return when the connection can take more. Several tasks may call this.
 
         Raises:
             OSError: the client is gone.
@@ -107,11 +108,11 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streamed:
-    """A body that its maker sends itself, at its own pace and without a time limit; trailers end it.
+    """A body that its maker sends at its own pace, without a time limit. Trailers end it.
 
     Attributes:
         send: sends the body, and returns the trailers. Cancelled when the server closes.
-        ended: called once when the answer has ended for any reason, also before ``send``.
+        ended: called once when the answer has ended for any reason, even if ``send`` was not called.
     """
 
     send: Callable[[Sink], Awaitable[list[tuple[str, str]]]]
@@ -120,7 +121,7 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Page:
-    """An answer; with ``rest`` it ends with the connection."""
+    """An answer to a request. If it has a ``rest``, the answer ends with the connection."""
 
     status: int = 200
     content_type: str = TEXT
@@ -142,7 +143,7 @@ def not_found(paths: Iterable[str]) -> Page:
 def printable(name: str) -> str:
     """Return ``name`` with line breaks and control characters escaped, for a page of lines.
 
-    Names come from control planes and certificates. They must not forge a line or send codes to a terminal.
+    Names come from control planes and certificates. These must neither forge a line nor send codes to a terminal.
     """
     if name.isprintable():
         return name

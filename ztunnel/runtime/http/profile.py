@@ -1,8 +1,8 @@
 """Profiles a process: where the event loop's thread spends its time, or where memory was allocated and kept.
 
-Sampling the thread's stack holds the interpreter's lock for microseconds, a hundred times a second. A loop that
-waits for events appears as a stack of its own. A heap profile traces every allocation, which makes allocations two
-to four times as slow.
+Sampling the thread's stack holds the interpreter's lock for microseconds, a hundred times a second. Time in which
+the loop waits for events appears as a separate stack. A heap profile traces every allocation, which makes
+allocations two to four times as slow.
 """
 
 import asyncio
@@ -20,15 +20,16 @@ from ztunnel.runtime.http.page import PLAIN, Page, Query, text
 MOST_S: Final = 60.0
 _DEFAULT_S: Final = 5.0
 _BETWEEN_S: Final = 0.01
-#: The innermost stack frames of an allocation.
+#: The number of innermost stack frames that are recorded for an allocation.
 _FRAMES: Final = 12
 _running = threading.Lock()
 
 
 async def page(query: Query) -> Page:
-    """Return folded stacks for flame graphs, one per line: ``?seconds=N&of=heap``.
+    """Return folded stacks for flame graphs, one per line, for a request ``?seconds=N&of=heap``.
 
-    A line ends with the number of its samples, for the heap with the bytes allocated meanwhile and still in use.
+    A line ends with the number of samples. For the heap it ends with the number of bytes that were allocated
+    during the profile and are still in use.
     """
     of = query.get("of") or "cpu"
     if of not in ("cpu", "heap"):
@@ -52,7 +53,7 @@ async def page(query: Query) -> Page:
 
 
 def sampled(thread: int, seconds: float) -> Counter[str]:
-    """Return how often a thread was in each stack. Called in a different thread."""
+    """Return how often a thread was seen in each stack. Must be called in another thread."""
     found: Counter[str] = Counter()
     until_s = time.monotonic() + seconds
     while time.monotonic() < until_s:
@@ -66,7 +67,7 @@ def sampled(thread: int, seconds: float) -> Counter[str]:
 
 
 def allocated(seconds: float) -> Counter[str]:
-    """Return the bytes that were allocated within a time and are still in use, by stack. Blocks its thread."""
+    """Return, by stack, the bytes that were allocated during a profile and are still in use. Blocks its thread."""
     began_here = not tracemalloc.is_tracing()  # otherwise PYTHONTRACEMALLOC has begun it
     if began_here:
         tracemalloc.start(_FRAMES)

@@ -1,4 +1,4 @@
-"""The parts of the Prometheus client library that make pages; see :mod:`ztunnel.runtime.http.exposition`."""
+"""The part of the Prometheus client library that makes pages; see :mod:`ztunnel.runtime.http.exposition`."""
 
 from ztunnel.runtime.unused_imports import without_servers
 

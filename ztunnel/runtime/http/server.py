@@ -35,18 +35,19 @@ Pages = Callable[[PageRequest], Page | Awaitable[Page]]
 CONNECTIONS = 64
 _MAX_HEAD = 16 * 1024
 MAX_BODY = 64 * 1024
-#: A request head must be complete within this time after its first byte (like in the Rust ztunnel's servers).
+#: The time limit for a request's head after its first byte, like in the Rust ztunnel's servers.
 _HEAD_TIMEOUT_S = 2.0
-#: Longer than usual scrape intervals, so that scrapers keep their connection.
+#: Idle connections are closed after this time. It is longer than usual scrape intervals, so that scrapers keep
+#: their connections.
 _IDLE_TIMEOUT_S = 75.0
-#: A whole request on a Unix socket must be complete within this time after the connect.
+#: The time limit for a whole request on a Unix socket, from the connect.
 _LOCAL_REQUEST_S = 5.0
 _WRITE_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 1.0
 _READ_BYTES = 8 * 1024
-#: Pieces are joined up to this size before they are written.
+#: Pieces of a body are joined up to this size before they are written.
 _WRITE_BYTES = 32 * 1024
-#: The longest time for making pieces without yielding; about that of a busy iteration of the data path.
+#: The longest time for making pieces without yielding. It is about that of a busy iteration of the data path.
 _SLICE_S = 0.002
 
 
@@ -61,12 +62,14 @@ class _Server(ABC):
         max_connections: the largest number of connections. Above it a connection of the address with the most
             connections is closed, so that probes and scrapers are answered beside any number of slow clients. Its
             connections are closed in this order: idle, following an endless page, slow to send its request, slow
-            to read its answer, with a streamed body. Among equals, the least recently active one is closed first.
+            to read its answer, with a streamed body. Among connections in the same state, the least recently
+            active one is closed first.
         product: value of the ``server`` header.
 
     Attributes:
         answers: how often each status was the answer.
-        request_s: a connection has one request, which must be complete within this time. None: it is kept.
+        request_s: if set, a connection has one request, which must be complete within this time. If None,
+            connections are kept.
     """
 
     request_s: float | None = None
@@ -96,7 +99,7 @@ class _Server(ABC):
 
     @abstractmethod
     async def _listen(self) -> asyncio.Server:
-        """Return a listening server that calls :meth:`accepted`."""
+        """Return a listening asyncio server that calls :meth:`accepted` for each connection."""
 
     async def __aenter__(self) -> Self:
         self._server = await self._listen()
@@ -107,7 +110,7 @@ class _Server(ABC):
         self._server.close()
         for connection in list(self._connections):
             connection.finish()
-        # The answer to /quitquitquit can still be in progress.
+        # Answers can still be in progress, such as the one to /quitquitquit.
         answering = [connection.task for connection in self._connections if connection.task is not None]
         if answering:
             await asyncio.wait(answering, timeout=_CLOSE_TIMEOUT_S)
@@ -119,7 +122,7 @@ class _Server(ABC):
         return len(self._connections)
 
     def accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve a connection; asyncio's servers call it."""
+        """Serve a connection. asyncio's servers call this."""
         self.connections_total += 1
         if len(self._connections) >= self._max_connections:
             self._make_room()
@@ -130,8 +133,8 @@ class _Server(ABC):
     def _make_room(self) -> None:
         sources = Counter(connection.source for connection in self._connections)
         source, number = sources.most_common(1)[0]
-        # Connections are in the order of their last activity, and min() returns the first of those at the least
-        # busy stage.
+        # Connections are in the order of their last activity. Of those at the lowest stage, min() returns the
+        # first.
         oldest = min((c for c in self._connections if c.source == source), key=lambda c: c.stage)
         if oldest.stage is not Stage.IDLE and self._lines.admits():
             log.warning("%s: %d connections of %s are open, closing one", self.name, number, source)
@@ -145,7 +148,7 @@ class _Server(ABC):
             self._connections.pop(connection, None)
 
     def active(self, connection: "_Connection") -> None:
-        """Record a connection's activity, for choosing the one with the longest idle time."""
+        """Record a connection's activity. If one must be closed, the least recently active one is chosen."""
         if connection in self._connections:
             del self._connections[connection]
             self._connections[connection] = None
@@ -160,11 +163,13 @@ class PageServer(_Server):
 
     Args:
         address: address to bind; port 0 lets the kernel choose.
-        reuse_port: share the port with another process of this program (SO_REUSEPORT); the newer process serves.
-        alone: with ``reuse_port``, fail if another socket is bound to the port, even if that socket shares it.
+        reuse_port: whether to share the port with another process of this program (SO_REUSEPORT). The newer
+            process serves.
+        alone: with ``reuse_port``, whether to fail if another socket is bound to the port, even if that socket
+            shares it.
 
     Attributes:
-        address: the bound address, with the real port once entered.
+        address: the bound address. Once entered, it has the actual port.
 
     Raises:
         PortTaken: on entering, another socket is bound to the port.
@@ -190,7 +195,7 @@ class PageServer(_Server):
 
     async def _listen(self) -> asyncio.Server:
         if self._alone:
-            # A probe without SO_REUSEPORT fails even if the socket that is bound there has the option.
+            # Without SO_REUSEPORT, this bind fails even if the socket that is bound there has the option.
             sockets.listen(self.address.host, self.address.port, backlog=0).close()
         sock = sockets.listen(self.address.host, self.address.port, reuse_port=self._reuse_port)
         self.address = SocketAddress(self.address.host, sock.getsockname()[1])
@@ -211,7 +216,7 @@ class LocalServer(_Server):
     """Serves one request per connection on a Unix socket of mode 0600 while entered.
 
     Args:
-        path: the socket's path. Its folder is made if need be. A successor's socket takes its place.
+        path: the socket's path. Its folder is created if it is missing. A successor's socket can replace this one.
 
     Raises:
         OSError: on entering, the socket cannot be made.
@@ -255,7 +260,9 @@ class Stage(IntEnum):
 
 
 class _Connection:
-    """The connection of one client. For a streamed body it is the :class:`~ztunnel.runtime.http.page.Sink`."""
+    """The connection of one client. If a body is streamed, it is also the
+    :class:`~ztunnel.runtime.http.page.Sink`.
+    """
 
     def __init__(self, server: _Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._server = server
@@ -265,20 +272,23 @@ class _Connection:
         self._unsent: list[bytes] = []
         self._finishing = server.request_s is not None
         self.stage = Stage.IDLE
-        # drain() then waits until the kernel has taken all bytes, so its limit covers the end of an answer, too.
+        # With this limit, drain() waits until the kernel has taken all bytes, so drain's time limit also covers
+        # the end of an answer.
         writer.transport.set_write_buffer_limits(high=0)
         peer = writer.get_extra_info("peername")
         self.source = str(peer[0]) if peer else ""
         self.task: asyncio.Task[Any] | None = None
 
     def finish(self) -> None:
-        """Close after the current response; at once if there is none or it is endless. Idempotent."""
+        """Close the connection after the current response, or at once if there is none or it is endless.
+        Idempotent.
+        """
         self._finishing = True
         if self.stage in (Stage.IDLE, Stage.FOLLOWING, Stage.STREAMING) and self.task is not None:
             self.task.cancel()
 
     def abort(self) -> None:
-        """Close at once; idempotent."""
+        """Close the connection at once; idempotent."""
         self._finishing = True
         if self.stage is not Stage.IDLE:
             self._writer.transport.abort()  # close() would wait for bytes that the client does not read
@@ -316,7 +326,7 @@ class _Connection:
             page = pages(request)
             return page if isinstance(page, Page) else await page
         except Exception:
-            # A bug in one page must not end the proxy, or the connection.
+            # A bug in one page must neither end the proxy nor the connection.
             log.exception("%s: %s %r failed", self._server.name, request.method, request.path)
             return text("internal error\n", 500)
 
@@ -332,7 +342,8 @@ class _Connection:
 
         Raises:
             TimeoutError: the client was idle for too long, or sent its request too slowly.
-            h11.RemoteProtocolError: the request is not HTTP, too large, or not complete in ``request_s``.
+            h11.RemoteProtocolError: the request is not HTTP, is too large, or is not complete within
+                ``request_s``.
         """
         if self._server.request_s is None:
             return await self._next_request(_HEAD_TIMEOUT_S)
@@ -364,7 +375,8 @@ class _Connection:
         return _page_request(head, body, local=self._is_local(), process=self._process())
 
     def _is_local(self) -> bool:
-        # Check both ends: a sidecar proxy forwards external connections from a loopback address.
+        # Check the addresses of both ends, because a sidecar proxy forwards external connections from a loopback
+        # address.
         names = [self._writer.get_extra_info(end) for end in ("peername", "sockname")]
         return all(isinstance(name, tuple) and is_loopback(canonical(str(name[0]))) for name in names)
 
@@ -402,7 +414,7 @@ class _Connection:
         await self._drain()
 
     async def data(self, data: bytes) -> None:
-        """Send a piece of a streamed body."""
+        """Send one piece of a streamed body."""
         self._writer.write(self._http.send(h11.Data(data=data)) or b"")
         await self._writer.drain()
 
@@ -419,7 +431,7 @@ class _Connection:
         size = 0
         for piece in pieces:
             made = await asyncio.to_thread(piece.make) if isinstance(piece, Deferred) else piece
-            # Encoding a lone surrogate must not fail.
+            # A lone surrogate must not make the encoding fail.
             data = made.encode(errors="backslashreplace") if isinstance(made, str) else made
             waiting.append(data)
             size += len(data)
@@ -432,9 +444,9 @@ class _Connection:
         self._send_data(waiting)
 
     async def _follow(self, repeated: Repeated) -> None:
-        """Send pieces until the client leaves; the server's end cancels this.
+        """Send pieces until the client leaves, or until the server ends, which cancels this.
 
-        A client that sends bytes meanwhile is not a browser, and is treated as if it had closed.
+        A client that sends bytes during the answer is not a browser, and is treated as if it had closed.
         """
         self.stage = Stage.FOLLOWING
         await self._drain()  # send the head now, because the first piece can take long
@@ -442,7 +454,7 @@ class _Connection:
             try:
                 piece = await repeated.make()
             except Exception:
-                # A bug in one page must not end the proxy. The browser connects again later.
+                # A bug in one page must not end the proxy. A browser connects again later.
                 log.exception("%s: an endless page failed", self._server.name)
                 return
             self._send_data([piece.encode(errors="backslashreplace")])
@@ -461,7 +473,8 @@ class _Connection:
 
     def _respond(self, status: int, headers: list[tuple[str, str]]) -> None:
         self._server.answers[status] += 1
-        # Not as text, which h11 encodes as ASCII: a probed application's content type can have other characters.
+        # Header values are passed as bytes, because h11 encodes texts as ASCII: a probed application's content
+        # type can have other characters.
         encoded = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers]
         self._send(h11.Response(status_code=status, headers=encoded, reason=_REASONS.get(status, b"")))
 
@@ -471,14 +484,14 @@ class _Connection:
             self._unsent.append(data)
 
     async def _drain(self) -> None:
-        # The head and the body of a short page are sent in one write, and so in one segment.
+        # The head and the body of a short page are written together, so that they are sent in one segment.
         self._writer.write(b"".join(self._unsent))
         self._unsent.clear()
         async with asyncio.timeout(_WRITE_TIMEOUT_S):
             await self._writer.drain()
 
     async def _refuse(self, error: h11.RemoteProtocolError) -> None:
-        """Answer a request that is not HTTP with an error, unless an answer was started."""
+        """Answer a request that is not HTTP with an error. If an answer was already started, do nothing."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         headers = [("content-type", TEXT), ("date", self._server.date()), ("connection", "close")]
@@ -513,7 +526,7 @@ def _page_request(head: h11.Request, body: bytes, *, local: bool, process: PeerP
     fields = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
     parameters = Query.parse(query)
     if head.method == b"POST" and fields.get("content-type", "").startswith("application/x-www-form-urlencoded"):
-        # Like in Envoy, the forms of the home page send parameters in the body.
+        # The forms of the home page send parameters in the body, like Envoy's.
         parameters = Query(parameters.pairs + Query.parse(body.decode(errors="replace")).pairs)
     return PageRequest(
         method=head.method.decode("latin-1"),

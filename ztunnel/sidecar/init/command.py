@@ -1,4 +1,4 @@
-"""``ztunnel init``: exit status 0 done; 1 the kernel refuses; 2 bad flags; 126 traffic is not captured."""
+"""``ztunnel init``. Exit status: 0 done; 1 the kernel refuses; 2 bad flags; 126 traffic is not captured."""
 
 import argparse
 import os
@@ -89,7 +89,8 @@ def _carry_out(wanted: "Wanted", where: Any, out: TextIO) -> int:
 
 
 def _change(wanted: "Wanted", where: Any) -> int:
-    """Change the table to the desired one, and add ``::6`` to ``lo``. Return the number of changes.
+    """Make the table equal to the desired one, and add the address ``::6`` to ``lo``. Return the number of
+    changes.
 
     Raises:
         TproxyError: the kernel refuses. The previous state is unchanged.
@@ -99,7 +100,7 @@ def _change(wanted: "Wanted", where: Any) -> int:
     from tproxy.sidecar import PASSTHROUGH, TABLE, sidecar
 
     changes = 0
-    # The address is added first, because without it the rules would redirect the proxy's own connections to the
+    # The address is added first. Without it, the rules would redirect the proxy's own connections to the
     # application.
     if 6 in wanted.sidecar.versions and not wanted.remove:
         changes += put_address(PASSTHROUGH[6], where)
@@ -114,7 +115,9 @@ def _change(wanted: "Wanted", where: Any) -> int:
 
 
 def _versions(where: Any) -> "tuple[Version, ...]":
-    """Return the IP versions of a namespace: 6 where its ``lo`` has it, since REDIRECT needs it there."""
+    """Return the IP versions that can be captured in a namespace: 6 only if its ``lo`` has IPv6, which REDIRECT
+    needs.
+    """
     from tproxy.aio.netns import entered
 
     with entered(where):

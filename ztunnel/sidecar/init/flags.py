@@ -1,4 +1,4 @@
-"""Reads from the command line and environment of ``ztunnel init`` what to capture. Pure.
+"""Reads what to capture from the command line and environment of ``ztunnel init``. Pure.
 
 Flags have the letters, names and meanings of ``istio-iptables`` and are parsed like Go's flags, so that an
 injected pod's arguments can be kept. Two defaults are safer: without ``-i`` and ``-b`` all traffic is captured,
@@ -22,8 +22,8 @@ T = TypeVar("T")
 ONLY_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS"
 EXCEPT_GROUPS: Final = "ISTIO_OUTBOUND_OWNER_GROUPS_EXCLUDE"
 LOOPBACK: Final = "ISTIO_OUTBOUND_IPV4_LOOPBACK_CIDR"
-#: Accepted without effect: rules are always in nftables and for both IP versions, and always compared with the
-#: existing rules.
+#: Upstream's flags that are accepted without effect: rules are always in nftables and for both IP versions, and
+#: are always compared with the existing rules.
 _WITHOUT_EFFECT: Final = (
     "reconcile",
     "force_apply",
@@ -33,18 +33,18 @@ _WITHOUT_EFFECT: Final = (
     "host_nsenter_exec",
     "iptables_trace_logging",
 )
-#: Options of upstream's log, which this command does not have. It prints its actions and faults.
+#: Upstream's flags for its log, which this command does not have. It prints its actions and faults instead.
 _OF_LOGS: Final = (
     *("log_output_level", "log_stacktrace_level", "log_caller", "log_target", "log_rotate", "log_rotate_max_age"),
     *("log_rotate_max_size", "log_rotate_max_backups", "vklog", "stderrthreshold"),
 )
 _SWITCHES_OF_LOGS: Final = ("log_as_json", "alsologtostderr", "logtostderr")
-#: Environment variables that set the default of a switch.
+#: The environment variables that set the defaults of switches.
 _DEFAULTS: Final = {"redirect_dns": "ISTIO_META_DNS_CAPTURE", "drop_invalid": "INVALID_DROP"}
 
 
 class BadFlags(Exception):
-    """All unusable flags and variables. Each text names the flag."""
+    """All unusable flags and variables, with one text for each."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -53,12 +53,12 @@ class BadFlags(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """The work that a command line requests.
+    """The work that a command line of ``ztunnel init`` requests.
 
     Attributes:
         sidecar: the rules.
         apply, validate, remove: the requested steps; ``validate`` comes last.
-        show: print the rules instead, as ``nft`` or as ``iptables`` text.
+        show: ``nft`` or ``iptables``: print the rules in this form instead of applying them.
         namespace: the network namespace, a path or a name. Empty means the current one.
         probe_port, probe_timeout_s: the port and time limit of the connection made by validation.
         notes: lines for the log.
@@ -135,7 +135,7 @@ def wanted(
 
     Args:
         args: from a parser with :func:`add_flags`.
-        env: the environment, for settings that have no flag upstream.
+        env: the environment, for settings that upstream takes from variables only.
         versions: the IP versions that the namespace has.
         resolvers: the resolvers in ``/etc/resolv.conf``.
 
@@ -149,7 +149,7 @@ def wanted(
         f"--{name.replace('_', '-')} has no effect here" for name in _WITHOUT_EFFECT if reader.flag(name)
     )
     if remove and not show and not reader.faults:
-        # Removal does not depend on the flags that choose what to capture.
+        # Removal ignores the flags that choose what to capture.
         return Wanted(
             sidecar=Sidecar(versions=versions),
             apply=False,
@@ -218,7 +218,7 @@ def wanted(
 
 
 def resolvers_of(resolv_conf: str) -> tuple[IpAddress, ...]:
-    """Return the servers of a ``resolv.conf`` (resolv.conf(5)). Other lines are ignored."""
+    """Return the name servers in a ``resolv.conf`` (resolv.conf(5)). Other lines are ignored."""
     found: list[IpAddress] = []
     for line in resolv_conf.splitlines():
         words = line.split()
@@ -231,7 +231,7 @@ def resolvers_of(resolv_conf: str) -> tuple[IpAddress, ...]:
 
 
 class _Reader:
-    """Reads values, and collects faults with the name of the flag."""
+    """Reads the values of flags and collects faults, each with the name of its flag."""
 
     def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
         self._args = vars(args)
@@ -294,7 +294,8 @@ def _listed_numbers(text: str) -> tuple[int, ...]:
         if not number:
             continue
         if not (number.isascii() and number.isdigit() and int(number) < 2**32 - 1):
-            # Names would need the pod's user database, perhaps over the network.
+            # User and group names are refused, because resolving them needs the pod's user database, perhaps over
+            # the network.
             raise ValueError(f"{number!r} is no number of a user or group")
         found.append(int(number))
     return tuple(dict.fromkeys(found))

@@ -3,7 +3,8 @@
 A user other than the proxy's connects to an address outside of the pod. The connection must arrive at the proxy's
 port for outgoing connections. The proxy's own user connects to the pod's address. That connection must arrive at
 the port for incoming ones. If the rules are right, no packet leaves the pod. Otherwise one SYN does, to an address
-of the documentation ranges (RFC 5737, RFC 3849, RFC 9637) or of the captured ranges. No capability is needed.
+of the documentation ranges (RFC 5737, RFC 3849, RFC 9637) or of the captured ranges. The check needs no
+capability.
 """
 
 import contextlib
@@ -62,7 +63,7 @@ def validate(
 
 
 def _own_address(version: Version) -> IpAddress | None:
-    """Return the pod's address; ``None`` if this IP version has no route out of the pod."""
+    """Return the pod's own address; ``None`` if this IP version has no route out of the pod."""
     with contextlib.suppress(OSError), socket.socket(_FAMILIES[version], socket.SOCK_DGRAM) as sock:
         sock.connect((str(_ELSEWHERE[version][0]), 53))
         return ip_address(sock.getsockname()[0])
@@ -70,7 +71,7 @@ def _own_address(version: Version) -> IpAddress | None:
 
 
 def _elsewhere(wanted: Sidecar, version: Version, port: int, group: int) -> tuple[IpAddress, int] | None:
-    """Return a destination that the rules capture; ``None`` if they capture none."""
+    """Return a destination whose connections the rules capture; ``None`` if they capture none."""
     if (wanted.only_groups and group not in wanted.only_groups) or group in wanted.except_groups:
         return None
     excluded_ports = wanted.exclude_outbound
@@ -82,8 +83,8 @@ def _elsewhere(wanted: Sidecar, version: Version, port: int, group: int) -> tupl
 
 
 def _captured(wanted: Sidecar, version: Version, *, always: bool) -> Iterator[IpAddress]:
-    """Yield captured destinations outside of the excluded networks: one for each remaining part of a range, the
-    lowest first.
+    """Yield captured destinations outside of the excluded networks. Each range yields one for every part that the
+    exclusions leave, the lowest first.
     """
     if wanted.include_networks is None or always:
         networks: tuple[IpNetwork, ...] = tuple(map(ip_network, _ELSEWHERE[version]))
@@ -113,8 +114,7 @@ def _difference(network: _N, excluded: _N) -> Iterator[_N]:
 
 
 def _fault(version: Version, target: tuple[IpAddress, int], port: int, timeout_s: float) -> str | None:
-    """Return what happened to a connection that did not reach the listener. ``None`` if it has reached the
-    listener."""
+    """Return what happened to a connection that did not reach the listener. ``None`` if it did reach it."""
     with contextlib.ExitStack() as stack:
         try:
             listener = stack.enter_context(sockets.listen(_WILDCARD[version], port, backlog=1))

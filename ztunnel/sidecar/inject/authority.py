@@ -2,8 +2,8 @@
 
 The first replica that finds no Secret creates the CA. A second one gets 409 and reads the first one's. Each
 replica has a serving certificate in files that :class:`ztunnel.sidecar.inject.server.InjectServer` watches. To
-replace the CA, replace the Secret: with both certificates in ``ca.crt``, the new one first, and the new key in
-``ca.key``, API server calls continue without failure. The old certificate can be removed a minute later.
+replace the CA without failing calls of the API server, write both certificates into ``ca.crt`` of the Secret, the
+new one first, and the new key into ``ca.key``. The old certificate can be removed a minute later.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ log = logging.getLogger(__name__)
 
 _CA_LIFE: Final = datetime.timedelta(days=3650)
 _LEAF_LIFE: Final = datetime.timedelta(days=90)
-#: Clocks of API servers can be behind ours.
+#: Certificates begin earlier than now by this much, because the clocks of API servers can be behind ours.
 _BACKDATED: Final = datetime.timedelta(hours=1)
 _LOOK_S: Final = 15.0
 _RETRY_S: Final = 2.0
 
 
 class BadAuthority(Exception):
-    """A Secret does not hold a CA; the text names the Secret and the key."""
+    """A Secret does not contain a CA; the text names the Secret and the faulty key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """A CA.
+    """A CA with its key.
 
     Attributes:
-        certificates: PEM: the CA, then others that are still trusted.
+        certificates: PEM: the CA's certificate, then other CA certificates that are still trusted.
         key: PEM.
     """
 
@@ -56,7 +56,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A serving certificate in PEM, and when to replace it: at half of its lifetime."""
+    """A serving certificate in PEM, and the time to replace it, which is half of its lifetime."""
 
     certificate: bytes
     key: bytes
@@ -97,7 +97,8 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
         .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_usage(ca=False), critical=True)
-        # RFC 5280, 4.2.1.1: during a rotation, a verifier with two CAs finds the right one by this key identifier.
+        # This key identifier lets a verifier with two CAs find the right one during a rotation (RFC 5280,
+        # 4.2.1.1).
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
         .sign(ca_key, hashes.SHA256())
@@ -106,7 +107,7 @@ def issue(authority: Authority, names: Sequence[str], now: datetime.datetime) ->
 
 
 def service_names(service: str, namespace: str) -> tuple[str, ...]:
-    """Return the DNS names of a service for its certificate. An API server verifies the first."""
+    """Return the DNS names for the certificate of a service. An API server verifies the first one."""
     short = f"{service}.{namespace}"
     return f"{short}.svc", service, short, f"{short}.svc.cluster.local"
 
@@ -119,7 +120,7 @@ class OwnCertificates:
         namespace: the Secret's namespace.
         secret: its name.
         names: DNS names of the serving certificate.
-        folder: readable by this process only.
+        folder: the folder for the files, which only this process can read.
     """
 
     def __init__(self, client: Client, namespace: str, secret: str, names: Sequence[str], folder: Path) -> None:
@@ -132,7 +133,8 @@ class OwnCertificates:
         self._renew = datetime.datetime.min.replace(tzinfo=datetime.UTC)
 
     async def refresh(self) -> None:
-        """Write what has changed: a new CA, or a new serving certificate at half of the old one's lifetime.
+        """Write the files that must change: for a new CA, or when half of the serving certificate's lifetime is
+        over.
 
         Raises:
             BadAuthority, KubeError: the files stay as they are.

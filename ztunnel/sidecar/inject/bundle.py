@@ -1,4 +1,4 @@
-"""The operations that give a webhook configuration the CA of the webhook's certificate. Pure."""
+"""Makes the patch that puts the CA of the webhook's certificate into a webhook configuration. Pure."""
 
 import base64
 import binascii
@@ -14,11 +14,11 @@ from ztunnel.sidecar.inject.patch import Operation, pointer
 
 
 class BadBundle(ValueError):
-    """A CA file has no certificates: the API server would accept it, and fail at every call."""
+    """A CA file has no certificates. The API server would accept it as a bundle, and fail at every call."""
 
 
 def certificates(bundle: bytes) -> frozenset[bytes]:
-    """Return the certificates in PEM as DER; order and text around them do not count.
+    """Return the certificates of a PEM text in DER. Their order and the text around them do not matter.
 
     Raises:
         BadBundle: the file has no certificate, or one cannot be read.
@@ -30,7 +30,8 @@ def certificates(bundle: bytes) -> frozenset[bytes]:
 
 
 def operations(configuration: Object, bundle: bytes) -> list[Operation]:
-    """Return the patch of a MutatingWebhookConfiguration, empty if every entry has these certificates already.
+    """Return the patch of a MutatingWebhookConfiguration. It is empty if every entry already has these
+    certificates.
 
     Each change is preceded by a test of the entry's name: if another client has meanwhile inserted an entry before
     it, the whole patch fails instead of changing the wrong entry.
@@ -47,7 +48,7 @@ def operations(configuration: Object, bundle: bytes) -> list[Operation]:
         if not isinstance(client, Mapping) or _found(client) == wanted:
             continue
         patch.append({"op": "test", "path": pointer("webhooks", number, "name"), "value": entry.get("name")})
-        # If the member exists, ``add`` replaces it (RFC 6902, 4.1).
+        # This ``add`` also replaces an existing member (RFC 6902, 4.1).
         patch.append(
             {"op": "add", "path": pointer("webhooks", number, "clientConfig", "caBundle"), "value": encoded}
         )

@@ -1,8 +1,9 @@
-"""Keeps the CA in the webhook's configuration equal to a file, after changes of either.
+"""Keeps the CA bundle in a webhook configuration equal to a file, after changes of either.
 
-Tools that reapply manifests insert an empty bundle, and a certificate's issuer changes the file. Several replicas
-keep the same object: a patch without a change is not sent. If another writer repeatedly writes a different bundle,
-the waits between two writes double up to a minute, because two competing writers have filled etcds.
+Tools that reapply manifests insert an empty bundle, and the program that issues the certificate changes the file.
+Several replicas keep the same object: a patch without a change is not sent. If another writer repeatedly writes a
+different bundle, the waits between two writes double up to a minute, because two competing writers have filled
+etcds.
 """
 
 import asyncio
@@ -27,17 +28,17 @@ _LONGEST_WAIT_S: Final = 60.0
 
 
 async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
-    """Keep the bundle of the configuration ``name`` until cancelled.
+    """Keep the CA bundle of the webhook configuration ``name`` current, until cancelled.
 
     Args:
         client: its role needs ``list``, ``watch`` and ``patch`` of this configuration.
         name: the name of a MutatingWebhookConfiguration. All its entries are ours.
-        ca_file: PEM, read every second. While it is unreadable, the keeper writes no object.
+        ca_file: the CA in PEM, read every second. While it is unreadable, nothing is written.
     """
     loop = asyncio.get_running_loop()
     configuration: Object | None = None
     backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S)
-    # The first write is immediate; each later write waits for a back-off after the previous one.
+    # The first write is not delayed. Each later write waits for a back-off after the previous one.
     not_before_s = loop.time()
     said = ""
     async with Informer(client, (Selection(MUTATING_WEBHOOK, fields=f"metadata.name={name}"),)) as informer:
@@ -59,7 +60,8 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
                 elif not patch and loop.time() >= not_before_s + _LONGEST_WAIT_S:
                     backoff.reset()
             except ApiRefused as error:
-                # 404: the owner has deleted it. 422: an entry has moved, and the event about that will arrive.
+                # 404 means that the owner has deleted the object, and 422 that an entry has moved. An event about
+                # either follows.
                 if error.status not in (404, 422):
                     fault = str(error)
             except (KubeError, BadBundle, OSError) as error:
@@ -70,5 +72,5 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
 
 
 def _read(ca_file: Path) -> bytes:
-    """Read a small file of a mounted secret, which is in memory, so a thread is not needed."""
+    """Read a small file of a mounted secret without a thread, because the file is in memory."""
     return ca_file.read_bytes()

@@ -113,7 +113,7 @@ _NO_SERVICE: Final = "must be NAME.NAMESPACE, small letters, digits and hyphens 
 
 
 def _is_service(text: str) -> bool:
-    """Return whether a text is the name of a Service and that of its namespace, with a dot between."""
+    """Return whether a text is ``SERVICE.NAMESPACE``, with valid names."""
     from ztunnel.sidecar.inject.config import is_dns_label
 
     service, dot, namespace = text.partition(".")
@@ -178,7 +178,7 @@ def _listener(address: str, port: int) -> socket.socket:
 
 
 def run_webhooks(args: argparse.Namespace) -> int:
-    """Print the webhook configurations, and return the exit status."""
+    """Print the webhook configurations for the API server, and return the exit status."""
     from ztunnel.runtime.formats.go_yaml import dump_all
     from ztunnel.sidecar.inject.config import TEMPLATES, is_dns_label
     from ztunnel.sidecar.inject.webhooks import ambient, sidecars, tag

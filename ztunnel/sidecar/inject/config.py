@@ -51,7 +51,7 @@ from ztunnel.sidecar.capture_lists import all_or_networks, all_or_ports, network
 from ztunnel.sidecar.inject.decision import Rules
 from ztunnel.sidecar.inject.selector import BadSelector, Selector, selector
 
-#: The names of the existing templates.
+#: The names of the templates that exist.
 TEMPLATES = ("ambient", "sidecar", "sidecar-classic")
 _KEYS = (
     "policy",
@@ -66,7 +66,8 @@ _KEYS = (
     "gate",
     "sidecar",
 )
-#: A sidecar's lists by their flags of ``ztunnel init``, with their readers and their defaults.
+#: The lists of captured traffic in a sidecar's configuration: the flag of ``ztunnel init`` for each, its reader
+#: and its default.
 _LISTS: Final[Mapping[str, tuple[str, Callable[[str], object], str]]] = {
     "includeOutboundIPRanges": ("-i", all_or_networks, "*"),
     "excludeOutboundIPRanges": ("-x", networks, ""),
@@ -95,12 +96,12 @@ _DNS_LABEL: Final = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", re.ASCII)
 
 
 def is_dns_label(name: str) -> bool:
-    """Return whether a name can be that of a revision, a Service or a namespace (RFC 1123)."""
+    """Return whether a text can be the name of a revision, a Service or a namespace (RFC 1123)."""
     return _DNS_LABEL.fullmatch(name) is not None
 
 
 class ConfigFaults(Faults):
-    """All faults of a configuration."""
+    """A configuration is unusable; this lists all its faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,7 @@ class SidecarConfig:
 
     Attributes:
         flags: the flags of ``ztunnel init``, with their values.
-        env: further variables of the proxy, which win over ours.
+        env: further environment variables of the proxy, which override ours.
     """
 
     xds_address: str = "https://istiod.istio-system.svc:15012"
@@ -138,10 +139,10 @@ class InjectConfig:
 
     Attributes:
         templates: names of templates for pods that name none.
-        aliases: further names; expanded once, as in Istio.
+        aliases: further names for lists of templates. They are expanded once, as in Istio.
         image: the image of the added containers.
         gate_timeout_s: how long an application waits for the proxy's listeners.
-        gate_fail_open: then start the application without listeners, instead of restarting the gate.
+        gate_fail_open: whether the application then starts without listeners. If not, the gate restarts.
         pull_secrets: names of secrets for pods with a sidecar.
         revision: the name of this configuration, in a pod's status.
         sidecar: the configuration of sidecars.

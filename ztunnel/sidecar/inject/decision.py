@@ -1,4 +1,4 @@
-"""Decides whether a pod is injected: the first row of a table that matches decides. Pure.
+"""Decides whether a pod is injected, by the first matching row of a table. Pure.
 
 The API server has already applied the webhook's selectors. The rows are those of Istio's injector, with the same
 labels and the same configuration.
@@ -12,13 +12,14 @@ from typing import Any, Final
 from ztunnel.kube.objects import Object
 from ztunnel.sidecar.inject.selector import Selector
 
-#: The label, or the annotation if there is no such label, of a pod that requests or refuses injection.
+#: The name of the label by which a pod requests or refuses injection. Without the label, an annotation of this
+#: name counts.
 INJECT: Final = "sidecar.istio.io/inject"
 IGNORED_NAMESPACES: Final = frozenset({"kube-system", "kube-public", "kube-node-lease", "local-path-storage"})
 
 
 class Reason(StrEnum):
-    """The row that decided. Used as a label of metrics and in logs."""
+    """The row of the decision table that matched. Used in logs, and as a label of metrics."""
 
     HOST_NETWORK = "host-network"
     OTHER_OS = "other-os"
@@ -33,7 +34,7 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """The configured part of the table.
+    """The configured part of the decision table.
 
     Attributes:
         policy: ``enabled`` or ``disabled``: the result for a pod that no row covers. Any other word injects no
@@ -49,7 +50,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The verdict, the row that decided, and warnings for the author of the pod."""
+    """The decision, the row of the table that made it, and a warning for the author of the pod."""
 
     inject: bool
     reason: Reason
@@ -61,22 +62,23 @@ def decide(pod: Object, namespace: str, rules: Rules) -> Decision:
 
     Args:
         pod: as the API server sent it.
-        namespace: the request's. A pod's own can be empty.
+        namespace: the namespace in the request. The pod's own field can be empty.
         rules: the configuration.
     """
     spec = mapping(pod, "spec")
     metadata = mapping(pod, "metadata")
     labels, annotations = mapping(metadata, "labels"), mapping(metadata, "annotations")
     if spec.get("hostNetwork") is True:
-        # Its traffic is the node's, and no proxy listens for a pod in the node's namespace.
+        # The pod's traffic is the node's, and no proxy listens for a pod in the node's network namespace.
         return Decision(False, Reason.HOST_NETWORK)
     if _system(spec) not in ("", "linux"):
-        # The added containers are for Linux. The API server refuses their security context in a Windows pod.
+        # The added containers are for Linux only. In a Windows pod, the API server would refuse their security
+        # context.
         return Decision(False, Reason.OTHER_OS)
     if namespace in IGNORED_NAMESPACES:
         return Decision(False, Reason.IGNORED_NAMESPACE)
     asked = labels.get(INJECT, annotations.get(INJECT))
-    # Only these two strings count, like in Istio. "True" or "yes" is ignored.
+    # Only the strings "true" and "false" count, like in Istio. Others, such as "yes", are ignored.
     if asked == "true":
         return Decision(True, Reason.ASKED_IN)
     if asked == "false":
@@ -92,14 +94,16 @@ def decide(pod: Object, namespace: str, rules: Rules) -> Decision:
 
 
 def _system(spec: Mapping[str, Any]) -> str:
-    """Return the operating system that a pod requires, by its ``os`` or its node selector. Empty for any."""
+    """Return the operating system that a pod requires, by its ``os`` or its node selector. Empty if it requires
+    none.
+    """
     named = mapping(spec, "os").get("name") or mapping(spec, "nodeSelector").get("kubernetes.io/os")
     return named if isinstance(named, str) else ""
 
 
 def mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a mapping inside an object. An absent or malformed one counts as empty, because the API server
-    refuses it itself.
+    """Return a mapping inside an object. An absent one counts as empty. So does a malformed one, because the API
+    server itself refuses it.
     """
     inner = value.get(name)
     return inner if isinstance(inner, Mapping) else {}

@@ -1,8 +1,8 @@
-"""``ztunnel drain``: asks this pod's proxy to drain its connections; the preStop hook of a sidecar.
+"""``ztunnel drain``: asks this pod's proxy to drain its connections. It is the preStop hook of a sidecar.
 
-A native sidecar runs it when its pod starts to end, and gets SIGTERM after the application, so it need not wait. A
-sidecar that is an ordinary container gets SIGTERM together with the application, which can still have connections
-to finish or to open. There the hook delays SIGTERM until no connection is left, for at most ``wait_s``.
+A native sidecar gets SIGTERM after the application has ended, so its hook need not wait. A sidecar that is an
+ordinary container gets SIGTERM together with the application, which can still have connections to finish or to
+open. Its hook delays SIGTERM until no connection is left, for at most ``wait_s``.
 
 Like the gate, it imports only the standard library.
 """
@@ -28,7 +28,7 @@ def drain(
     monotonic: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Drain the pod's proxy. Wait for the end of its connections if requested. Blocks.
+    """Ask the pod's proxy to drain, and wait for the end of its connections if requested. Blocks.
 
     Args:
         wait_s: the longest wait for open connections to end; 0: none.
@@ -57,7 +57,7 @@ def drain(
 
 
 def _asked(port: int) -> int:
-    """Return the number of open connections, from the proxy's answer."""
+    """Ask the proxy to drain, and return the number of open connections in its answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
     try:
         connection.request("POST", "/drain", headers={"Content-Length": "0"})

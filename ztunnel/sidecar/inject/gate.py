@@ -2,8 +2,8 @@
 
 The proxy has its listeners in the pod's own network namespace, and the node agent adds the rules before announcing
 the pod to the proxy. So a connection to 15008 on the pod's own loopback, which no rule redirects, is accepted only
-once the pod is in the mesh. It is closed without sending a byte. This works with any ztunnel and any agent, needs
-no file or port of its own, and no other pod can answer.
+once the pod is in the mesh. The gate closes it without sending a byte. This works with any ztunnel and any agent,
+needs no file or port of its own, and no other pod can answer.
 
 It imports only the standard library, because it starts in every pod.
 """
@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-#: The proxy's port for tunnels in a pod. 15001 and 15006 are unsuitable: a connection from the pod itself counts
-#: as an attack there.
+#: The proxy's port for tunnels in a pod. 15001 and 15006 are unsuitable: there, a connection from the pod itself
+#: counts as an attack.
 PORT: Final = 15008
 _ADDRESSES: Final = ("127.0.0.1", "::1")
 _FIRST_WAIT_S: Final = 0.05
@@ -39,8 +39,8 @@ def wait(
 
     Args:
         timeout_s: the longest wait.
-        fail_open: after the timeout return 0, so that the application starts outside the mesh. Otherwise return 1,
-            and kubelet starts the init container again.
+        fail_open: whether to return 0 after the timeout, so that the application starts outside the mesh. If not,
+            return 1, and kubelet starts the init container again.
         port: the listener's port.
         say: called with a line each 5 s of waiting, and for each problem.
         monotonic, sleep: the clock.
@@ -70,13 +70,13 @@ def wait(
 
 
 def _missing(port: int) -> str | None:
-    """Return why the listeners do not accept connections, None if they do."""
+    """Return why the listeners do not accept connections. None if they do."""
     reasons = []
     for address in _ADDRESSES:
         try:
             socket.create_connection((address, port), timeout=_CONNECT_S).close()
         except OSError as error:
-            # A pod without IPv4 or without IPv6 lacks one of the addresses. The reason for the other address is
+            # A pod with only one IP version lacks the other loopback address. The fault of the existing address is
             # reported.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 reasons.append(f"[{address}]:{port}: {os.strerror(error.errno) if error.errno else error}")

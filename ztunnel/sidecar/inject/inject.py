@@ -1,10 +1,10 @@
 """Injects the parts of the mesh into a pod. Pure: one function for the webhook and for files.
 
 The template ``ambient`` adds the label for enrolment by node agents, and a first init container, which waits until
-the proxy's listeners are in the pod. Without it the first connections of an application could leave before its
-rules exist. There are no other changes. The pod does not get the annotation ``sidecar.istio.io/status``, because
-agents, Istio's and ours, leave out annotated pods. ``sidecar`` and ``sidecar-classic`` are in
-:mod:`ztunnel.sidecar.inject.sidecar`.
+the proxy's listeners are in the pod. Without this container, the first connections of an application could leave
+before its rules exist. There are no other changes. The pod does not get the annotation
+``sidecar.istio.io/status``, because Istio's and our node agents leave out pods with it. ``sidecar`` and
+``sidecar-classic`` are in :mod:`ztunnel.sidecar.inject.sidecar`.
 
 Injecting a pod again does not change it: the added parts are found, by name or by the status, and replaced.
 """
@@ -23,12 +23,13 @@ from ztunnel.sidecar.inject.sidecar import STATUS, BadPod, add, ensured, is_ours
 TEMPLATES_ANNOTATION: Final = "inject.istio.io/templates"
 DATAPLANE_MODE: Final = "istio.io/dataplane-mode"
 GATE: Final = "mesh-gate"
-#: Annotations that node agents read. Agents ignore a value that is not a boolean, so its author is warned here.
+#: Annotations that node agents read. They ignore a value that is not a boolean, so the pod's author gets a warning
+#: here.
 _BOOLEANS: Final = ("ambient.istio.io/bypass-inbound-capture", "ambient.istio.io/dns-capture")
 
 
 class Denied(Exception):
-    """The pod must not be created as it is; the text goes to its author."""
+    """The pod must not be created in its present form; the text goes to its author."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,17 @@ def inject(
     *,
     workload: str = "",
 ) -> Outcome:
-    """Return the pod with the parts that its templates add, or unchanged.
+    """Return the pod with the parts that its templates add, or the unchanged pod.
 
     Args:
-        pod: kept unchanged.
-        namespace: the request's. A pod's own can be empty.
-        config: the injector's.
+        pod: the pod, which is not modified.
+        namespace: the namespace in the request. The pod's own field can be empty.
+        config: the configuration of the injector.
         variables: further environment of a sidecar, by the URL of the webhook.
         workload: the owner of the pod template. Empty means the owner in the pod.
 
     Raises:
-        Denied: an annotation with an unknown template or an unusable value, or an object that is not a pod.
+        Denied: an annotation names an unknown template or has an unusable value, or the object is not a pod.
     """
     decision = decide(pod, namespace, config.rules)
     warnings = [decision.warning] if decision.warning else []
@@ -74,8 +75,8 @@ def inject(
     annotations = mapping(metadata, "annotations")
     names = _templates(annotations, config)
     if STATUS in annotations and not is_ours(annotations):
-        # Istio's injector has already injected it: agents would leave this pod out, and the gate would wait for
-        # ever.
+        # Istio's injector has already injected the pod, so node agents would leave it out, and the gate would wait
+        # for ever.
         warnings.append(f"the pod has a sidecar already ({STATUS}); nothing is injected")
         return Outcome(pod, Decision(False, decision.reason), tuple(warnings))
     try:
@@ -97,7 +98,7 @@ def inject(
 
 
 def _unshared(value: Any) -> Any:
-    """Return a copy without shared parts, such as YAML's anchors create."""
+    """Return a copy in which no parts are shared. YAML's anchors, for example, create shared parts."""
     if isinstance(value, Mapping):
         return {key: _unshared(each) for key, each in value.items()}
     return [_unshared(each) for each in value] if isinstance(value, list) else value
@@ -129,7 +130,8 @@ def _sidecar(
         asks = asked(mapping(mapping(pod, "metadata"), "annotations"), config.sidecar)
         spec = mapping(pod, "spec")
         if isinstance(spec, dict) and isinstance(spec.get("initContainers"), list):
-            # A pod that was injected by the other template keeps no gate, because its listeners start later.
+            # A pod that the other template injected before must not keep its gate, because its listeners start
+            # later.
             spec["initContainers"] = [
                 each for each in spec["initContainers"] if not isinstance(each, dict) or each.get("name") != GATE
             ]
@@ -147,7 +149,8 @@ def _ambient(pod: dict[str, Any], config: InjectConfig) -> None:
         labels = ensured(ensured(pod, "metadata"), "labels", "metadata.labels")
     except BadPod as error:
         raise Denied(str(error)) from error
-    # A pod with mode ``none``, or an unknown mode, stays out of the mesh. A gate in it would never open.
+    # A pod with the mode ``none``, or with an unknown mode, stays out of the mesh. A gate in such a pod would
+    # never open.
     if labels.setdefault(DATAPLANE_MODE, "ambient") != "ambient":
         return
     others = [
@@ -155,7 +158,7 @@ def _ambient(pod: dict[str, Any], config: InjectConfig) -> None:
         for container in spec.get("initContainers") or []
         if not isinstance(container, dict) or container.get("name") != GATE
     ]
-    # Before the user's own init containers and native sidecars, which may use the network too.
+    # The gate comes before the user's own init containers and native sidecars, which may use the network, too.
     spec["initContainers"] = [_gate(config), *others]
 
 

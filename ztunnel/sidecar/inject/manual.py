@@ -1,4 +1,4 @@
-"""Injects into the documents of a file: pods, and objects with a pod template. Pure.
+"""Injects pods, and objects with a pod template, in the documents of a file. Pure.
 
 Documents and list items without a pod template keep their bytes, including comments, so a whole file can be piped
 through. An injected document or item is rewritten, with its keys in their order and without its comments. JSON
@@ -17,7 +17,7 @@ from ztunnel.sidecar.inject.inject import Denied, inject
 from ztunnel.sidecar.inject.patch import same
 from ztunnel.sidecar.inject.review import pod_name
 
-#: The path of the pod template in each kind of object.
+#: For each kind of object, the path of its pod template.
 _TEMPLATES: Final = {
     "Deployment": ("spec", "template"),
     "StatefulSet": ("spec", "template"),
@@ -33,11 +33,11 @@ _TEMPLATES: Final = {
 
 
 class BadDocument(Exception):
-    """A document that cannot be injected; the text names it."""
+    """A document that cannot be injected; the text names the document."""
 
 
 def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str]) -> str:
-    """Return a file with its pods injected. Its order, and its language (YAML or JSON), are unchanged.
+    """Return a file in which all pods are injected. Its order, and its language (YAML or JSON), are unchanged.
 
     Args:
         text: YAML, of any number of documents, or JSON, one value after the other.
@@ -66,7 +66,7 @@ def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str
 
 
 class _Rewrite:
-    """Collects replacements in a text, from its start to its end."""
+    """Builds a changed copy of a text by replacing parts of it, from the start to the end."""
 
     def __init__(self, text: str, namespace: str, config: InjectConfig, notes: list[str]) -> None:
         self._text = text
@@ -80,7 +80,7 @@ class _Rewrite:
         return "".join([*self._parts, self._text[self._at :]])
 
     def json(self, value: object, start: int, end: int, place: str) -> None:
-        """Replace the injected parts of a JSON value."""
+        """Replace the parts of a JSON value that injection changes."""
         made = _injected(value, self._namespace, self._config, self._notes, place)
         if same(value, made):
             return
@@ -98,7 +98,7 @@ class _Rewrite:
             self._replace(first, last, written.replace("\n", "\n" + " " * margin))
 
     def yaml(self, document: Document, place: str) -> None:
-        """Replace the injected parts of a YAML document."""
+        """Replace the parts of a YAML document that injection changes."""
         value = document.value
         made = _injected(value, self._namespace, self._config, self._notes, place)
         if same(value, made) or document.root is None:
@@ -116,7 +116,7 @@ class _Rewrite:
                 self._block(span, item)
 
     def _block(self, span: Span, value: object) -> None:
-        """Replace a mapping, and the comment in its last line, by a value in block style."""
+        """Replace a mapping by a value in block style. A comment in the mapping's last line is replaced, too."""
         line = self._text.rfind("\n", 0, span.start) + 1
         before = self._text[line : span.start]
         end = span.end
@@ -124,7 +124,7 @@ class _Rewrite:
             end = self._text.find("\n", end) + 1 or len(self._text)
         written = dump(value)
         if before.startswith("---"):
-            # A block cannot begin on the line of the document marker.
+            # A block cannot begin on the same line as the document marker.
             self._replace(line, end, f"---\n{written}")
             return
         margin = " " * len(before)
@@ -138,7 +138,9 @@ class _Rewrite:
 
 
 def _changed_items(value: object, made: object) -> list[tuple[int, object]] | None:
-    """Return the items of a Kubernetes List that injection changed, each with its index; None if it is no List."""
+    """Return the items of a Kubernetes List that injection has changed, each with its index. None if the value is
+    not a List.
+    """
     items, made_items = (each.get("items") if isinstance(each, dict) else None for each in (value, made))
     if not isinstance(items, list) or not isinstance(made_items, list):
         return None
@@ -156,7 +158,7 @@ def _injected(
         items = document.get("items")
         if not isinstance(items, list):
             raise BadDocument(f"{place}.items: must be a list")
-        # An item without a kind has that of its list, as in answers of the API server.
+        # An item without a kind has the kind that its list is named after, as in answers of the API server.
         each_kind = kind.removesuffix("List")
         made = [
             _injected(item, namespace, config, notes, f"{place}.items[{at}]", each_kind)

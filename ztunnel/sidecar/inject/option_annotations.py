@@ -1,8 +1,8 @@
 """The sidecar options that the author of a pod can set by annotations. Pure.
 
 Names and meanings are the same as in Istio's injector. A pod with an unusable value is denied, and all such values
-are reported together. Ignoring an exclusion would do its author more harm than denying the pod. Annotations that
-only Envoy could obey, and misspelt ones, cause warnings.
+are reported together. Ignoring an unusable exclusion would do the pod's author more harm than denying the pod.
+Annotations that only Envoy could obey, and misspelt ones, cause warnings.
 """
 
 import difflib
@@ -25,7 +25,7 @@ NATIVE: Final = "sidecar.istio.io/nativeSidecar"
 REWRITE: Final = "sidecar.istio.io/rewriteAppHTTPProbers"
 STATUS_PORT: Final = "status.sidecar.istio.io/port"
 PROXY_CONFIG: Final = "proxy.istio.io/config"
-#: The lists in annotations: the flag of ``ztunnel init`` for each, and its reader.
+#: The annotations with lists of captured traffic: the flag of ``ztunnel init`` for each, and its reader.
 TRAFFIC: Final[Mapping[str, tuple[str, Callable[[str], object]]]] = {
     "traffic.sidecar.istio.io/includeOutboundIPRanges": ("-i", all_or_networks),
     "traffic.sidecar.istio.io/excludeOutboundIPRanges": ("-x", networks),
@@ -45,7 +45,7 @@ _RESOURCES: Final = {
     "sidecar.istio.io/proxyMemoryLimit": ("limits", "memory"),
 }
 _VOLUMES: Final = ("sidecar.istio.io/userVolume", "sidecar.istio.io/userVolumeMount")
-#: Annotations for Envoy and its agent: accepted with a warning.
+#: Annotations that only Envoy and its agent use. They are accepted with a warning.
 _ENVOYS: Final = (
     "sidecar.istio.io/agentLogLevel",
     "sidecar.istio.io/bootstrapOverride",
@@ -74,14 +74,14 @@ _OTHERS: Final = (
 _KNOWN: Final = (*TRAFFIC, *_RESOURCES, *_VOLUMES, *_ENVOYS, *_OTHERS)
 _PREFIXES: Final = ("sidecar.istio.io/", "traffic.sidecar.istio.io/", _READINESS, "status.sidecar.istio.io/")
 _LEVELS: Final = ("trace", "debug", "info", "warning", "warn", "error", "critical", "off")
-#: resource.Quantity of the Kubernetes API, as written.
+#: A quantity in the Kubernetes API's notation (resource.Quantity).
 _QUANTITY: Final = re.compile(
     r"\d+(\.\d*)?([eE][-+]?\d+|[numkMGTPE]|[KMGTPE]i)?|\.\d+([numkMGTPE]|[KMGTPE]i)?", re.ASCII
 )
 
 
 class BadAnnotations(Exception):
-    """All unusable values. Each text names its annotation."""
+    """All unusable annotations of a pod. Each text names its annotation."""
 
     def __init__(self, faults: list[str]) -> None:
         super().__init__("; ".join(faults))
@@ -95,8 +95,8 @@ class Asked:
     Attributes:
         capture: whether the pod gets rules (false for interceptionMode NONE).
         flags: the flags of ``ztunnel init``, with their values.
-        native: use a native sidecar; ``None``: as the template determines.
-        rewrite: have the proxy answer the application's probes.
+        native: whether to use a native sidecar. ``None`` leaves this to the template.
+        rewrite: whether the proxy answers the application's probes.
         status_port: the proxy's metrics port. 0: it answers no probes, and has no readiness probe.
         readiness: fields of the proxy's readiness probe.
         resources: the proxy container's resources.

@@ -1,7 +1,7 @@
 """Computes the difference of two JSON documents as a JSON patch (RFC 6902). Pure.
 
-Applied to the first document, the patch makes the second. It changes nothing else, because the API server applies
-it to a pod that other webhooks can change before or after.
+The patch turns the first document into the second. It changes no other parts, because the API server applies it to
+a pod that other webhooks can change before or after.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,12 +11,14 @@ Operation: TypeAlias = dict[str, Any]
 
 
 def diff(before: Any, after: Any, path: str = "") -> list[Operation]:
-    """Return the operations that turn ``before`` into ``after``, both JSON values; none if they are equal."""
+    """Return the operations that turn one JSON value into another. Empty if they are equal."""
     return list(_diff(before, after, path))
 
 
 def pointer(*parts: str | int) -> str:
-    """Return a JSON pointer (RFC 6901, 3: ``~`` and ``/`` inside a part are written ``~0`` and ``~1``)."""
+    """Return a JSON pointer made from its parts, in which ``~`` is written ``~0`` and ``/`` is written ``~1`` (RFC
+    6901, 3).
+    """
     return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in parts)
 
 
@@ -37,7 +39,8 @@ def _diff(before: Any, after: Any, path: str) -> Iterator[Operation]:
 
 
 def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Operation]:
-    """Change the part between the common start and the common end of both lists.
+    """Change only the elements between the common start and the common end of both lists. So a container inserted
+    before others becomes one ``add``, and the others are not replaced.
 
     So a container inserted before others becomes one ``add``, not a replacement of every container.
     """
@@ -49,7 +52,7 @@ def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Oper
         for at, (was, becomes) in enumerate(zip(old, new, strict=True), head):
             yield from _diff(was, becomes, path + pointer(at))
         return
-    # Remove from the end, so that the indexes of later removals stay valid.
+    # Elements are removed from the end, so that the indexes of later removals stay valid.
     for at in reversed(range(head, head + len(old))):
         yield {"op": "remove", "path": path + pointer(at)}
     for at, value in enumerate(new, head):
@@ -57,7 +60,7 @@ def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Oper
 
 
 def same(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal. Python takes True and 1 for equal, JSON does not."""
+    """Return whether two JSON values are equal. For Python, True equals 1; in JSON they differ."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, Mapping) and isinstance(other, Mapping):

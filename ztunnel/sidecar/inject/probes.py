@@ -47,7 +47,7 @@ def rewrite(containers: Sequence[Any], status_port: int, warnings: list[str]) ->
 
 
 def restore(containers: Sequence[Any], originals: Mapping[str, Any]) -> None:
-    """Restore the original probes in place; named ports become numbers."""
+    """Restore the original probes in place. Ports that had names become numbers."""
     for _, holder, key, path in _handled(containers):
         original = originals.get(path)
         if isinstance(original, dict) and mapping(holder[key], "httpGet").get("path") == path:
@@ -57,8 +57,8 @@ def restore(containers: Sequence[Any], originals: Mapping[str, Any]) -> None:
 
 
 def _handled(containers: Sequence[Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], str, str]]:
-    """Yield every probe with a handler that can be rewritten: its container, the object with the probe, the
-    probe's key there, and its path.
+    """Yield every probe with a handler that can be rewritten, as its container, the object that contains the
+    probe, the probe's key in that object, and its path.
     """
     for container in containers:
         if not isinstance(container, dict):

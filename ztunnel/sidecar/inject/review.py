@@ -16,7 +16,8 @@ from ztunnel.sidecar.inject.decision import mapping
 from ztunnel.sidecar.inject.inject import Denied, inject
 from ztunnel.sidecar.inject.patch import diff
 
-#: Twice etcd's limit for a request, as in Istio, because a review has an object and its old state.
+#: The longest body of a request: twice etcd's limit, as in Istio, because a review has an object and its old
+#: state.
 MAX_BODY: Final = 3 * 1024 * 1024
 _URL_NAMES: Final = {"cluster": ("CLUSTER_ID", "ISTIO_META_CLUSTER_ID"), "net": ("NETWORK",)}
 _VERSIONS: Final = ("admission.k8s.io/v1", "admission.k8s.io/v1beta1")
@@ -24,7 +25,7 @@ _VERSIONS: Final = ("admission.k8s.io/v1", "admission.k8s.io/v1beta1")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An HTTP answer.
+    """An HTTP answer to a review.
 
     Attributes:
         result: for logs and metrics: ``injected``, ``skipped``, ``denied`` or ``bad-request``.
@@ -39,7 +40,7 @@ class Answer:
 
 
 def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "") -> Answer:
-    """Return the answer to a request's body; ``path`` is what follows ``/inject`` in the URL."""
+    """Return the answer to the body of a request. ``path`` is the part of the URL after ``/inject``."""
     if content_type != "application/json":
         return _bad(415, f"Content-Type must be application/json, not {content_type!r}")
     if not body:
@@ -49,7 +50,8 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
     try:
         review = json.loads(body)
     except (ValueError, RecursionError) as error:
-        # Refused: the API server prints the text, and no pod is created outside of the mesh by accident.
+        # The pod is refused, so that none is created outside of the mesh by accident. The API server prints the
+        # text.
         return _review(_VERSIONS[0], {"uid": "", **_denial(f"the AdmissionReview cannot be read: {error}")}, "?")
     version = review.get("apiVersion") if isinstance(review, dict) else None
     request = review.get("request") if isinstance(review, dict) else None
@@ -81,9 +83,10 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
 def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the environment of sidecars, and the templates for pods that name none, from a webhook's URL.
 
-    Like in Istio: pairs of names and values such as ``/cluster/east/net/west``, where ``--slash--`` in a value is
-    ``/``. A name without a value is ignored. ``cluster`` and ``net`` set variables of their own, other names are
-    converted to capitals. ``/templates/a,b`` exists only here, because two configurations can call one injector.
+    Like in Istio, a URL has pairs of names and values such as ``/cluster/east/net/west``, in which ``--slash--``
+    stands for ``/``. A name without a value is ignored. ``cluster`` and ``net`` set variables of their own, other
+    names are converted to capitals. ``/templates/a,b`` exists only here, because two configurations can call one
+    injector.
     """
     parts = [unquote(part) for part in path.split("/") if part]
     found: dict[str, str] = {}
@@ -99,7 +102,7 @@ def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def pod_name(pod: Mapping[str, Any]) -> str:
-    """Return a pod's name for logs. Pods of controllers have no name before they are stored."""
+    """Return a pod's name for logs. A controller's pod has only a prefix of its name before it is stored."""
     metadata = mapping(pod, "metadata")
     name = metadata.get("name")
     return str(name) if name else f"{metadata.get('generateName', '')}***** (name not known)"
@@ -114,7 +117,7 @@ def _review(version: str, response: Mapping[str, Any], about: str) -> Answer:
         result, about = "denied", f"{about}: {response['status']['message']}"
     else:
         result = "injected" if "patch" in response else "skipped"
-    # The request's version, because the API server refuses an answer in another version.
+    # The answer has the request's version, because the API server refuses an answer in another one.
     body = json.dumps({"apiVersion": version, "kind": "AdmissionReview", "response": response}).encode()
     return Answer(200, "application/json", body, result, about)
 

@@ -8,19 +8,19 @@ _OPERATORS: Final = ("In", "NotIn", "Exists", "DoesNotExist")
 
 
 class BadSelector(ValueError):
-    """A text is not a selector. The error names the place."""
+    """A text is not a selector. The error names the place of the fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """One requirement of a selector."""
+    """One requirement of a label selector."""
 
     key: str
     operator: str
     values: tuple[str, ...] = ()
 
     def holds(self, labels: Mapping[str, Any]) -> bool:
-        """Return whether labels meet the requirement. A missing label is in no list of values."""
+        """Return whether labels meet the requirement. A missing label is not in any list of values."""
         match self.operator:
             case "In":
                 return labels.get(self.key) in self.values
@@ -34,8 +34,8 @@ class Requirement:
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """All of its requirements must match. A selector without requirements selects no pod here, like in Istio's
-    injector.
+    """A label selector. All of its requirements must match. Without requirements it selects no pod here, like in
+    Istio's injector.
     """
 
     requirements: tuple[Requirement, ...]
@@ -49,7 +49,7 @@ def selector(value: object, place: str) -> Selector:
     """Read a selector.
 
     Raises:
-        BadSelector: with the place of the first fault.
+        BadSelector: the selector has a fault. The error names the place of the first one.
     """
     if not isinstance(value, Mapping):
         raise BadSelector(f"{place}: must be a mapping with matchLabels or matchExpressions")

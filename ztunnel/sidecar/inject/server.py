@@ -29,14 +29,15 @@ from ztunnel.sidecar.inject.review import MAX_BODY, answer
 log = logging.getLogger(__name__)
 
 _POLL_S: Final = 1.0
-#: The API server reuses connections, and a reused connection has the certificate of its handshake. So for this
-#: long after a certificate change, each connection is closed after its response. No connection then uses the old
-#: certificate when its CA is removed.
+#: The API server reuses connections, and each one keeps the certificate of its handshake. So for this long after a
+#: certificate change, each connection is closed after its response. No connection then uses the old certificate
+#: when its CA is removed.
 _CLOSE_AFTER_ROTATION_S: Final = 60.0
 _SHUTDOWN_S: Final = 5
-#: An API server has a few connections. Beyond this number the oldest that is not in a request is closed.
+#: The most connections. An API server needs a few. Beyond this number, the oldest connection without a request in
+#: progress is closed.
 _CONNECTIONS: Final = 256
-#: The time limit for a connection to send a whole request, twice that of the API server's own limit.
+#: The time limit for sending a whole request: twice the API server's own limit.
 _PATIENCE_S: Final = 10.0
 
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -56,7 +57,7 @@ class InjectServer:
         key: PEM.
         config: the configuration's file. None uses the defaults.
         connections: the largest number of connections.
-        patience_s: a connection without a whole request for this long is closed.
+        patience_s: a connection that sends no whole request for this long is closed.
 
     Raises:
         BadCertificate, ConfigFaults, OSError: on entering.
@@ -156,12 +157,13 @@ class InjectServer:
 
     def _reload_certificate(self, context: ssl.SSLContext) -> bool:
         try:
-            # Loaded into a separate context first, because a chain that fails half-way would stay in the served
-            # context.
+            # The certificate is loaded into a separate context first, because a chain that fails half-way would
+            # change the context in use.
             self._load_certificate(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
             self._load_certificate(context)
         except OSError as error:
-            # Two files are never replaced at the same time. The next check can find both.
+            # The files of certificate and key are never replaced at the same moment. The next check can find a
+            # matching pair.
             self._faulty("certificate", _certificate_fault(self._certificate, self._key, error))
             return False
         self._rotated_s = self._clock.monotonic()
@@ -234,7 +236,7 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
     """Return uvicorn's protocol with additional limits, because any pod of the cluster can reach this port.
 
     At its own limit of connections uvicorn answers 503 to every client, and no pod of the mesh could be created.
-    At this limit, the oldest connection without a request in progress is closed instead.
+    At the limit here, the oldest connection without a request in progress is closed instead.
     """
     opened: dict[H11Protocol, None] = {}
 
@@ -244,7 +246,8 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
             self._seen: object = None
             opened[self] = None
             if len(opened) > most:
-                # Oldest first. A request in progress is left alone, because its answer takes milliseconds.
+                # The oldest connection is closed first. One with a request in progress is left alone, because its
+                # answer takes milliseconds.
                 idle = (each for each in opened if not each.busy())  # type: ignore[attr-defined]
                 next(idle, self).transport.abort()
             self._look = self.loop.call_later(patience_s, self._check)
@@ -258,7 +261,7 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
             return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
         def _check(self) -> None:
-            # No request was started since the last check, so no complete one arrived in between.
+            # No request has started since the last check, so no complete request arrived in between.
             if self.cycle is self._seen and not self.busy():
                 self.transport.abort()
                 return
@@ -269,7 +272,9 @@ def _protocol(most: int, patience_s: float) -> type[H11Protocol]:
 
 
 class _Server(uvicorn.Server):
-    """A server that leaves signals to the command. uvicorn would handle them, and raise them again at its end."""
+    """A uvicorn server that leaves signals to our command. uvicorn would handle them, and raise them again at its
+    end.
+    """
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

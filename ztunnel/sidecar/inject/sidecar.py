@@ -1,14 +1,16 @@
-"""The templates ``sidecar`` and ``sidecar-classic``: our proxy beside the application; and their undoing. Pure.
+"""The templates ``sidecar`` and ``sidecar-classic``, which add our proxy to a pod as a container, and undoing
+them. Pure.
 
 A native sidecar is an init container that keeps running (``restartPolicy: Always``): kubelet starts it before the
 user's own init containers and ends it after the application. For clusters without native sidecars,
-``sidecar-classic`` makes it the first of the containers, and its hook delays the other containers until it accepts
-connections.
+``sidecar-classic`` makes the proxy the first of the ordinary containers. The proxy's hook delays the other
+containers until it accepts connections.
 
 The added parts are recorded in ``sidecar.istio.io/status``, whose presence makes node agents leave the pod alone.
 Injecting again first removes all added parts. So a later injector or configuration replaces an earlier one, and a
-repetition has no effect. A container in the pod with the name of one of ours contains its author's changes to
-ours. It is merged over the template's container, and kept in ``proxy.istio.io/overrides`` for the next injection.
+repetition has no effect. If a container in the pod has the name of one of ours, it contains the author's changes
+to ours. It is merged over the template's container, and kept in ``proxy.istio.io/overrides`` for the next
+injection.
 
 The label ``security.istio.io/tlsMode`` is not added, because it makes a mesh's Envoys use Istio's own mTLS, which
 this proxy does not speak. Envoys reach the pod by HBONE (``networking.istio.io/tunnel``), or in plain text.
@@ -34,7 +36,7 @@ USER: Final = 1337
 READINESS_PORT: Final = 15021
 _PROMETHEUS_PORT: Final = 15090
 _TOKEN_VOLUME, _ROOT_VOLUME, _TMP_VOLUME = "istio-token", "istiod-ca-cert", "mesh-proxy-tmp"
-#: The member that identifies an element of each list when two containers are merged.
+#: For each list in a container, the member that identifies its elements when two containers are merged.
 _KEYS: Final = {
     "env": "name",
     "volumeMounts": "mountPath",
@@ -47,16 +49,16 @@ _LABEL_LENGTH: Final = 63
 
 
 class BadPod(ValueError):
-    """A pod that cannot have a sidecar as it is; the text says why."""
+    """A pod cannot have a sidecar in its present form; the text says why."""
 
 
 def is_ours(annotations: Mapping[str, Any]) -> bool:
-    """Return whether this injector wrote a pod's status, so that the injection can be undone."""
+    """Return whether this injector wrote a pod's injection status, so that it can undo the injection."""
     return _status(annotations).get("injector") == INJECTOR
 
 
 def strip(pod: dict[str, Any]) -> None:
-    """Undo an injection of ours in place. Without one this has no effect.
+    """Undo an injection of ours in place. Without such an injection this has no effect.
 
     Probes get their originals back, and the author's changes to our containers become containers again.
     """
@@ -105,8 +107,8 @@ def add(
         pod: the API's object.
         asked: the options from its annotations.
         config: the injector's.
-        variables: further environment of the proxy, which wins over the configuration's.
-        native: use a native sidecar instead of an ordinary container.
+        variables: further environment of the proxy, which overrides the configuration's.
+        native: whether to use a native sidecar instead of an ordinary container.
         workload: the owner of the pod. Empty means the owner in the pod.
 
     Raises:
@@ -138,8 +140,8 @@ def add(
     if native:
         spec["containers"], all_inits = containers, [*rules, proxy, *inits]
     else:
-        # The container with the rules comes last, because no proxy runs yet while the user's init containers need
-        # the network.
+        # The container that installs the rules comes last, because no proxy runs yet while the user's init
+        # containers need the network.
         spec["containers"], all_inits = [proxy, *containers], [*inits, *rules]
     if all_inits:
         spec["initContainers"] = all_inits
@@ -164,9 +166,9 @@ def _record(
     first: str,
     workload: str,
 ) -> None:
-    """Set the labels and annotations of an injected pod, whose own first container is ``first``."""
+    """Set the labels and annotations of an injected pod. ``first`` is the first of the pod's own containers."""
     labels = {
-        # Tunnels end in the pod; no proxy of the node captures it.
+        # Tunnels end in the pod itself, so no proxy of the node captures it.
         _TUNNEL: "http",
         _MODE: "none",
         **_canonical(mapping(metadata, "labels"), workload or _workload(metadata)),
@@ -282,10 +284,11 @@ def _proxy(
     if native:
         made["restartPolicy"] = "Always"
     elif asked.status_port:
-        # All containers get SIGTERM at once. The proxy waits, because the application can still have data to send.
+        # All containers get SIGTERM at once. The proxy waits before it ends, because the application can still
+        # have data to send.
         lifecycle["preStop"]["exec"]["command"] = [*drain, f"--wait={config.sidecar.drain_s}"]
     if not native:
-        # Kubelet starts the next container when the hook has ended.
+        # Kubelet starts the next container after this hook has ended.
         lifecycle["postStart"] = {"exec": {"command": ["ztunnel", "gate", f"--timeout={config.gate_timeout_s}"]}}
     if lifecycle:
         made["lifecycle"] = lifecycle
@@ -310,7 +313,7 @@ def _environment(
     ]
     values = {
         "PROXY_MODE": "dedicated",
-        # Kubelet substitutes the values of earlier variables.
+        # Kubelet substitutes references to variables that are defined earlier in the list.
         "PROXY_WORKLOAD_INFO": "$(POD_NAMESPACE)/$(POD_NAME)/$(SERVICE_ACCOUNT)",
         "ZTUNNEL_SIDECAR": "true",
         "XDS_ADDRESS": sidecar.xds_address,
@@ -351,7 +354,9 @@ def _volumes(config: InjectConfig) -> list[dict[str, Any]]:
 
 
 def _workload(metadata: Mapping[str, Any]) -> str:
-    """Return the name of the workload that a pod belongs to, as in Istio: it outlives pods and revisions."""
+    """Return the name of the workload that a pod belongs to, like in Istio. It stays the same for all pods and
+    revisions of the workload.
+    """
     owners = metadata.get("ownerReferences")
     listed = [each for each in owners if isinstance(each, Mapping)] if isinstance(owners, list) else []
     owner = next((each for each in listed if each.get("controller") is True), {})
@@ -365,7 +370,7 @@ def _workload(metadata: Mapping[str, Any]) -> str:
 
 
 def _canonical(labels: Mapping[str, Any], workload: str) -> dict[str, str]:
-    """Return the workload's names in metrics, derived from its labels like in Istio."""
+    """Return the names of the workload for metrics, derived from its labels like in Istio."""
     named = [labels.get(key) for key in (_CANONICAL_NAME, "app.kubernetes.io/name", "app")]
     name = next((each for each in named if isinstance(each, str) and each), workload)
     revised = [labels.get(key) for key in (_CANONICAL_REVISION, "app.kubernetes.io/version", "version")]
@@ -380,7 +385,7 @@ def _canonical(labels: Mapping[str, Any], workload: str) -> dict[str, str]:
 
 
 def _merged(made: dict[str, Any], written: Mapping[str, Any] | None, config: InjectConfig) -> dict[str, Any]:
-    """Return one of our containers, changed as the pod's author has written."""
+    """Return one of our containers with the changes that the pod's author has written."""
     if written is None:
         return made
     for name, key in _KEYS.items():
@@ -391,7 +396,7 @@ def _merged(made: dict[str, Any], written: Mapping[str, Any] | None, config: Inj
         if listed is not None and not fine:
             raise BadPod(f"container {made['name']}: {name} must be a list whose elements have a {key}")
     changes = {name: value for name, value in written.items() if not (name == "image" and value in ("auto", ""))}
-    # A null is an absent value for the API server, also in a file.
+    # Null values count as absent, like for the API server, also in a file.
     result = _over(made, changes)
     assert isinstance(result, dict)
     return result
@@ -414,7 +419,7 @@ def _over(made: Any, written: Any, name: str = "") -> Any:
 
 
 def _replaced(made: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an element of a list merged over another. A variable has either ``value`` or ``valueFrom``."""
+    """Return a list's element merged over one of ours. A variable then has either ``value`` or ``valueFrom``."""
     result: dict[str, Any] = _over(dict(made), written)
     if written.get("value") is not None:
         result.pop("valueFrom", None)
@@ -424,7 +429,7 @@ def _replaced(made: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, 
 
 
 def _ids(proxy: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the proxy's user and group, for rules to match.
+    """Return the proxy's user and group, which the rules match.
 
     Raises:
         BadPod: the user or group is root, so the rules would not capture any process of root.
@@ -443,7 +448,9 @@ def _ids(proxy: Mapping[str, Any]) -> tuple[int, int]:
 def _id_warnings(
     spec: Mapping[str, Any], containers: Sequence[Mapping[str, Any]], user: int, group: int
 ) -> list[str]:
-    """Return a line for each container that the rules take for the proxy."""
+    """Return a warning for each container that runs as the proxy's user or group, so that the rules do not capture
+    it.
+    """
     found = []
     for each in containers:
         context = dict(mapping(spec, "securityContext"))
@@ -470,7 +477,7 @@ def _object(holder: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def ensured(holder: dict[str, Any], name: str, place: str = "") -> dict[str, Any]:
-    """Return a mapping inside an object. If it is absent or null, an empty one is added.
+    """Return a mapping inside an object. If it is absent or null, add an empty one.
 
     Raises:
         BadPod: it has another type.
@@ -498,7 +505,7 @@ def _listed(spec: Mapping[str, Any], kind: str) -> list[dict[str, Any]]:
 
 
 def _added(spec: dict[str, Any], kind: str, wanted: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Add the elements whose names do not exist yet, and return their names."""
+    """Add the elements whose names are not in the list yet, and return their names."""
     if spec.get(kind) is not None and not isinstance(spec[kind], list):
         raise BadPod(f"spec.{kind}: must be a list")
     there = [each.get("name") for each in _listed(spec, kind)]
@@ -509,7 +516,7 @@ def _added(spec: dict[str, Any], kind: str, wanted: Sequence[Mapping[str, Any]])
 
 
 def _set(metadata: dict[str, Any], kind: str, wanted: Mapping[str, str]) -> list[str]:
-    """Set labels or annotations that the pod does not have, and return their names."""
+    """Set labels or annotations that the pod does not have yet, and return their names."""
     found = ensured(metadata, kind, f"metadata.{kind}")
     new = [name for name in wanted if name not in found]
     found.update({name: wanted[name] for name in new})

@@ -2,8 +2,8 @@
 
 For sidecars there are Istio's four entries: a namespace or a pod requests injection by ``istio.io/rev``, for one
 revision of the injector, or by ``istio-injection`` and ``sidecar.istio.io/inject``, for the default one. A
-revision tag is a separate configuration that maps another name to a revision. For the template ``ambient`` two
-entries follow ``istio.io/dataplane-mode``. The path of the URL selects the template of a pod that names none.
+revision tag is a separate configuration that maps another name to a revision. For the template ``ambient``, two
+entries select by ``istio.io/dataplane-mode``. The path of the URL selects the template of a pod that names none.
 
 API servers call configurations in the order of their names. The webhooks for sidecars come after the gate's, so a
 pod selected by both gets a sidecar: the later injection removes the gate.
@@ -26,27 +26,27 @@ Requirement = dict[str, Any]
 
 
 def sidecar_name(revision: str) -> str:
-    """Return the name of a revision's configuration."""
+    """Return the name of the webhook configuration of a revision."""
     return "ztunnel-sidecar-injector" if revision == DEFAULT else f"ztunnel-sidecar-injector-{revision}"
 
 
 def sidecars(
     revision: str, service: str, namespace: str, *, template: str = "sidecar", every_namespace: bool = False
 ) -> dict[str, Any]:
-    """Return the configuration for pods that request a sidecar.
+    """Return the webhook configuration for pods that request a sidecar.
 
     Args:
         revision: the injector's revision. ``default`` also serves pods that name none.
         service, namespace: the injector's Service and namespace.
         template: the template of pods that name none.
-        every_namespace: include unlabelled namespaces, except for system namespaces.
+        every_namespace: whether to include unlabelled namespaces, except for system namespaces.
     """
     return _configuration(sidecar_name(revision), revision, service, namespace, template, every_namespace)
 
 
 def tag(name: str, revision: str, service: str, namespace: str, *, template: str = "sidecar") -> dict[str, Any]:
-    """Return the configuration of a revision tag: the revision's injector also serves pods that request
-    ``name``.
+    """Return the webhook configuration of a revision tag. With it, the revision's injector also serves pods that
+    request ``name``.
     """
     made = _configuration(f"ztunnel-revision-tag-{name}", name, service, namespace, template, False)
     made["metadata"]["labels"] = {"istio.io/rev": revision, "istio.io/tag": name}
@@ -54,7 +54,7 @@ def tag(name: str, revision: str, service: str, namespace: str, *, template: str
 
 
 def ambient(service: str, namespace: str) -> dict[str, Any]:
-    """Return the configuration for pods of an ambient mesh, which get the gate."""
+    """Return the webhook configuration for pods of an ambient mesh, which get the gate."""
     entries = [
         _entry(
             "namespace",
@@ -118,7 +118,7 @@ def _entry(
     service: str,
     namespace: str,
 ) -> dict[str, Any]:
-    # The injector's own pods must start while no injector answers.
+    # The injector's own pods are excluded, because they must start while no injector answers.
     system = _not_in("kubernetes.io/metadata.name", *dict.fromkeys((*SYSTEM_NAMESPACES, namespace)))
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
     return {
@@ -128,7 +128,8 @@ def _entry(
         "admissionReviewVersions": ["v1"],
         "sideEffects": "None",
         "timeoutSeconds": _TIMEOUT_S,
-        # This only affects pods that requested injection, which would otherwise send traffic outside the mesh.
+        # A failing webhook only blocks pods that requested injection. Without it they would send traffic outside
+        # the mesh.
         "failurePolicy": "Fail",
         "reinvocationPolicy": "Never",
         "namespaceSelector": {"matchExpressions": [*of_namespace, system]},

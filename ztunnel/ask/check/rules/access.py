@@ -1,4 +1,4 @@
-"""Access to the cluster, and its deployed workloads. Pure."""
+"""Checks access to the cluster, and the workloads deployed for the mesh. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Ob
 #: the minor version that the tests use.
 LEAST_MINOR: Final = 28
 TESTED_MINOR: Final = 32
-#: The longest normal rollout, in which each node's connections drain for minutes. A pod blocks a longer one.
+#: A normal rollout is shorter than this, although each node's connections drain for minutes. A longer one is stuck
+#: at a pod.
 _ROLLOUT_S: Final = 600.0
 _WEBHOOK_WARN_S: Final = 7 * 86400.0
 
@@ -144,7 +145,7 @@ def proxy_versions(facts: Facts) -> Iterator[Finding]:
         if (tag := _tag_minor(each)) is not None
     }
     for node, minor in minors.items() if planes else ():
-        # With several revisions, a proxy is upgraded after its own one.
+        # With several revisions of istiod, a proxy is upgraded after the istiod of its own revision.
         nearest = min(planes, key=lambda plane: abs(plane - minor))
         apart = abs(minor - nearest)
         if apart > 1:
@@ -166,7 +167,7 @@ def _few(names: list[str], most: int = 5) -> str:
 
 
 def webhooks(facts: Facts) -> Iterator[Finding]:
-    """Check the injector's registration."""
+    """Check the registration of our injector: the webhook's CA certificate and failure policy."""
     found = False
     for item in facts.listed("MutatingWebhookConfiguration"):
         name = o.key(item)[1]
@@ -190,7 +191,7 @@ def _webhook(facts: Facts, about: str, hook: Mapping[str, Any]) -> Iterator[Find
         if not held:
             yield error("it has no CA bundle: the API server cannot call it", about)
     if held:
-        # During a rotation the bundle also has the previous certificate, which can have ended already.
+        # During a rotation the bundle also has the previous certificate, which can be expired already.
         certificate = max(held, key=lambda each: each.not_valid_after_utc)
         left_s = certificate.not_valid_after_utc.timestamp() - facts.now_s
         ends = f"{certificate.not_valid_after_utc:%Y-%m-%d}"

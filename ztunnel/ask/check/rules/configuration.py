@@ -47,8 +47,9 @@ def refused(facts: Facts) -> Iterator[Finding]:
 
 
 def same_mesh(facts: Facts) -> Iterator[Finding]:
-    """Check whether all proxies have the same mesh: by hashes if all proxies are ours, else by counts in their
-    dumps."""
+    """Check whether all proxies have the same mesh: by hashes if all of them are ours, otherwise by counts in
+    their dumps.
+    """
     _not_on_demand(facts)
     ours = all(node.check is not None for node in facts.nodes.values() if node.dump is not None)
     for kind in _KINDS:
@@ -71,13 +72,15 @@ def same_mesh(facts: Facts) -> Iterator[Finding]:
 
 
 def _not_on_demand(facts: Facts) -> None:
-    """Raise :class:`NotGathered` if proxies load XDS resources on demand, because each has only a part then."""
+    """Raise :class:`NotGathered` if proxies load XDS resources on demand, because then each has only part of the
+    mesh.
+    """
     if any((dump.get("config") or {}).get("xdsOnDemand") for _, dump in facts.dumps()):
         raise NotGathered("proxies hold what they need only (XDS on demand)")
 
 
 def capture(facts: Facts) -> Iterator[Finding]:
-    """Check whether pods marked as captured are captured, and report what node agents found."""
+    """Check whether pods marked as captured are captured, and report the findings of the node agents."""
     claims: dict[str, set[tuple[str, str]]] = {}
     for pod in o.captured(facts):
         if o.annotated(pod).get(o.REDIRECTION) == "enabled":
@@ -109,8 +112,7 @@ def _up(dump: Mapping[str, Any]) -> set[tuple[str, str]]:
 
 
 def references(facts: Facts) -> Iterator[Finding]:
-    """Check in the dump of one proxy whether the policies, waypoints and gateways exist that its workloads
-    name."""
+    """Check in one proxy's dump whether the policies, waypoints and gateways exist that the workloads refer to."""
     _not_on_demand(facts)
     node, dump = next(iter(facts.dumps()))
     policies = {f"{each.get('namespace')}/{each.get('name')}" for each in dump.get("policies") or ()}

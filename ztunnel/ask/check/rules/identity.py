@@ -16,14 +16,15 @@ from ztunnel.ask.check.rules.objects import seconds_of
 
 #: The audience of the tokens that istiod accepts.
 _AUDIENCE: Final = "istio-ca"
-#: Renewal is due at half of a certificate's lifetime. Below this remaining fraction it has failed repeatedly.
+#: A proxy renews a certificate after half its lifetime. Below this remaining fraction, renewal has failed
+#: repeatedly.
 _LEFT: Final = 0.4
 _ROOT_WARN_S: Final = 60 * 86400.0
 _ROOT_S: Final = 7 * 86400.0
 
 
 def certificates(facts: Facts) -> Iterator[Finding]:
-    """Check the state of each identity, and how much of its certificate's lifetime remains."""
+    """Check the state of each identity's certificate, and how much of its lifetime remains."""
     for node, dump in facts.dumps():
         for each in dump.get("certificates") or ():
             identity, state = str(each.get("identity")), str(each.get("state"))
@@ -47,8 +48,8 @@ def _share_left(entry: Mapping[str, Any], now_s: float) -> float | None:
 
 
 def authorities(facts: Facts) -> Iterator[Finding]:
-    """Check intermediate and root certificates, each once."""
-    # Different authorities can use the same serial number; 0 and 1 are common.
+    """Check each intermediate and root certificate of the mesh once."""
+    # Serial numbers alone do not identify certificates: authorities can use the same one, commonly 0 or 1.
     seen: dict[tuple[str, str, str], list[str]] = {}
     for node, dump in facts.dumps():
         for each in dump.get("certificates") or ():
@@ -70,7 +71,7 @@ def authorities(facts: Facts) -> Iterator[Finding]:
 
 
 def trust(facts: Facts) -> Iterator[Finding]:
-    """Check whether each node's leaf verifies at the other nodes, and whether all have the same roots."""
+    """Check whether other nodes trust each node's leaf certificate, and whether all nodes have the same roots."""
     roots: dict[str, dict[bytes, x509.Certificate]] = {}
     chains: dict[str, list[x509.Certificate]] = {}
     for node, dump in facts.dumps():
@@ -126,7 +127,7 @@ def _certificate(entry: Mapping[str, Any]) -> x509.Certificate | None:
 
 
 def _verifies(chain: list[x509.Certificate], roots: Any) -> bool:
-    """Return whether a root has issued the last certificate of a chain, or is that certificate."""
+    """Return whether a root has issued the last certificate of a chain, or is itself that certificate."""
     top = chain[-1]
     for root in roots:
         if root == top:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, error, warning
 
-#: Bits of CapEff (capabilities(7)) that each process needs; deploy/helm explains each.
+#: The bits of CapEff (capabilities(7)) that each process needs. deploy/helm explains each bit.
 NEEDED: Final = {
     "proxy": {"NET_ADMIN": 12, "NET_RAW": 13, "SYS_ADMIN": 21},
     "agent": {"NET_ADMIN": 12, "SYS_ADMIN": 21, "SYS_PTRACE": 19, "DAC_OVERRIDE": 1},
@@ -19,7 +19,7 @@ _STRICT: Final = 1
 
 
 def pod_rules(facts: Facts) -> Iterator[Finding]:
-    """Check whether a pod's rules could be applied in a temporary network namespace."""
+    """Check whether the kernel accepted a pod's rules in a temporary network namespace."""
     for node, agent in facts.agents():
         if agent.get("rulesRefused"):
             yield error(f"the kernel refuses the rules of a pod: {agent['rulesRefused']}", node=node)
@@ -38,14 +38,16 @@ def capabilities(facts: Facts) -> Iterator[Finding]:
 
 
 def control_groups(facts: Facts) -> Iterator[Finding]:
-    """Check the version of control groups."""
+    """Check whether the node has version 1 of control groups, which reports no memory pressure."""
     for node, who, kernel in facts.kernels():
         if who == "agent" and kernel.get("cgroupVersion") == 1:
             yield warning("control groups are of version 1: there is no memory pressure", node=node)
 
 
 def reverse_path(facts: Facts) -> Iterator[Finding]:
-    """Check the reverse path filter (rp_filter): packets from the proxy to a pod return by ``lo``."""
+    """Check the reverse path filter (rp_filter). Packets from the proxy to a pod return by ``lo``, so a strict one
+    would drop them.
+    """
     for node, who, kernel in facts.kernels():
         values: Mapping[str, int] = kernel.get("rpFilter") or {}
         if max(values.get("all", 0), values.get("lo", 0)) == _STRICT:
@@ -74,7 +76,7 @@ def connection_tracking(facts: Facts) -> Iterator[Finding]:
 
 
 def local_ports(facts: Facts) -> Iterator[Finding]:
-    """Check the range of local ports, and how many ports a pod uses toward one target."""
+    """Check the range of local ports, and how many of them a pod uses for connections to one target."""
     found = False
     for node, check in facts.checks():
         found = True
@@ -116,7 +118,7 @@ def _ports(text: str) -> set[int]:
 
 
 def limits(facts: Facts) -> Iterator[Finding]:
-    """Compare descriptors, memory and throttled periods of each process with their limits."""
+    """Compare each process's descriptors, memory and throttled CPU periods with their limits."""
     for node, who, kernel in facts.kernels():
         process = kernel.get("process") or {}
         for name, used, limit in (

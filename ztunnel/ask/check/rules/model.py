@@ -1,4 +1,5 @@
-"""Defines checks as values: each has an id, a remedy and a pure function from gathered facts to findings. Pure.
+"""Defines checks as values: each has an id, a remedy, and a pure function that derives findings from gathered
+facts. Pure.
 
 An id is never reused. If a check needs a fact that could not be gathered, it raises :class:`NotGathered` and is
 reported as skipped, with the reason.
@@ -61,12 +62,12 @@ class NodeFacts:
     """The facts from a node's proxy and agent.
 
     Attributes:
-        dump: ``/config_dump`` of a proxy in an Istio mesh, ours or the Rust ztunnel's.
-        check: ``/check`` of our proxy. ``None`` for the Rust ztunnel.
+        dump: the page ``/config_dump`` of a proxy in an Istio mesh, ours or the Rust ztunnel's.
+        check: the page ``/check`` of our proxy. ``None`` for the Rust ztunnel.
         clock_s: how far the proxy's clock is ahead of this machine's, at the middle of the request.
         reached: the attempts to reach other nodes and gateways, each with place, address, port, seconds and error.
-        agent: ``/check`` of our node agent.
-        audit: ``/audit`` of our node agent.
+        agent: the page ``/check`` of our node agent.
+        audit: the page ``/audit`` of our node agent.
     """
 
     dump: Mapping[str, Any] | None = None
@@ -84,15 +85,16 @@ class Facts:
     Attributes:
         now_s: Unix time.
         cluster_error: why the API server does not answer. Empty if it does.
-        cluster_asked: the API server was queried, or could have been.
-        version: the API server's version, its ``/version``.
-        clock_s: the difference of the API server's clock from this machine's.
-        objects: the objects by kind. A text is the reason why they are unknown.
-        access: verbs that checks need, such as ``list pods``, and whether they are allowed.
+        cluster_asked: whether an API server was queried, even without an answer. False with ``--no-cluster``, and
+            for a saved dump.
+        version: the body of the API server's ``/version``.
+        clock_s: how far the API server's clock is ahead of this machine's, in seconds.
+        objects: the objects by kind, or a text that says why a kind's objects are unknown.
+        access: whether each permission that checks need is granted, by verb and resource, such as ``list pods``.
         nodes: the facts by node.
         silent: nodes with a proxy that does not answer, and why.
         no_nodes: the reason why no proxy was queried. Empty if at least one was.
-        selected: the user's choice does not cover all nodes.
+        selected: whether the flags select only some of the nodes.
     """
 
     now_s: float
@@ -173,14 +175,14 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """A check.
+    """A check: a question about the cluster, and a function that answers it.
 
     Attributes:
-        id: such as ``NET3``.
-        asks: the question that the check answers.
-        remedy: the advice about its findings.
-        judge: yields findings; without any, the check is ok.
-        before: it applies before installation.
+        id: the check's id, such as ``NET3``.
+        asks: the question, as the output shows it.
+        remedy: what to do about a finding.
+        judge: yields findings. If there are none, the result is ok.
+        before: whether the check also makes sense before installation.
     """
 
     id: str
@@ -196,7 +198,7 @@ class Check:
 
 
 class CheckResult(Item, frozen=True, kw_only=True):
-    """A finding of a check, or a check that is ok or skipped. ``reference`` is its anchor in docs/check.md."""
+    """One result of a check: a finding, ok or skipped. ``reference`` is the check's anchor in docs/check.md."""
 
     id: str
     category: str
@@ -226,7 +228,7 @@ CHECK_RESULT: Final[Kind[CheckResult]] = Kind(
 
 
 def run(checks: Iterable[Check], facts: Facts) -> list[CheckResult]:
-    """Return the results of checks, in their order. A check that is skipped keeps what it has found before."""
+    """Return the results of checks, in their order. A check that is skipped halfway keeps its findings so far."""
     results: list[CheckResult] = []
     for check in checks:
         findings: list[Finding] = []

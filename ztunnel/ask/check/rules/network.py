@@ -11,11 +11,11 @@ from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, er
 _SLOW_S: Final = 0.1
 _SKEW_WARN_S: Final = 5.0
 _SKEW_S: Final = 60.0
-#: Ports of the proxy in the network of each captured pod.
+#: The proxy's ports in the network namespace of each captured pod.
 _IN_PODS: Final = frozenset({15001, 15006, 15008, 15053})
 #: Ports of the proxy itself: admin, metrics, readiness.
 _ON_NODES: Final = frozenset({15000, 15020, 15021})
-#: Containers of other meshes that redirect a pod's traffic to a sidecar proxy.
+#: Names of containers by which other meshes redirect a pod's traffic to a sidecar proxy.
 _OTHER_MESHES: Final = {"linkerd-proxy": "Linkerd", "consul-dataplane": "Consul", "kuma-sidecar": "Kuma"}
 _PLUGIN: Final = "ztunnel-cni"
 
@@ -36,7 +36,7 @@ def tunnels_between_nodes(facts: Facts) -> Iterator[Finding]:
 
 
 def large_packets(facts: Facts) -> Iterator[Finding]:
-    """Check whether a first message of 12 KiB arrived at port 15008, if a small one did."""
+    """Check whether a first message of 12 KiB arrived at port 15008 wherever a small one did."""
     tried = 0
     for node, found in facts.nodes.items():
         for each in found.reached:
@@ -114,7 +114,7 @@ def plugins(facts: Facts) -> Iterator[Finding]:
 
 
 def probes(facts: Facts) -> Iterator[Finding]:
-    """Check the table for kubelet's probes, and find other data planes on the node, which can drop probes."""
+    """Check each node's nftables table for kubelet's probes, and find other data planes, which can drop probes."""
     for node, agent in facts.agents():
         state = agent.get("probes") or {}
         if state.get("fault"):

@@ -11,7 +11,7 @@ from ztunnel.ask.check.rules.model import Facts, Object
 #: Labels and annotations of ambient mode on namespaces and pods.
 MODE: Final = "istio.io/dataplane-mode"
 REDIRECTION: Final = "ambient.istio.io/redirection"
-#: A node's label and a pod's node selector.
+#: The label of a node's operating system, which a pod's node selector can require.
 SYSTEM: Final = "kubernetes.io/os"
 USE_WAYPOINT: Final = "istio.io/use-waypoint"
 USE_WAYPOINT_NAMESPACE: Final = "istio.io/use-waypoint-namespace"
@@ -57,7 +57,7 @@ def status(item: Object) -> Mapping[str, Any]:
 
 
 def seconds_of(time: object) -> float | None:
-    """Return the Unix time of RFC 3339, or ``None`` for another text."""
+    """Return a text in RFC 3339 as Unix time, or ``None`` if it has another form."""
     try:
         return datetime.fromisoformat(str(time)).timestamp()
     except ValueError:
@@ -100,7 +100,7 @@ def root_namespaces(facts: Facts) -> set[str]:
 
 
 def captured(facts: Facts) -> Iterator[Object]:
-    """Yield the running pods that labels put into the mesh: their own label, or the one of their namespace."""
+    """Yield the running pods that a label puts into the mesh: the pod's own, or that of its namespace."""
     ambient = ambient_namespaces(facts)
     for pod in facts.listed("Pod"):
         mode = labels(pod).get(MODE)
@@ -111,7 +111,7 @@ def captured(facts: Facts) -> Iterator[Object]:
 
 
 def needs_other_system(pod: Object) -> bool:
-    """Return whether a pod requires another operating system than Linux, by its ``os`` or its node selector."""
+    """Return whether a pod requires an operating system other than Linux, by its ``os`` or its node selector."""
     named = (spec(pod).get("os") or {}).get("name") or (spec(pod).get("nodeSelector") or {}).get(SYSTEM)
     return named not in (None, "", "linux")
 
@@ -123,7 +123,9 @@ def is_injected(pod: Object) -> bool:
 
 
 def selects(selector: Mapping[str, Any] | None, has: Mapping[str, str]) -> bool:
-    """Return whether a label selector selects labels. ``None`` and an empty one select all."""
+    """Return whether a label selector selects an object with these labels. ``None`` and an empty selector select
+    all.
+    """
     if not selector:
         return True
     if any(has.get(name) != value for name, value in (selector.get("matchLabels") or {}).items()):

@@ -1,4 +1,4 @@
-"""Finds policies, as written and as delivered, without the effect that their authors expect. Pure."""
+"""Finds policies, in the cluster or in proxies, that do not have the effect that their authors expect. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Ob
 from ztunnel.policy.effect import without_effect
 
 HBONE_PORT: Final = 15008
-#: The source addresses of kubelet's probes, as pods of the mesh see them, by version of IP (tproxy/inpod.py).
+#: The source addresses of kubelet's probes as captured pods see them, by IP version (tproxy/inpod.py).
 PROBES: Final = {
     4: ipaddress.ip_address("169.254.7.127"),
     6: ipaddress.ip_address("fd16:9254:7127:1337:ffff:ffff:ffff:ffff"),
@@ -19,7 +19,7 @@ PROBES: Final = {
 _HOUR_S: Final = 3600.0
 _HTTP_OPERATION: Final = ("hosts", "notHosts", "methods", "notMethods", "paths", "notPaths")
 _HTTP_SOURCE: Final = ("requestPrincipals", "notRequestPrincipals", "remoteIpBlocks", "notRemoteIpBlocks")
-#: Keys of conditions that a node proxy supports.
+#: The AuthorizationPolicy condition keys that a node proxy supports.
 _KEYS: Final = (
     "source.ip",
     "source.namespace",
@@ -31,7 +31,7 @@ _KEYS: Final = (
 
 
 def at_node(facts: Facts) -> Iterator[Object]:
-    """Yield the AuthorizationPolicies that node proxies enforce: those without ``targetRefs``."""
+    """Yield the AuthorizationPolicies that node proxies enforce, which are those without ``targetRefs``."""
     for item in facts.listed("AuthorizationPolicy"):
         if not o.spec(item).get("targetRefs") and not o.spec(item).get("targetRef"):
             yield item
@@ -43,7 +43,7 @@ def action(item: Object) -> str:
 
 
 def rules(item: Object) -> Sequence[Mapping[str, Any]]:
-    """Return the rules of a policy, none for an absent list."""
+    """Return the rules of a policy. An absent list has no rules."""
     return o.spec(item).get("rules") or ()
 
 
@@ -63,7 +63,7 @@ def layer_7(facts: Facts) -> Iterator[Finding]:
 
 
 def _layers(rule: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether a rule has attributes that node proxies know, and whether it has others."""
+    """Return whether a rule uses attributes that node proxies know, and whether it uses others."""
     low = high = False
     for entry in rule.get("from") or ():
         source = entry.get("source") or {}
@@ -157,7 +157,9 @@ def _ports(item: Object) -> set[str]:
 
 
 def _undeclared(facts: Facts, item: Object, ports: set[str]) -> Iterator[Finding]:
-    """Yield a port that no selected pod declares, if every pod declares ports."""
+    """Yield a finding for each of a policy's ports that no selected pod declares, if every selected pod declares
+    ports.
+    """
     if not ports or isinstance(facts.objects.get("Pod", ""), str):
         return
     selector, namespace = o.spec(item).get("selector"), o.key(item)[0]
@@ -176,8 +178,9 @@ def _undeclared(facts: Facts, item: Object, ports: set[str]) -> Iterator[Finding
 
 
 def waypoints(facts: Facts) -> Iterator[Finding]:
-    """Check policies of pods behind a waypoint, which see the waypoint's account and address instead of the
-    client's."""
+    """Check policies of pods behind a waypoint. They see the waypoint's account and address instead of the
+    client's.
+    """
     in_front = {
         o.key(item)[1]: (o.labels(item).get(o.USE_WAYPOINT_NAMESPACE) or o.key(item)[1], name)
         for item in facts.listed("Namespace")
@@ -197,7 +200,7 @@ def waypoints(facts: Facts) -> Iterator[Finding]:
 
 
 def _lets_in(rule: Mapping[str, Any], namespace: str, account: str, *, of: str) -> bool:
-    """Return whether a rule of a policy in the namespace ``of`` admits a waypoint's account."""
+    """Return whether a rule of a policy in namespace ``of`` allows the account of a waypoint."""
     sources = [entry.get("source") or {} for entry in rule.get("from") or ()]
     if not sources:
         return True
@@ -216,7 +219,7 @@ def _lets_in(rule: Mapping[str, Any], namespace: str, account: str, *, of: str) 
 
 
 def _matches(pattern: str, text: str) -> bool:
-    """Match like Istio: a star can stand at the begin or at the end."""
+    """Match like Istio: a star can be at the start or at the end of the pattern."""
     if pattern.startswith("*"):
         return text.endswith(pattern[1:])
     return text.startswith(pattern[:-1]) if pattern.endswith("*") else text == pattern
@@ -274,7 +277,7 @@ def network_policies(facts: Facts) -> Iterator[Finding]:
         if not any(_has_port(entry, HBONE_PORT) for entry in entries):
             yield error(f"NetworkPolicy {names} does not allow TCP port 15008", about)
             continue
-        # Kubelet probes the first address of a pod.
+        # Kubelet probes a pod at the first of its addresses.
         probes = PROBES[6 if ":" in str(o.status(pod).get("podIP") or "") else 4]
         if _is_probed(pod) and not any(_allows(entry, probes) for entry in entries):
             yield warning(f"NetworkPolicy {names} does not allow probes, whose source is {probes}", about)

@@ -13,7 +13,7 @@ GATEWAY_NAME: Final = "gateway.networking.k8s.io/gateway-name"
 
 
 def waypoints(facts: Facts) -> Iterator[Finding]:
-    """Find unused waypoints, and used ones without a ready pod."""
+    """Find waypoints that are unused, and used waypoints without a ready pod."""
     gateways = [item for item in facts.listed("Gateway") if o.spec(item).get("gatewayClassName") == WAYPOINT_CLASS]
     if not gateways:
         raise NotGathered("there is no waypoint")

@@ -8,21 +8,22 @@ import json
 from typing import Any, Final
 
 TYPE: Final = "ztunnel-cni"
-#: The name of a file with our plugin alone. Container runtimes use the first file by name, so the name sorts
+#: The name of the file with our plugin alone. Container runtimes use the first file by name, and this name sorts
 #: early.
 OWNED: Final = f"02-{TYPE}.conflist"
-#: The key in our plugin's entry for the name of the network's own configuration file, which the list replaces.
+#: The key in our plugin's entry for the name of the network's original configuration file, which the list
+#: replaces.
 ORIGIN: Final = "made_from"
 #: The name and version of a list created from a plain configuration that has none. istio-cni uses the same values.
 _LIST_NAME, _LIST_VERSION = "k8s-pod-network", "0.3.1"
 
 
 class BadConfiguration(ValueError):
-    """A file is not a network configuration. The text is the reason."""
+    """A file is not a network configuration; the text is the reason."""
 
 
 class OnlyOurs(BadConfiguration):
-    """The list has no plugin of the network itself. A container runtime would load it, and no pod would start."""
+    """The list has no plugin of the network itself. If a container runtime loaded it, no pod would start."""
 
 
 def read(text: str, *, listed: bool) -> dict[str, Any]:
@@ -87,17 +88,17 @@ def origin(found: dict[str, Any]) -> str:
 
 
 def has_plugin(found: dict[str, Any]) -> bool:
-    """Return whether our entry is among the plugins."""
+    """Return whether a configuration has our entry among its plugins."""
     return len(_others(found["plugins"])) < len(found["plugins"])
 
 
 def with_plugin(found: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with our entry as the last one, in the place of any earlier entry of ours."""
+    """Return the configuration with our entry at the end, instead of any earlier entry of ours."""
     return {**found, "plugins": [*_others(found["plugins"]), entry]}
 
 
 def without_plugin(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration without our entry."""
+    """Return a configuration without our entry."""
     return {**found, "plugins": _others(found["plugins"])}
 
 

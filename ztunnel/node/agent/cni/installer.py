@@ -42,12 +42,14 @@ _OWN_ENDING: Final = f"-{TYPE}.conflist"
 _SUFFIXES: Final = (".conf", ".conflist", ".json")
 _LIST: Final = ".conflist"
 _SET_ASIDE: Final = ".cilium_bak"
-#: The first line of the program: isolated, without site packages, so that packages of the host cannot disturb it.
+#: The first line of the program on the host. Python runs in isolated mode and without site packages, so that
+#: packages of the host cannot disturb the program.
 _FIRST_LINE: Final = "#!/usr/bin/python3 -IS\n"
-#: This many rewrites in a row mean that another installer conflicts with ours.
+#: This number of rewrites in a row means that another installer conflicts with ours.
 _QUARREL: Final = 5
 _CALM_S: Final = 60.0
-#: A file can be changed, deleted, or renamed to another name or folder, as by Cilium (``cni.exclusive``).
+#: The inotify events to watch for: a file is changed, deleted, or renamed to another name or folder. (Cilium
+#: renames files, ``cni.exclusive``.)
 _EVENTS: Final = IN_MOVED_TO | IN_MOVED_FROM | IN_CLOSE_WRITE | IN_DELETE
 #: The delay after an event before a check, so that a burst of events causes one check.
 _SETTLE_S: Final = 0.05
@@ -61,7 +63,7 @@ class Installation:
         binaries: where container runtimes look for plugins, such as ``/opt/cni/bin``.
         configurations: where they look for networks, such as ``/etc/cni/net.d``.
         owned: install a separate configuration file instead of an entry in the network's file.
-        options: members of our entry, see ``plugin.py``.
+        options: members of our plugin's entry, see ``plugin.py``.
     """
 
     binaries: Path
@@ -71,12 +73,12 @@ class Installation:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """Our entry in the list of plugins."""
+        """Our plugin's entry in the list of plugins."""
         return {"type": TYPE, "name": TYPE, **self.options}
 
 
 class NoNetwork(Exception):
-    """No network is configured on this host yet, or the runtime uses a file without our plugin."""
+    """The host has no network configuration yet, or the container runtime uses a file without our plugin."""
 
 
 def install(wanted: Installation) -> list[str]:
@@ -118,7 +120,7 @@ def install(wanted: Installation) -> list[str]:
 
 
 def taken_by_runtime(folder: Path) -> Path | None:
-    """Return the file in a folder for container runtimes to use: the first by name that libcni can load."""
+    """Return the file that container runtimes use in a folder: the first by name that libcni can load."""
     for path in _candidates(folder):
         try:
             read(read_text(path), listed=path.name.endswith(_LIST))
@@ -159,7 +161,7 @@ def _plugins(path: Path) -> list[str]:
 
 
 def uninstall(wanted: Installation) -> list[str]:
-    """Take our plugin out of every configuration, then remove the program; idempotent. Returns what changed."""
+    """Take our plugin out of every configuration, then remove the program; idempotent. Return what has changed."""
     done = []
     for path in _candidates(wanted.configurations):
         if _is_own(path):
@@ -239,26 +241,27 @@ class Installer:
         return done
 
     def _moved(self, name: str | None) -> None:
-        # Our own temporary files are written and renamed, too. The check then finds no difference.
+        # The installer's own temporary files are written and renamed, too. The next check then finds no
+        # difference.
         if name is None or name == TYPE or name.endswith(_SUFFIXES):
             self._news.set()
 
 
 def _candidates(folder: Path) -> list[Path]:
-    """Return the files that a runtime would read, in its order; hidden files count."""
+    """Return the files that a container runtime would read, in the runtime's order. Hidden files count."""
     return sorted(path for path in folder.iterdir() if path.name.endswith(_SUFFIXES) and not path.is_dir())
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a file has the name of a copy made by this installer."""
+    """Return whether a file's name is that of a copy made by this installer."""
     return path.name == OWNED or path.name.endswith(_OWN_ENDING)
 
 
 def _target(wanted: Installation, path: Path) -> Path:
-    """Return the file for our plugin, given the network's file. The runtime must use it instead of that file."""
+    """Return the file for our plugin. Its name makes container runtimes use it instead of the network's file."""
     copy = wanted.configurations / OWNED
     if copy.name > path.name:
-        # "-" sorts before the "." of the network's file and its namesakes.
+        # "-" sorts before ".", so this file comes before the network's file, whatever its ending is.
         copy = path.with_name(path.name[: path.name.rfind(".")] + _OWN_ENDING)
     if wanted.owned:
         return copy
@@ -288,7 +291,7 @@ def _primary(wanted: Installation) -> tuple[Path, dict[str, Any]]:
             faults.append(f"{path.name}: {plain_reason(error)}")
             continue
         if made_from := origin(found):
-            # The network's installer can have written the plain file again, with a name after the list's.
+            # The network's installer can have written the plain file again. Its name sorts after that of our list.
             with contextlib.suppress(BadConfiguration, OSError):
                 again = path.with_name(made_from)
                 return again, read(read_text(again), listed=False)

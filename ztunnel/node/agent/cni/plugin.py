@@ -5,7 +5,8 @@ the sandbox's namespace. If the agent does not answer 200, the sandbox fails, an
 a pod of the mesh never starts outside the mesh. Pods of the excluded namespaces are not announced, so that the
 agent and its dependencies can start without it.
 
-Only the standard library, of Python 3.7 and later: this file runs on hosts, by itself, without this package.
+It uses only the standard library of Python 3.7 and later, because it runs on hosts by itself, without this
+package.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any, Mapping  # noqa: UP035 - collections.abc's cannot be sub
 
 TIMEOUT_S = 10.0
 VERSIONS = ["0.3.0", "0.3.1", "0.4.0", "1.0.0", "1.1.0"]
-#: Codes of the CNI specification: the environment, the configuration, and "try again later".
+#: Error codes of the CNI specification: for the environment, for the configuration, and for "try again later".
 BAD_ENVIRONMENT, BAD_CONFIG, TRY_AGAIN = 4, 7, 11
 
 
 class Refused(Exception):
-    """The plugin refuses a sandbox, which must then fail."""
+    """The plugin refuses a sandbox, so that creating it fails."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -99,8 +100,8 @@ def main() -> int:
             print(json.dumps({"cniVersion": version, "supportedVersions": VERSIONS}))
             return 0
         if command != "ADD":
-            # DEL, CHECK, STATUS, GC: the rules disappear with the namespace, and the API server reports deleted
-            # pods.
+            # Nothing to do for DEL, CHECK, STATUS and GC: the rules disappear with the namespace, and the API
+            # server reports deleted pods.
             return 0
         try:
             config = json.load(sys.stdin)
