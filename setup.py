@@ -1,11 +1,11 @@
-"""Pure Python, unless ``ZTUNNEL_COMPILE=1`` has mypyc compile the tunnel engine, and the steps of a connection in
-an Istio mesh, from the same source.
+"""Builds pure Python by default. With ``ZTUNNEL_COMPILE=1``, mypyc compiles the tunnel engine, and the steps of a
+connection in an Istio mesh, from the same source.
 
 ``ZTUNNEL_COMPILE=1 pip wheel --no-build-isolation .`` makes a wheel, ``make compiled`` builds in place. The C
-compiler optimises at level 3, unless ``ZTUNNEL_COMPILE_LEVEL`` has another: 0, without symbols and the warnings of
-``-Wall``, is built fastest.
-The modules that run per chunk and per tunnel are compiled. They must not wait inside ``try``
-(``hbone/aio/waits.py`` has the reason). A class that other modules subclass is declared so (``hbone/native.py``).
+compiler optimises at level 3, or at the level in ``ZTUNNEL_COMPILE_LEVEL``. Level 0 builds fastest, without
+symbols and without the warnings of ``-Wall``. The modules that run per chunk and per tunnel are compiled. They
+must not wait inside ``try`` (``hbone/aio/waits.py`` has the reason). A class with subclasses in other modules must
+be declared as such (``hbone/native.py``).
 """
 
 import gc
@@ -71,7 +71,8 @@ COMPILED = (
     "ztunnel/runtime/line_queue.py",
 )
 
-#: Packages that no compiled module imports. mypy would follow the imports of other modules and check them, too.
+#: mypy skips these packages, which no compiled module imports. Otherwise it would follow the imports of other
+#: modules and check the packages, too.
 UNCOMPILED = ("anyio", "click", "dns", "grpc", "h2", "httpx2", "lightkube", "requests", "rich", "uvicorn", "yaml")
 
 
@@ -91,13 +92,13 @@ def _mypy_options() -> list[str]:
 
 
 class BuildWithRevision(build_py):
-    """Records the commit in the package, as ``ztunnel/runtime/revision.py`` reads it.
+    """Records the commit in the package, in the form that ``ztunnel/runtime/revision.py`` reads.
 
-    It is taken from ``ZTUNNEL_REVISION``, for builds without a repository (the image's), or from git.
+    The commit comes from git, or for builds without a repository (such as the image's) from ``ZTUNNEL_REVISION``.
     """
 
     def run(self) -> None:
-        """Build, then write the record into the result."""
+        """Build the package, then write the file with the commit into the result."""
         super().run()
         revision = os.environ.get("ZTUNNEL_REVISION") or _described()
         if revision and not self.editable_mode:
@@ -105,7 +106,9 @@ class BuildWithRevision(build_py):
 
 
 def _described() -> str:
-    """Return the name of the commit here, with ``-dirty`` if files differ. Empty without git or a repository."""
+    """Return the name of the checked-out commit, with ``-dirty`` if files differ. Empty without git or a
+    repository.
+    """
     if not (Path(__file__).parent / ".git").exists():
         return ""
     described = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty"]
@@ -121,7 +124,8 @@ if __name__ == "__main__":
     if os.environ.get("ZTUNNEL_COMPILE") == "1":
         from mypyc.build import mypycify
 
-        # The name puts the shared library into the package. An editable install does not find it elsewhere.
+        # The name puts the shared library into the package, because an editable install does not find it
+        # elsewhere.
         level = os.environ.get("ZTUNNEL_COMPILE_LEVEL", "3")
         extensions = mypycify(
             [*_mypy_options(), *COMPILED],

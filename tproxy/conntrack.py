@@ -17,7 +17,8 @@ _HEADER = struct.Struct("!BBH")
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A tracked connection, with the addresses of its forwarded packets: after translation of the destination.
+    """A tracked connection. Its addresses are those of the forwarded packets, after translation of the
+    destination.
 
     Attributes:
         family: the addresses' family, ``AF_INET`` or ``AF_INET6``.
@@ -62,8 +63,8 @@ def read_flow(body: bytes) -> Flow:
         for kind in (_ORIGINAL, _ZONE, _ID)
         if kind in parts
     )
-    # The reply direction's source is the destination after translation. The original direction's source is never
-    # translated.
+    # The translated destination is the source of the reply direction. The source of the original direction is
+    # never translated.
     return Flow(body[0], original[0], reply[0], original[2], original[3], reply[3], entry, original[5])
 
 
@@ -75,7 +76,7 @@ def _tuple(payload: bytes) -> tuple[IpAddress, IpAddress, int, int, int, tuple[i
     if source is None or destination is None or len(ports.get(1, b"")) != 1:
         raise MalformedDump(payload)
     numbers = (int.from_bytes(ports.get(kind, b""), "big") for kind in (2, 3))
-    # CTA_PROTO_ICMP_TYPE and _CODE, and their ICMPv6 counterparts.
+    # 5 is CTA_PROTO_ICMP_TYPE, and 8 is CTA_PROTO_ICMPV6_TYPE. The code has the next number.
     icmp = next(
         ((ports[kind][0], ports[kind + 1][0]) for kind in (5, 8) if ports.get(kind) and ports.get(kind + 1)),
         (0, 0),

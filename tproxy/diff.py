@@ -1,4 +1,4 @@
-"""Computes the operations that change the found state into the desired one. Equal states need no operations.
+"""Computes the operations that turn the found state into the desired one. Equal states need no operations.
 
 A found resource that is not in the desired state is removed. The order of the operations keeps every intermediate
 state safe for traffic:
@@ -70,7 +70,8 @@ def diff(found: State, wanted: State) -> tuple[Operation, ...]:
     operations: list[Operation] = []
     for name, have, want in reversed(pairs):
         operations += [DeleteIpRule(name, rule) for rule in _sorted(have.rules - want.rules) if rule.mark is None]
-    # A wrong device blocks the creation of the right one, so its deletion cannot wait for step 5.
+    # If a desired device exists with wrong properties, delete it now instead of in step 5, because it blocks the
+    # creation of the right one.
     replaced = {end for pair in wanted.pairs for end in pair.ends}
     blocking = [pair for pair in stale if replaced & set(pair.ends)]
     operations += [DeletePair(pair) for pair in blocking]
@@ -100,7 +101,7 @@ def _of(state: State, name: NamespaceName) -> Namespace:
 
 
 def _without(namespace: Namespace, name: NamespaceName, stale: Iterable[VethPair]) -> Namespace:
-    """Return the namespace without the stale devices and their routes, addresses and sysctls.
+    """Return the found namespace without stale devices, and without their routes, addresses and sysctls.
 
     The kernel removes these together with the device, so the operations must not contain them.
     """
@@ -119,7 +120,8 @@ def _without(namespace: Namespace, name: NamespaceName, stale: Iterable[VethPair
 
 
 def _prepare(name: NamespaceName, have: Namespace, want: Namespace) -> Iterator[Operation]:
-    # Sysctls before "up": IPv6 duplicate address detection starts when a device comes up.
+    # Sysctls are set before devices are brought up, because IPv6 duplicate address detection starts when a device
+    # comes up.
     changed = {key: value for key, value in want.sysctls.items() if have.sysctls.get(key) != value}
     first = _not_remembered(have, want)
     if first:
@@ -213,12 +215,12 @@ def _compatible(have: Table, want: Table) -> bool:
 def _change(have: Table, want: Table) -> Iterator[NftStep]:
     """Return the steps that change one table in place.
 
-    All rules of a changed chain are rewritten. The transaction makes that invisible to packets.
+    All rules of a changed chain are rewritten. Packets never see this, because it happens in one transaction.
     """
     # References determine the order: rules are removed before the chains and sets that they refer to, and added
-    # after them. The same holds for elements of verdict maps, which refer to chains. An unchanged set keeps its
-    # other elements, so that a new member costs one element, not the whole set. Identical objects on both sides
-    # are not compared.
+    # after them. The same applies to elements of verdict maps, which refer to chains. In a changed set, only the
+    # differing elements are sent, so that a new member costs one element, not the whole set. Objects that are
+    # identical on both sides are not compared.
     where = (want.family, want.name)
     old = {chain.name: chain for chain in have.chains}
     new = {chain.name: chain for chain in want.chains}
@@ -268,7 +270,9 @@ def _sorted(rules: Iterable[IpRule]) -> list[IpRule]:
 
 
 def _sorted_routes(routes: Iterable[Route]) -> list[Route]:
-    """Return the routes, those without gateway first: the kernel refuses a gateway that no route reaches."""
+    """Sort routes. Those without a gateway come first, because the kernel refuses a gateway that no route
+    reaches.
+    """
     return sorted(
         routes,
         key=lambda route: (route.gateway is not None, route.version, route.table, str(route.destination)),

@@ -1,4 +1,4 @@
-"""The errors of :mod:`tproxy`, as types that carry what an operator needs to fix the cause.
+"""The errors of :mod:`tproxy`. Each type has the facts that an operator needs to fix the cause.
 
 ::
 
@@ -38,7 +38,7 @@ class NeedCapability(TproxyError):
 
 
 class MissingFeature(TproxyError):
-    """The kernel does not know the requested feature; usually its module is neither built in nor loaded."""
+    """The kernel does not know the requested feature. Usually the module for it is neither built in nor loaded."""
 
     def __init__(self, doing: str, modules: str) -> None:
         super().__init__(doing, modules)
@@ -75,7 +75,7 @@ class UnknownInterface(TproxyError):
 
 
 class NotOurs(TproxyError):
-    """A foreign resource occupies the place of one of ours. The foreign resource is left unchanged."""
+    """A resource of another program occupies the place of one of ours. It is left unchanged."""
 
     def __init__(self, resource: object) -> None:
         super().__init__(resource)
@@ -86,7 +86,7 @@ class NotOurs(TproxyError):
 
 
 class KernelRefused(TproxyError):
-    """The kernel refused a request; ``doing`` describes it and ``code`` is the errno."""
+    """The kernel refused a request. ``doing`` describes the request, and ``code`` is the errno."""
 
     def __init__(self, doing: str, code: int) -> None:
         super().__init__(doing, code)

@@ -2,9 +2,9 @@
 
 A rule is a tuple of these values. A dump is parsed into the same values, so comparing a found rule with the
 desired one is ``==``, without interpreting text. The kernel's definitions are in
-``include/uapi/linux/netfilter/nf_tables.h``. A load writes a register, later expressions test or store it, and a
-failed test ends the rule. The functions at the end build common sequences (``source_in(Family.IPV4,
-"mesh_pods4")``). ``render/text.py`` prints the tuples in nft's language.
+``include/uapi/linux/netfilter/nf_tables.h``. A load expression writes a register, and later expressions test or
+store its value. A failed test ends the rule. The functions at the end build common sequences
+(``source_in(Family.IPV4, "mesh_pods4")``). ``render/text.py`` prints the tuples in nft's language.
 
 Marks are in host byte order; ports, addresses and protocol numbers are in network byte order. Interface names have
 16 bytes, padded with zeros.
@@ -27,7 +27,7 @@ ALL_BITS = 0xFFFFFFFF
 
 
 class Family(IntEnum):
-    """The address family of a table, a translation or a TPROXY expression (``NFPROTO_*``)."""
+    """The address family of a table, a NAT expression or a TPROXY expression (``NFPROTO_*``)."""
 
     INET = 1
     IPV4 = 2
@@ -35,7 +35,7 @@ class Family(IntEnum):
 
 
 class MetaKey(IntEnum):
-    """The packet properties used here (``NFT_META_*``)."""
+    """The packet properties that :class:`Meta` loads or stores here (``NFT_META_*``)."""
 
     MARK = 3
     IIFNAME = 6
@@ -82,7 +82,7 @@ class VerdictCode(IntEnum):
 
 
 class NatKind(IntEnum):
-    """The address that a translation changes (``NFT_NAT_*``)."""
+    """Which address a NAT expression changes: source or destination (``NFT_NAT_*``)."""
 
     SOURCE = 0
     DESTINATION = 1
@@ -108,7 +108,7 @@ class Ct:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Load ``length`` bytes of a header."""
+    """Load ``length`` bytes of a packet's header into ``dreg``."""
 
     base: int
     offset: int
@@ -118,7 +118,7 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class Bitwise:
-    """``dreg = (sreg & mask) ^ xor``."""
+    """Compute a register bitwise: ``dreg = (sreg & mask) ^ xor``."""
 
     mask: bytes
     xor: bytes
@@ -138,9 +138,9 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """End the rule unless the register is an element of the set; ``flags`` 1 inverts.
+    """End the rule unless the register is an element of the set. ``flags`` 1 inverts this.
 
-    With ``dreg`` the set is a map, whose value is stored in that register. Register 0 takes verdicts.
+    With ``dreg``, the set is a map, and the found value is stored in this register. Register 0 takes verdicts.
     """
 
     set_name: str
@@ -167,7 +167,7 @@ class Immediate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """End the rule, perhaps with a jump."""
+    """End the rule with a verdict, for example accept, or a jump to another chain."""
 
     code: int
     chain: str = ""
@@ -175,8 +175,8 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Tproxy:
-    """Assign the packet to a transparent socket. Without an address register, this is a socket on the primary
-    local address.
+    """Assign the packet to a transparent socket (``tproxy``). Without an address register, the socket is on the
+    primary local address.
     """
 
     family: int
@@ -186,7 +186,9 @@ class Tproxy:
 
 @dataclass(frozen=True, slots=True)
 class Nat:
-    """Translate one address. For a single address, the kernel reports ``max`` equal to ``min``."""
+    """Translate the source or the destination (NAT). If the new address is not a range, the kernel reports ``max``
+    equal to ``min``.
+    """
 
     kind: int
     family: int
@@ -198,7 +200,7 @@ class Nat:
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Translate to this host, to the port in a register."""
+    """Translate the destination to this host (REDIRECT), to the port in a register."""
 
     reg_proto_min: int | None = None
     reg_proto_max: int | None = None
@@ -206,7 +208,9 @@ class Redirect:
 
 @dataclass(frozen=True, slots=True)
 class Fib:
-    """Look up the routing table; ``result`` 3 is the address type, ``flags`` 2 the destination address."""
+    """Look up the routing table (``fib``). ``result`` 3 returns the address type, and ``flags`` 2 looks up the
+    destination address.
+    """
 
     result: int
     flags: int
@@ -215,7 +219,7 @@ class Fib:
 
 @dataclass(frozen=True, slots=True)
 class SocketLookup:
-    """Find the packet's socket; key 0 loads whether it is transparent (1 byte)."""
+    """Find the packet's socket. Key 0 loads whether the socket is transparent (1 byte)."""
 
     key: int
     dreg: int = 1
@@ -248,7 +252,7 @@ Expression: TypeAlias = (
 )
 Phrase: TypeAlias = tuple[Expression, ...]
 
-#: Bits of the register that CtKey.STATE loads (``NF_CT_STATE_BIT``).
+#: Connection states: the bits of the register that CtKey.STATE loads (``NF_CT_STATE_BIT``).
 CT_INVALID, CT_ESTABLISHED, CT_RELATED, CT_NEW = 0x1, 0x2, 0x4, 0x8
 #: The register that takes a verdict (``NFT_REG_VERDICT``).
 VERDICT_REGISTER = 0
@@ -285,7 +289,7 @@ def output_interface(name: str, *, negate: bool = False) -> Phrase:
 
 
 def input_interface_like(pattern: str) -> Phrase:
-    """Match the input device like ``iptables -i``: a name, or with a final ``+`` all names that start so."""
+    """Match the input device like ``iptables -i``: a name, or a prefix followed by ``+``."""
     return (Meta(MetaKey.IIFNAME, dreg=1), Compare(_name_or_prefix(pattern)))
 
 
@@ -295,7 +299,7 @@ def output_interface_like(pattern: str) -> Phrase:
 
 
 def _name_or_prefix(pattern: str) -> bytes:
-    # A comparison with fewer bytes than the register has compares only these bytes.
+    # For a prefix, return only its bytes: a comparison with fewer bytes than the register has ignores the rest.
     prefix = pattern.removesuffix("+")
     return prefix.encode() if prefix and prefix != pattern else interface_bytes(pattern)
 
@@ -316,8 +320,8 @@ def _masked(value: int, mask: int | None, *, negate: bool) -> Phrase:
 
 
 def set_mark(value: int, mask: int | None = None) -> Phrase:
-    """Set the bits of ``mask``, or by default of ``value``, in the packet mark (``meta mark set``). Others are
-    unchanged.
+    """Set the packet mark's bits in ``mask`` (default: ``value``) to ``value`` (``meta mark set``). Other bits
+    stay unchanged.
     """
     if mask == ALL_BITS:
         return (Immediate(host_u32(value)), Meta(MetaKey.MARK, sreg=1))
@@ -340,17 +344,17 @@ def copy_ct_mark_to_mark() -> Phrase:
 
 
 def set_ct_zone(zone: int) -> Phrase:
-    """Set the conntrack zone (``ct zone set``); valid only in raw chains, before connections are tracked."""
+    """Set the conntrack zone (``ct zone set``). Valid only in raw chains, before connections are tracked."""
     return (Immediate(host_u16(zone)), Ct(CtKey.ZONE, sreg=1))
 
 
 def family_is(family: Family) -> Phrase:
-    """Match the IP version: ``meta nfproto ipv4|ipv6``; in an inet table it must precede every address."""
+    """Match the IP version: ``meta nfproto ipv4|ipv6``. In an inet table, this must precede tests of addresses."""
     return (Meta(MetaKey.NFPROTO, dreg=1), Compare(bytes((family,))))
 
 
 def protocol_is(protocol: int, *, negate: bool = False) -> Phrase:
-    """Match the transport protocol, also after IPv6 extension headers: ``meta l4proto [!=] tcp``."""
+    """Match the transport protocol, even behind IPv6 extension headers: ``meta l4proto [!=] tcp``."""
     return (Meta(MetaKey.L4PROTO, dreg=1), Compare(bytes((protocol,)), _test(negate=negate)))
 
 
@@ -389,7 +393,7 @@ def continues_unknown_connection() -> Phrase:
 
 
 def neighbour_discovery() -> Phrase:
-    """Match ICMPv6 types 133 to 137, which IPv6 needs to find neighbours (RFC 4861)."""
+    """Match ICMPv6 types 133 to 137, IPv6's neighbor discovery (RFC 4861)."""
     return (
         *protocol_is(ICMPV6),
         Payload(Base.TRANSPORT, 0, 1),
@@ -430,14 +434,16 @@ def address_in(family: Family, set_name: str, *, source: bool, negate: bool = Fa
 
 
 def verdict_by_address(family: Family, map_name: str, *, source: bool) -> Phrase:
-    """Apply the verdict that a map has for the source or destination address, if any: ``ip saddr vmap @map``."""
+    """Look up the source or destination address in a map, and apply the found verdict, if any: ``ip saddr vmap
+    @map``.
+    """
     load = _load_source(family) if source else _load_destination(family)
     return (*family_is(family), load, Lookup(map_name, dreg=VERDICT_REGISTER))
 
 
-# A concatenation fills consecutive 32-bit registers. The kernel reports the first 32-bit register of a 128-bit
-# register by the number of the latter (nft_dump_register), 1 or 2. Other registers have the number 8 plus their
-# position, so 9 is the second.
+# Register numbers of concatenations, which fill consecutive 32-bit registers. The kernel numbers a 32-bit register
+# as 8 plus its position, so 9 is the second. If it is the first in a 128-bit register, the kernel reports the
+# 128-bit register's number, such as 1 or 2 (nft_dump_register).
 
 
 def address_and_port_in(family: Family, set_name: str, *, source: bool, negate: bool = False) -> Phrase:
@@ -461,7 +467,7 @@ def addresses_in(family: Family, set_name: str) -> Phrase:
 
 
 def port_key(address: IpAddress, protocol: int, port: int) -> bytes:
-    """Return the key of a set that :func:`address_and_port_in` looks in: each field padded to four bytes."""
+    """Return a key for the sets of :func:`address_and_port_in`. Each field is padded to four bytes."""
     return address.packed + bytes((protocol, 0, 0, 0)) + port.to_bytes(2, "big") + bytes(2)
 
 
@@ -471,7 +477,7 @@ def source_port(protocol: int, port: int) -> Phrase:
 
 
 def family_of(address: IpAddress) -> Family:
-    """Return the family whose header carries ``address``."""
+    """Return the family of an address: IPv4 or IPv6."""
     return Family.IPV4 if address.version == 4 else Family.IPV6
 
 
@@ -484,13 +490,17 @@ def _load_destination(family: Family) -> Payload:
 
 
 def source_is(address: IpAddress, *, negate: bool = False) -> Phrase:
-    """Match the source: ``ip saddr [!=] address``; the other IP version never matches, negated or not."""
+    """Match the source: ``ip saddr [!=] address``. Packets of the other IP version never match, even if
+    negated.
+    """
     family = family_of(address)
     return (*family_is(family), _load_source(family), Compare(address.packed, _test(negate=negate)))
 
 
 def destination_is(address: IpAddress, *, negate: bool = False) -> Phrase:
-    """Match the destination: ``ip daddr [!=] address``; the other IP version never matches, negated or not."""
+    """Match the destination: ``ip daddr [!=] address``. Packets of the other IP version never match, even if
+    negated.
+    """
     family = family_of(address)
     return (*family_is(family), _load_destination(family), Compare(address.packed, _test(negate=negate)))
 
@@ -516,7 +526,7 @@ def group_is(group: int, *, negate: bool = False) -> Phrase:
 
 
 def tproxy_to(family: Family, port: int, address: IpAddress | None = None) -> Phrase:
-    """Assign the packet to a listener: ``tproxy ip to [address]:port``."""
+    """Assign the packet to a listening socket: ``tproxy ip to [address]:port``."""
     if address is None:
         return (Immediate(port.to_bytes(2, "big"), dreg=1), Tproxy(family, reg_port=1))
     return (
@@ -547,7 +557,7 @@ def translate_source(address: IpAddress) -> Phrase:
 
 
 def accept() -> Phrase:
-    """Accept the packet; later base chains still see it."""
+    """Accept the packet in this base chain. Later base chains still see it."""
     return (Verdict(VerdictCode.ACCEPT),)
 
 
@@ -557,15 +567,15 @@ def drop() -> Phrase:
 
 
 def goto(chain: str) -> Phrase:
-    """Evaluate another chain instead of this one's remaining rules."""
+    """Go to another chain, without returning to the remaining rules of this chain."""
     return (Verdict(VerdictCode.GOTO, chain),)
 
 
 def return_() -> Phrase:
-    """Return to the calling chain; in a base chain, apply its policy."""
+    """Return to the calling chain. In a base chain, apply the chain's policy."""
     return (Verdict(VerdictCode.RETURN),)
 
 
 def jump(chain: str) -> Phrase:
-    """Evaluate another chain, then continue."""
+    """Jump to another chain, and continue with the next rule after it returns."""
     return (Verdict(VerdictCode.JUMP, chain),)

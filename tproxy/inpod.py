@@ -115,13 +115,13 @@ class Capture:
         versions: the IP versions. Leave out 6 where ``net.ipv6.conf.lo.disable_ipv6`` is 1: REDIRECT cannot work
             there.
         dns: capture port 53, UDP and TCP.
-        inbound: capture plaintext connections to the pod; without it tunnels still arrive ("ingress mode").
-        virtual_interfaces: devices whose incoming connections, of a virtual machine for example, count as sent by
-            the pod. A final ``+`` stands for any rest, like in iptables.
+        inbound: capture plaintext connections to the pod. If false, only tunnels reach the proxy ("ingress mode").
+        virtual_interfaces: devices, for example of a virtual machine, whose incoming connections count as sent by
+            the pod. A final ``+`` makes a prefix of a name, like in iptables.
         new_connections_only: connections that are open at enrolment bypass the proxy until they end. Otherwise
             they break: conntrack treats their next packet as the first of a connection and redirects it.
         probe_sources: the node's addresses for kubelet probes, one per version, which are not captured.
-        draining: the first step of the pod's removal, see the module.
+        draining: whether this is the first step of the pod's removal; see the module's docstring.
     """
 
     versions: tuple[Version, ...] = (4, 6)
@@ -135,26 +135,26 @@ class Capture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """A captured pod that the node's kubelet can probe."""
+    """A captured pod, as the node's rules for kubelet probes need it."""
 
     uid: str
     addresses: tuple[IpAddress, ...]
 
 
 def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = PROBE_SOURCES) -> State:
-    """Return the desired resources of the node, in the namespace ``HOST``.
+    """Return the node's desired resources for kubelet probes, in the namespace ``HOST``.
 
     Args:
         pods: the captured pods of this node.
         user: the numeric user that kubelet runs as.
-        sources: the source addresses of its probes, one per IP version.
+        sources: the source addresses that probes get, one per IP version.
     """
     members = tuple(pods)
     rules = []
     sets = []
     for source in sources:
         name = f"probed_pods{source.version}"
-        # A reused address belongs to two pods while the earlier one drains, but a set has only one element per
+        # While a pod drains, its address can already belong to another pod, but a set has only one element per
         # key.
         owners = {address: member.uid for member in members for address in member.addresses}
         elements = frozenset(
@@ -172,14 +172,15 @@ def probes(pods: Iterable[Probed], user: int, sources: tuple[IpAddress, ...] = P
             *translate_source(source),
         )
         rules.append(Rule(phrase, "probes"))
-    # This precedes masquerading, like istio-cni's jump at the head of POSTROUTING.
+    # The chain's priority puts it before masquerading, like istio-cni's jump at the beginning of POSTROUTING.
     chain = _base("postrouting", rules, "nat", HookPoint.POSTROUTING, SRCNAT - 10)
     table = Table(PROBE_TABLE, Family.INET, chains=(chain,), sets=tuple(sets))
     return State({HOST: Namespace(tables=(table,))})
 
 
 def _comment(uid: str) -> str:
-    # Uids that Kubernetes generates are much shorter, but a static pod's uid is free text.
+    # The comment is cut, because the uid of a static pod is free text. Uids that Kubernetes generates are much
+    # shorter.
     return f"uid {uid}".encode("ascii", "replace")[:_COMMENT_BYTES].decode()
 
 
@@ -205,7 +206,7 @@ def _table(wanted: Capture) -> Table:
     reply = Rule((*ct_mark_is(RETURN_MARK, MASK), *copy_ct_mark_to_mark()), "its reply")
     chains = [
         _base("mangle_prerouting", [from_proxy], "filter", HookPoint.PREROUTING, MANGLE),
-        # The chain has type route, because a filter chain would set the mark too late for routing.
+        # The type is route, because packets are routed again only after a route chain has set their mark.
         _base("mangle_output", [reply], "route", HookPoint.OUTPUT, MANGLE),
         _base("nat_prerouting", _received(wanted), "nat", HookPoint.PREROUTING, DSTNAT),
         _base("nat_output", _sent(wanted), "nat", HookPoint.OUTPUT, DSTNAT),
@@ -239,8 +240,9 @@ def _received(wanted: Capture) -> list[Rule]:
             Rule((*behind, *return_()), "nothing else from there"),
         ]
     if wanted.inbound:
-        # Probes stay plain text, because kubelet has no mesh certificate. The rule precedes the redirect and
-        # matches the link-local source address that the node's table gave them, which no other host can use.
+        # Kubelet's probes are not redirected and stay plain text, because kubelet has no mesh certificate. The
+        # rule matches the link-local source address that the node's table gives to probes, and that no other host
+        # can use.
         rules += [Rule((*source_is(probe), *protocol_is(TCP), *accept()), "probe") for probe in _probes(wanted)]
         rules += [
             Rule(

@@ -125,7 +125,9 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A node and its members. An IP version is served if the node and its ztunnel both have such an address."""
+    """A node and its member pods. An IP version is captured if the node and its ztunnel both have an address of
+    it.
+    """
 
     host_addresses: tuple[IpAddress, ...]
     ztunnel_addresses: tuple[IpAddress, ...]
@@ -135,7 +137,7 @@ class Node:
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        """The IP versions that are served."""
+        """The IP versions of which the node and its ztunnel both have an address."""
         both: tuple[Version, Version] = (4, 6)
         return tuple(
             version
@@ -156,8 +158,8 @@ def node(wanted: Node) -> State:
 def member_sets(members: Iterable[Member]) -> tuple[Set, Set]:
     """Return the sets ``mesh_pods4`` and ``mesh_pods6``; the comment of an element is the pod's uid.
 
-    A set has one element per key, so a reused address, which two pods have for a short time, gets the uid of the
-    later pod.
+    A set has one element per key. If two pods have the same address for a short time, the element has the uid of
+    the later pod.
     """
     pods = {address: member.uid for member in members for address in member.addresses}
     return (
@@ -195,8 +197,9 @@ def _host_table(wanted: Node) -> Table:
         ),
         Rule(skip),
         Rule((*input_interface(veth), *set_mark(CONNECTION_SKIP_MARK)), "the ztunnel's own"),
-        # Istio matches UDP here. Matching all but TCP also delivers echo requests to member pods, while the
-        # ztunnel would drop them. ICMP errors for spoofed connections have left the chain two rules above.
+        # Istio's rule matches only UDP. This rule matches everything except TCP, so that ICMP echo requests also
+        # reach member pods, because the ztunnel would drop them. ICMP errors for connections with a foreign source
+        # have left the chain two rules above.
         Rule((*protocol_is(TCP, negate=True), *set_mark(CONNECTION_SKIP_MARK)), "only TCP is captured"),
         Rule(skip),
         *(
@@ -213,9 +216,8 @@ def _host_table(wanted: Node) -> Table:
         for address in wanted.host_addresses
         if address.version in versions
     ]
-    # An accept verdict ends this chain only, and kube-proxy's chain at the same hook would still translate.
-    # netfilter translates a connection once, so translating the destination to itself makes it skip later nat
-    # chains.
+    # The destination is translated to itself, because netfilter translates a connection only once. kube-proxy's
+    # chain at the same hook then no longer translates it. An accept verdict would end only this chain.
     keep_vip = [
         Rule((*mark_is(OUTBOUND_MARK), *keep_destination(_family(version))), "before kube-proxy")
         for version in versions
@@ -232,7 +234,7 @@ def _host_table(wanted: Node) -> Table:
             _base("prerouting", prerouting, HookPoint.PREROUTING),
             _base("forward", [Rule(jump("save"))], HookPoint.FORWARD),
             _base("input", [Rule(jump("save"))], HookPoint.INPUT),
-            # The chain has type route, because a filter chain would set the mark too late for routing.
+            # The type is route, because packets are routed again only after a route chain has set their mark.
             Chain("output", tuple(output), Hook(kind="route", point=HookPoint.OUTPUT, priority=MANGLE)),
             Chain(
                 "keepvip",

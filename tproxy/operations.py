@@ -72,7 +72,7 @@ class AddSet:
 
 @dataclass(frozen=True, slots=True)
 class DeleteSet:
-    """Delete an unreferenced set."""
+    """Delete a set that no rule refers to."""
 
     family: Family
     table: str
@@ -81,7 +81,9 @@ class DeleteSet:
 
 @dataclass(frozen=True, slots=True)
 class AddElements:
-    """Add elements, sorted by key, to a set. ``last`` and ``verdict`` describe the set's shape."""
+    """Add elements, sorted by key, to a set. Whether they have ``last`` and ``verdict`` depends on the set's
+    type.
+    """
 
     family: Family
     table: str
@@ -115,7 +117,9 @@ NftStep: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class NftTransaction:
-    """Apply all steps or none: a packet sees the rules before or the rules after."""
+    """Change nftables in one transaction: the kernel applies all steps or none, and every packet sees either the
+    old or the new rules.
+    """
 
     namespace: NamespaceName
     steps: tuple[NftStep, ...]
@@ -123,7 +127,7 @@ class NftTransaction:
 
 @dataclass(frozen=True, slots=True)
 class CreatePair:
-    """Create a veth pair; both ends are known."""
+    """Create a veth pair. Both of its ends are known."""
 
     pair: VethPair
 
@@ -212,8 +216,8 @@ class SetSysctl:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Delete values that :class:`Remember` saved. ``all`` means that no value is left and the table can be
-    deleted.
+    """Delete sysctl values that :class:`Remember` saved. ``all`` means that no saved value is left, so that the
+    memory table is deleted.
     """
 
     namespace: NamespaceName

@@ -45,7 +45,7 @@ class Packet:
 
     Attributes:
         state: the state of the packet's connection, ``CT_*``.
-        tcp_flags: a TCP packet's flags.
+        tcp_flags: the flags of a TCP packet.
         icmp_type, icmp_code: type and code of an ICMP or ICMPv6 packet.
     """
 
@@ -62,7 +62,7 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A rule that matched. The last step decided, by the rule's verdict or by the verdict of a looked-up map
+    """A rule that matched a packet. The last step decided, by the rule's verdict or by the verdict in a map
     element.
     """
 
@@ -72,7 +72,7 @@ class Step:
 
 @dataclass(slots=True)
 class Decision:
-    """Whether a packet passes all base chains, and the rules that matched."""
+    """The result for a packet: whether it passes all base chains, and which rules matched."""
 
     accepted: bool = True
     steps: list[Step] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Unreadable(Exception):
 
 
 class Interpreter:
-    """Evaluates the base chains of one table at one hook. Each set is indexed on its first look-up."""
+    """Evaluates the base chains of one nftables table at one hook. Each set is indexed when it is first used."""
 
     def __init__(self, table: Table, point: HookPoint = HookPoint.FORWARD) -> None:
         self._chains = {chain.name: chain for chain in table.chains}
@@ -111,7 +111,7 @@ class Interpreter:
         return decision
 
     def _chain(self, chain: Chain, packet: Packet, steps: list[Step], depth: int) -> Verdict | None:
-        """Return ACCEPT or DROP, or None if the chain ends without either."""
+        """Return the verdict of a chain, ACCEPT or DROP. None if the chain ends without one."""
         if depth > 16:  # NFT_JUMP_STACK_SIZE; the kernel refuses such a table
             raise Unreadable(chain.name)
         for rule in chain.rules:
@@ -164,7 +164,7 @@ class Interpreter:
 
 
 class _Index:
-    """Finds the element of a set that has a key."""
+    """An index of a set's elements, which finds the element that matches a key."""
 
     def __init__(self, item: Set) -> None:
         self.octets = item.key.octets
@@ -199,7 +199,7 @@ def _put(registers: bytearray, register: int | None, value: bytes) -> None:
 
 
 def _step(expression: Expression, registers: bytearray, packet: Packet) -> bool:
-    """Run one expression that is neither verdict nor lookup; return False if it ends the rule."""
+    """Run one expression other than a verdict or a lookup. Return False if it ends the rule."""
     match expression:
         case Meta(MetaKey.NFPROTO, dreg=int(register)):
             _put(registers, register, bytes((family_of(packet.source),)))
@@ -229,7 +229,7 @@ def _step(expression: Expression, registers: bytearray, packet: Packet) -> bool:
 
 
 def _header(packet: Packet, base: int, offset: int, length: int) -> bytes | None:
-    """Return bytes of a header, or None if the packet does not have this header."""
+    """Return the requested bytes of a packet header, or None if the packet does not have this header."""
     family = family_of(packet.source)
     if base == Base.NETWORK:
         places = {

@@ -2,9 +2,9 @@
 compared.
 
 A state covers several network namespaces, named by the caller ("host", "ztunnel"), and the veth pairs
-between them. All values are frozen, and are ordered only where the kernel's objects are. So two states are equal
-if and only if the kernel behaves in the same way for both. ``diff.py`` computes the operations from one to the
-other.
+between them. All values are frozen. They have an order only where it matters to the kernel, so two states are
+equal if and only if the kernel behaves in the same way for both. ``diff.py`` computes the operations that turn one
+state into another.
 
 Ownership is explicit: :class:`Ownership` names our nftables tables and devices, and each of our rules and routes
 carries its ``protocol`` number. Foreign resources are neither read nor touched.
@@ -44,8 +44,8 @@ RAW, MANGLE, DSTNAT, SRCNAT = -300, -150, -100, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """The place where a base chain is attached. Our chains have the policy accept. The policy ``drop`` occurs only
-    in found chains.
+    """Where and how a base chain is attached. Our own chains have the policy ``accept``. The policy ``drop``
+    occurs only in chains read from the kernel.
     """
 
     kind: ChainKind
@@ -56,7 +56,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule; the comment (at most 120 bytes of ASCII) is stored in the kernel and shown by nft."""
+    """One nftables rule. Its comment (at most 120 bytes of ASCII) is stored in the kernel and shown by nft."""
 
     phrase: Phrase
     comment: str = ""
@@ -64,7 +64,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """A chain, a base chain if it has a hook."""
+    """An nftables chain. With a hook, it is a base chain."""
 
     name: str
     rules: tuple[Rule, ...] = ()
@@ -78,7 +78,7 @@ class SetKey(IntEnum):
     IPV6_ADDRESS = 8
     PORT = 13
     INTERFACE = 41
-    # Concatenations: six bits a type. Two addresses; address, protocol (12) and port (13).
+    # Concatenations have six bits per type: two addresses, or an address, a protocol (12) and a port (13).
     IPV4_PAIR = 7 << 6 | 7
     IPV6_PAIR = 8 << 6 | 8
     IPV4_PORT = 7 << 12 | 12 << 6 | 13
@@ -86,7 +86,7 @@ class SetKey(IntEnum):
 
     @property
     def octets(self) -> int:
-        """The length of a key."""
+        """The length of a set's keys in bytes."""
         return _KEY_OCTETS[self]
 
 
@@ -107,7 +107,7 @@ class Element:
     """One member of a set.
 
     Attributes:
-        key: the register's bytes (``address.packed``). For an interval, its first key.
+        key: the bytes that a register must have, for example ``address.packed``. For an interval, the first key.
         last: an interval's last key, inclusive. For a single key in a set of intervals, the same as ``key``.
         verdict: the verdict of a verdict map for this key.
     """
@@ -123,8 +123,8 @@ class Set:
     """A named set of keys.
 
     Attributes:
-        interval: its members are intervals, which neither overlap nor touch one another.
-        verdicts: a map from keys to verdicts.
+        interval: whether the members are intervals, which neither overlap nor touch one another.
+        verdicts: whether the set is a map from keys to verdicts.
     """
 
     name: str
@@ -135,13 +135,13 @@ class Set:
 
     @property
     def shape(self) -> tuple[SetKey, bool, bool]:
-        """The attributes of a set that the kernel cannot change."""
+        """The attributes that must be equal to change a set in place, because the kernel cannot change them."""
         return (self.key, self.interval, self.verdicts)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """An nftables table with all its chains and sets. Other objects in it are unwanted."""
+    """An nftables table with all its chains and sets. The table should contain no other objects."""
 
     name: str
     family: Family = Family.INET
@@ -151,7 +151,9 @@ class Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IpRule:
-    """A policy routing rule. It looks up ``table``, or continues at priority ``goto``."""
+    """A policy routing rule: look up the routing table ``table``, or continue with the rules from priority
+    ``goto``.
+    """
 
     version: Version
     priority: int
@@ -182,14 +184,16 @@ class Route:
 
     @property
     def slot(self) -> tuple[int, IpNetwork]:
-        """The key under which the kernel keeps one route: table and destination (metrics are not used here)."""
+        """The values of which the kernel keeps only one route: table and destination (metrics are not used
+        here).
+        """
         return (self.table, self.destination)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """An address on one of our devices. IPv6 addresses skip duplicate address detection, because a pair has only
-    two ends.
+    """An address on one of our devices. IPv6 addresses skip duplicate address detection, because there is no other
+    host on a veth pair.
     """
 
     device: str
@@ -206,7 +210,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class VethPair:
-    """A veth pair. If the other end of a found device is unknown, ``right`` is None."""
+    """A veth pair. ``right`` is None if a device was found in the kernel whose other end is unknown."""
 
     left: End
     right: End | None
@@ -235,9 +239,9 @@ class SysctlKey:
 class Namespace:
     """Our resources in one network namespace.
 
-    ``remembered`` has the values that sysctls had before our change. Only found states have it. The values are
-    stored in the kernel, in an nftables table, so that any later process can restore them, even after a crash. A
-    file has a copy in case another program flushes the ruleset.
+    ``remembered`` has the values that sysctls had before we changed them. Only states read from the kernel have
+    it. The values are stored in the kernel, in an nftables table, so that any later process can restore them, even
+    after a crash. A file has a copy in case another program flushes the ruleset.
     """
 
     tables: tuple[Table, ...] = ()
@@ -251,9 +255,10 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Ownership:
-    """The names and the number that identify our resources in every namespace of a state.
+    """How our resources are recognised in every namespace of a state: by names of tables and devices, and by a
+    protocol number.
 
-    ``protocol`` goes into FRA_PROTOCOL and rtm_protocol; 162 is in no ``rt_protos`` file that we know.
+    ``protocol`` is written to FRA_PROTOCOL and rtm_protocol. We know no ``rt_protos`` file that contains 162.
     """
 
     tables: frozenset[str]
@@ -264,9 +269,9 @@ class Ownership:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Namespaces in the order of their setup, and the pairs between them.
+    """The resources of all namespaces, and the veth pairs between these.
 
-    Later namespaces lead traffic into earlier ones, so they are changed last and cleared first.
+    Namespaces are set up in this order and cleared in reverse, because later ones send traffic into earlier ones.
     """
 
     namespaces: Mapping[NamespaceName, Namespace]

@@ -61,7 +61,8 @@ from tproxy.resources import (
 )
 
 TABLE: Final = "ztunnel_sidecar"
-#: The source addresses of the proxy's connections to the application. The IPv6 address must be put on ``lo``.
+#: The source addresses of the proxy's connections to the application. The IPv6 address must be added to the device
+#: ``lo``.
 PASSTHROUGH: Final[dict[Version, IpAddress]] = {4: IPv4Address("127.0.0.6"), 6: IPv6Address("::6")}
 USER: Final = 1337
 LOOPBACK4: Final = IPv4Network("127.0.0.1/32")
@@ -79,9 +80,9 @@ class Sidecar:
         versions: the IP versions. Leave out 6 where ``net.ipv6.conf.lo.disable_ipv6`` is 1.
         outbound_port, inbound_port, tunnel_port: the proxy's listening ports.
         users, groups: the users and groups of the proxy. Packets that they send are not captured.
-        include_networks: destinations that are captured; ``None``: all.
+        include_networks: destination networks that are captured. ``None`` means all.
         exclude_networks: destination networks that are not captured.
-        include_inbound: ports of the pod whose connections are captured; ``None``: all.
+        include_inbound: ports of the pod whose connections are captured. ``None`` means all.
         exclude_inbound: ports that are not captured although ``include_inbound`` is ``None``.
         include_outbound: destination ports that are captured even outside ``include_networks``.
         exclude_outbound: ports that are never captured.
@@ -91,7 +92,7 @@ class Sidecar:
         except_groups: packets that these groups send are not captured.
         loopback4: IPv4 destinations that are the pod's own loopback.
         dns: capture port 53, UDP and TCP.
-        dns_servers: only queries to these servers are captured; ``None``: to any server.
+        dns_servers: only queries to these servers are captured. ``None`` means any server.
         drop_invalid: drop packets that conntrack cannot assign to a connection. Otherwise the application's kernel
             answers them with a reset.
     """
@@ -118,12 +119,12 @@ class Sidecar:
     drop_invalid: bool = False
 
 
-# The conditions of a step. All must match.
+# The tests of a step: all of them must match a packet.
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The packet arrives by (or leaves by) this device. A final ``+`` stands for any rest, like in iptables."""
+    """The packet enters (or leaves) by this device. A final ``+`` makes a prefix of the name, like in iptables."""
 
     name: str
     incoming: bool
@@ -147,8 +148,8 @@ class Networks:
 
     Attributes:
         name: the set's name, without the IP version.
-        networks: networks of both IP versions. Packets of an IP version without networks never match, or if
-            negated, always.
+        networks: networks of both IP versions. If an IP version has no networks, its packets never match, or if
+            negated, always match.
     """
 
     name: str
@@ -174,7 +175,7 @@ class Invalid:
 Test: TypeAlias = Device | Transport | Networks | Owner | Invalid
 
 
-# The actions of a step.
+# The possible actions of a step.
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +185,14 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Translate the destination to this port of the pod."""
+    """Redirect the connection to this port of the pod."""
 
     port: int
 
 
 @dataclass(frozen=True, slots=True)
 class Zone:
-    """Track the connection in a separate conntrack zone, and continue."""
+    """Track the connection in a separate conntrack zone, and continue with the next step."""
 
     number: int
 
@@ -206,7 +207,7 @@ Deed: TypeAlias = Pass | Redirect | Zone | Drop
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One rule: if every test holds, the action is executed. ``why`` is the rule's comment."""
+    """One rule: if all tests match, the action is executed. ``why`` is the rule's comment."""
 
     tests: tuple[Test, ...]
     deed: Deed
@@ -218,7 +219,7 @@ class StepChain:
     """The steps at one hook. The first matching step with a final action decides.
 
     Attributes:
-        table: iptables' table, ``nat``, ``mangle`` or ``raw``.
+        table: the table in iptables' terms: ``nat``, ``mangle`` or ``raw``.
         incoming: whether the hook is PREROUTING; otherwise it is OUTPUT.
     """
 
@@ -279,8 +280,8 @@ def _sent(wanted: Sidecar) -> Iterator[Step]:
         *(Owner(user) for user in wanted.users),
         *(Owner(group, group=True) for group in wanted.groups),
     )
-    # If the application calls a service whose endpoint is this pod, the proxy's connection to the pod's address is
-    # redirected like one from another host. Tunnels have their own port, and DNS its own rule.
+    # If the application calls a service whose endpoint is this pod, the proxy connects to the pod's address. This
+    # connection is redirected like one from another host. Tunnels have their own port, and DNS has its own rule.
     itself = Transport(TCP, (wanted.tunnel_port, *((_DNS,) if wanted.dns else ())), negate=True)
     for owner in owners:
         yield Step((inside, outside, itself, owner), Redirect(wanted.inbound_port), "the pod calls itself")
@@ -296,7 +297,8 @@ def _sent(wanted: Sidecar) -> Iterator[Step]:
     for group in wanted.except_groups:
         yield Step((Owner(group, group=True),), Pass(), "excluded group")
     if wanted.dns:
-        # This precedes the rule that accepts loopback traffic, because a resolver can be a cache on 127.0.0.53.
+        # DNS is redirected before the rule that accepts loopback traffic, because a resolver can be a cache on
+        # 127.0.0.53.
         for protocol in (UDP, TCP):
             where = _dns_servers(wanted)
             if where is not None:
@@ -326,7 +328,9 @@ def _loopback(wanted: Sidecar, *, negate: bool = False) -> Networks:
 
 
 def _dns_servers(wanted: Sidecar) -> tuple[Networks, ...] | None:
-    """Return the test for servers whose queries are captured. ``None``: no queries are captured."""
+    """Return the test that selects the servers to which DNS queries are captured. ``None``: no queries are
+    captured.
+    """
     if wanted.dns_servers is None:
         return ()
     if not wanted.dns_servers:
@@ -334,8 +338,8 @@ def _dns_servers(wanted: Sidecar) -> tuple[Networks, ...] | None:
     return (Networks("dns_servers", tuple(ip_network(server) for server in wanted.dns_servers)),)
 
 
-# The proxy forwards redirected DNS queries. The application's flow and the proxy's flow can have equal tuples, of
-# which conntrack would drop one, so each has its own zone.
+# The proxy forwards redirected DNS queries. The application's flow and the proxy's flow can have equal tuples, and
+# conntrack would drop one of them. So each flow has its own conntrack zone.
 
 
 def _asked_dns(wanted: Sidecar) -> Iterator[Step]:
@@ -360,7 +364,7 @@ def _answered_dns(wanted: Sidecar) -> Iterator[Step]:
 
 
 def sidecar(wanted: Sidecar) -> Table:
-    """Return the desired table of the pod. The pod also needs the address ``::6`` on ``lo``."""
+    """Return the desired nftables table of a pod. The pod also needs the address ``::6`` on the device ``lo``."""
     sets: dict[str, Set] = {}
     chains = []
     for chain in steps(wanted):
@@ -380,7 +384,7 @@ def _base(chain: StepChain, rules: Iterable[Rule]) -> Chain:
 
 
 def _phrases(step: Step, versions: tuple[Version, ...], sets: dict[str, Set]) -> Iterator[Phrase]:
-    """Yield the rules of a step. A step that compares addresses needs one for each IP version."""
+    """Yield the nftables rules of a step. A step that compares addresses needs a rule for each IP version."""
     compared = any(isinstance(test, Networks) for test in step.tests)
     deed = _deed(step.deed)
     for version in versions if compared else (None,):

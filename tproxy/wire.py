@@ -14,7 +14,7 @@ _NESTED = 0x8000
 
 
 class MalformedDump(Exception):
-    """A netlink message does not have the layout of its headers. The bytes are in ``args``."""
+    """A netlink message does not have the layout that the kernel's headers define. The bytes are in ``args``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
     """Iterate over the attributes in ``data`` as (type without flags, payload).
 
     Raises:
-        MalformedDump: a length points outside ``data`` or is smaller than its own header.
+        MalformedDump: an attribute's length exceeds ``data``, or is smaller than the attribute's header.
     """
     offset = 0
     while offset < len(data):
@@ -73,7 +73,7 @@ def attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def attribute_map(data: bytes) -> dict[int, bytes]:
-    """Return the payloads by type; of repeated attributes the last one wins.
+    """Return the payloads of attributes by type. Of repeated attributes, the last one wins.
 
     Raises:
         MalformedDump: see :func:`attributes`.
@@ -82,7 +82,7 @@ def attribute_map(data: bytes) -> dict[int, bytes]:
 
 
 def read_text(payload: bytes) -> str:
-    """Decode a string, with or without its terminator."""
+    """Decode a string, with or without a terminating zero."""
     return payload.rstrip(b"\0").decode(errors="replace")
 
 
@@ -90,7 +90,7 @@ def read_be32(payload: bytes) -> int:
     """Decode four bytes in network order.
 
     Raises:
-        MalformedDump: another length.
+        MalformedDump: the length is not four bytes.
     """
     if len(payload) != 4:
         raise MalformedDump(payload)

@@ -2,7 +2,7 @@
 
 import pkgutil
 
-# The distribution xds-protos has a top-level package xds, too, with xds.core, xds.type and others beside our
-# folders. Where sys.path finds it after ours, its modules stay importable: Envoy's API as generated for Python
-# needs them.
+# The distribution xds-protos also has a top-level package xds, with xds.core, xds.type and others. If sys.path
+# finds it after ours, its modules must stay importable, because Envoy's API for Python (generated code) needs
+# them.
 __path__ = pkgutil.extend_path(__path__, __name__)

@@ -1,4 +1,4 @@
-"""Errors of the configuration side.
+"""The errors that configuration can cause.
 
 ``XdsError``
     ``ConfigError``          a resource, file or message that cannot be obeyed; names the place
@@ -11,7 +11,7 @@ class XdsError(Exception):
 
 
 class ConfigError(XdsError):
-    """Configuration that cannot be obeyed.
+    """The configuration cannot be used as it is.
 
     Attributes:
         path: the location, as field names and indices from the resource's root (``filter_chains[0].filters[1]``);
@@ -34,6 +34,6 @@ class ConfigError(XdsError):
 
 
 class Unsupported(ConfigError):
-    """A field or extension of Envoy that this proxy does not implement. Obeying it in part would mislead its
-    author.
+    """The configuration has a field or an extension of Envoy that this proxy does not implement. It is refused,
+    because a partial effect would mislead its author.
     """

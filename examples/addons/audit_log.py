@@ -1,9 +1,9 @@
-"""Records in SQLite who talked to whom for the first time.
+"""Records in SQLite when two workloads first connect to each other.
 
     ztunnel proxy --addon audit_log.py --addon-option audit-log.file=/var/lib/ztunnel/audit.db
     sqlite3 /var/lib/ztunnel/audit.db 'select * from first_seen order by at'
 
-Known pairs are kept in memory, and only a new pair writes. Several workers share the file.
+Known pairs are kept in memory, and only new pairs are written to the file. Several workers can share the file.
 """
 
 import sqlite3
@@ -22,7 +22,7 @@ _MOST_PAIRS = 100_000
 
 
 class AuditLog(Addon):
-    """Writes a row for each new pair of workloads and port."""
+    """Writes a row for each new combination of two workloads and a port."""
 
     name = "audit-log"
     budget_us = 5000.0  # the first connection of a pair waits for the disk

@@ -1,4 +1,4 @@
-"""A share of the connections to a service prefers the endpoints of one version.
+"""Sends a share of the connections to a service to the endpoints of one version.
 
     ztunnel proxy --addon canary.py \
         --addon-option canary.service=reviews.default.svc.cluster.local --addon-option canary.share=0.05
@@ -14,7 +14,7 @@ from ztunnel.addons import Addon, Facts, Metric, Prefer, Verdict
 
 
 class Canary(Addon):
-    """Prefers endpoints with labels for a share of a service's connections."""
+    """For a share of a service's connections, prefers endpoints with certain labels."""
 
     name = "canary"
     pure = False  # lots are drawn

@@ -3,8 +3,8 @@
     ztunnel proxy --addon egress_allow_list.py --addon-option egress-allow-list.hosts=api.example.com,*.pypi.org
 
 A connection to an address outside the mesh is allowed if the pod got the address for an allowed name from the
-proxy's DNS, or if its TLS names an allowed server. Both come from the pod: this keeps honest software to its list,
-and a hostile pod that controls an address inside it. It replaces no firewall.
+proxy's DNS, or if its TLS names an allowed server. Both kinds of evidence come from the pod. So this keeps honest
+software to its list, but not a hostile pod that controls an address outside. It does not replace a firewall.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class EgressAllowList(Addon):
 
     @dataclass(frozen=True)
     class Options:
-        """The allowed names, where ``*.`` covers all names below; and the namespaces of limited pods. Empty:
-        all.
+        """The allowed names (``*.`` covers all names below), and the namespaces whose pods are limited. No
+        namespaces means all.
         """
 
         hosts: tuple[str, ...]

@@ -1,4 +1,5 @@
-"""Chaos for a share of the connections to pods with a label: delays, refusals, and connections that break.
+"""Injects faults into a share of the connections to pods with certain labels: delays, refusals, and broken
+connections.
 
     ztunnel proxy --addon fault_injection.py \\
         --addon-option fault-injection.labels=app=reviews --addon-option fault-injection.share=0.1 \\
@@ -13,7 +14,7 @@ from ztunnel.addons import Addon, Cut, Delay, Deny, Facts, Verdict
 
 
 class FaultInjection(Addon):
-    """Draws one of the configured faults for a share of outbound connections."""
+    """Injects one of the configured faults, chosen at random, into a share of outbound connections."""
 
     name = "fault-injection"
     pure = False  # lots are drawn
@@ -21,7 +22,9 @@ class FaultInjection(Addon):
 
     @dataclass(frozen=True)
     class Options:
-        """The destination's labels, the share of connections, and the faults. A fault of 0 is disabled."""
+        """The destination's labels, the share of connections, and the faults. A fault with the value 0 is
+        disabled.
+        """
 
         labels: Mapping[str, str]
         share: float = 0.1

@@ -1,8 +1,9 @@
-"""Limits how many connections each identity can open to the pods of this node: a token bucket for each.
+"""Limits the rate at which each identity can open connections to the pods of this node, by a token bucket per
+identity.
 
     ztunnel proxy --addon rate_limit.py --addon-option rate-limit.per_second=50
 
-Each process counts separately, so with several workers each admits this rate.
+Each process counts separately, so with several workers, each of them admits this rate.
 """
 
 import time
@@ -16,14 +17,16 @@ _MOST_IDENTITIES = 10_000
 
 
 class RateLimit(Addon):
-    """Denies inbound connections of an identity above its rate."""
+    """Denies inbound connections of an identity that exceeds its rate."""
 
     name = "rate-limit"
     pure = False  # the verdict depends on earlier connections
 
     @dataclass(frozen=True)
     class Options:
-        """``burst`` connections at once, then ``per_second``. Applies to these namespaces, or to all."""
+        """The limit of each identity: ``burst`` connections at once, then ``per_second``. It applies to pods in
+        the given namespaces, or in all.
+        """
 
         per_second: float = 100.0
         burst: int = 200
@@ -37,7 +40,8 @@ class RateLimit(Addon):
         self.options = options
         self.now_s = time.monotonic
         self.denied: dict[tuple[str, ...], float] = {}
-        # Tokens, and when they were counted. The least recently seen identity is forgotten first.
+        # For each identity, its tokens and the time when they were counted. The least recently seen identity is
+        # forgotten first.
         self.buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def accepting(self, facts: Facts) -> Deny | None:

@@ -1,4 +1,4 @@
-"""Ends unwanted tracked connections."""
+"""Deletes the conntrack entries of unwanted connections."""
 
 import errno
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tproxy.errors import KernelRefused, MissingFeature
 
 
 def forget_flows(unwanted: Callable[[Flow], bool], netns: Netns | None = None) -> list[Flow]:
-    """Delete the entries of unwanted connections and return them; blocks.
+    """Delete the conntrack entries of unwanted connections, and return these entries. This call blocks.
 
     nftables then treats the next packet of each deleted connection as the first of a new connection.
 

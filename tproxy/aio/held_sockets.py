@@ -36,20 +36,21 @@ log = logging.getLogger(__name__)
 VARIABLE: Final = "ZTUNNEL_HOLDER_FD"
 CRASHES_VARIABLE: Final = "ZTUNNEL_HOLDER_CRASHES"
 TAKE, HELD, END, KEEP, DROP, READY = b"T", b"H", b"E", b"K", b"D", b"R"
-#: The largest size of a packet; keys are shorter.
+#: No packet on the channel is longer than this, because keys are shorter.
 MOST_BYTES: Final = 256
 _MEMORY: Final = "memory/"
 _SO_NETNS_COOKIE: Final = 71  # asm-generic/socket.h
 _COOKIE: Final = struct.Struct("=Q")
-#: The longest wait for an answer of the holder, which has no other work and usually answers at once.
+#: The longest wait for an answer from the holder process, which usually answers at once, because it has no other
+#: work.
 _ANSWERS_S: Final = 5.0
 
 
 class Holder:
-    """The channel to the holder.
+    """The channel to the holder process, which keeps copies of our sockets.
 
     Args:
-        channel: owned by this object.
+        channel: the socket of the channel. This object closes it.
         crashes: how often the holder has restarted the process after a crash.
     """
 
@@ -62,7 +63,8 @@ class Holder:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
-        """Return the channel that an environment names, or ``None``. Workers and successors do not inherit it.
+        """Return the holder's channel named by an environment variable, or ``None``. Workers and successors do not
+        inherit it.
 
         Raises:
             ValueError: the variable is not a descriptor.
@@ -101,32 +103,36 @@ class Holder:
         return len(self._held)
 
     def claim(self, key: str) -> socket.socket | None:
-        """Return a socket left by an earlier process, now owned by the caller. ``None`` if there is none."""
+        """Return a socket left by an earlier process, or ``None`` if there is none. The caller owns the socket."""
         found = self._held.pop(key, None)
         if found is not None:
-            # Until the socket listens, the caller can close it without notifying the holder. A copy would then
-            # keep the port in use.
+            # The holder drops its copy until the socket listens again. The caller can close the socket before that
+            # without notifying the holder, and a copy would then keep the port in use.
             self._send(DROP, key)
         return found
 
     def keep(self, key: str, sock: socket.socket) -> None:
-        """Have the holder keep a copy of the socket."""
+        """Send the holder a copy of a socket, which it keeps."""
         self._send(KEEP, key, sock.fileno())
 
     def memory(self, name: str) -> bytes | None:
-        """Return sealed memory left by an earlier process, on the first call only."""
+        """Return the content of sealed memory left by an earlier process. Later calls for the name return
+        ``None``.
+        """
         return self._memories.pop(name, None)
 
     def keep_memory(self, name: str, number: int) -> None:
-        """Have the holder keep the descriptor of sealed memory, in place of an older one of this name."""
+        """Send the holder the descriptor of sealed memory. It replaces an older one with the same name."""
         self._send(KEEP, _MEMORY + name, number)
 
     def drop(self, key: str) -> None:
-        """Have the holder close its copy. Connections to an open copy would never be accepted."""
+        """Make the holder close its copy of a socket. While a copy is open, it gets connections that are never
+        accepted.
+        """
         self._send(DROP, key)
 
     def settle(self) -> None:
-        """Report that this process serves, and close the unclaimed sockets."""
+        """Report to the holder that this process serves, and close the sockets that were not claimed."""
         for key, sock in self._held.items():
             self._send(DROP, key)
             sock.close()
@@ -134,7 +140,7 @@ class Holder:
         self._send(READY)
 
     def close(self) -> None:
-        """Close the channel, as the end of this process does; idempotent."""
+        """Close the channel to the holder, as the end of this process would. Idempotent."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -148,37 +154,37 @@ class Holder:
         try:
             self._channel.sendmsg([letter + key.encode()], rights)
         except OSError as error:
-            # The holder's end of the channel is closed, and so are its copies.
+            # The holder has closed its end of the channel, so its copies of our sockets are closed, too.
             log.error("the holder of listening sockets has gone: %s", error.strerror or error)
             self.close()
 
 
 class HeldSocket(socket.socket):
-    """A socket whose copy the holder keeps from :meth:`listen` (UDP: :meth:`hold`) to :meth:`close`."""
+    """A socket of which the holder keeps a copy, from :meth:`listen` (UDP: :meth:`hold`) to :meth:`close`."""
 
     holder: Holder
     key: str
     _kept = False
 
     def listen(self, *backlog: int) -> None:
-        """Listen, and have the holder keep a copy from now on."""
+        """Listen, and send the holder a copy of the socket."""
         super().listen(*backlog)
         self.hold()
 
     def hold(self) -> None:
-        """Have the holder keep a copy from now on."""
+        """Send the holder a copy of the socket, which it keeps until :meth:`close`."""
         self._kept = True
         self.holder.keep(self.key, self)
 
     def close(self) -> None:
-        """Close the socket and its copy."""
+        """Close the socket and the holder's copy."""
         if self._kept:
             self._kept = False
             self.holder.drop(self.key)
         super().close()
 
     def detach(self) -> int:
-        """Detach the socket; the copy stays until this process ends."""
+        """Detach the socket from this object. The holder's copy stays open until this process ends."""
         self._kept = False
         return super().detach()
 
@@ -198,10 +204,11 @@ def holder() -> Holder | None:
 
 
 def held(sock: socket.socket, host: str, port: int) -> tuple[socket.socket, bool]:
-    """Return a held socket in place of a new one, or the new one, and whether the result is already bound.
+    """Return a socket for an address, and whether it is already bound: a socket left by an earlier process, or
+    else ``sock``.
 
     Args:
-        sock: the new socket, which belongs to this function from now on.
+        sock: a new, unbound socket. This function closes it if it returns another socket.
         host: the address to bind.
         port: the port to bind. For 0 there is no held socket.
     """

@@ -34,20 +34,20 @@ from tproxy.wire import Message, attribute, read_text, text
 
 _TABLES, _CHAINS = "istio-ambient-", "ISTIO_"
 _FAMILIES = {int(family): family for family in Family}
-#: For each IP version of ``iptables-legacy``: the family, the level of its socket options, and the file that lists
-#: its tables.
+#: For each IP version of ``iptables-legacy``: the address family, the level of the socket options, and the file
+#: that lists the tables.
 _LEGACY = (
     (socket.AF_INET, socket.IPPROTO_IP, "/proc/thread-self/net/ip_tables_names"),
     (socket.AF_INET6, socket.IPPROTO_IPV6, "/proc/thread-self/net/ip6_tables_names"),
 )
 _LEGACY_CHAIN = re.compile(rb"ISTIO_[A-Z_]+")
-#: IPT_SO_GET_INFO, IPT_SO_GET_ENTRIES, XT_TABLE_MAXNAMELEN and ``struct ipt_getinfo``, whose last field is the
-#: size of the rules (linux/netfilter_ipv4/ip_tables.h).
+#: From linux/netfilter_ipv4/ip_tables.h: IPT_SO_GET_INFO, IPT_SO_GET_ENTRIES, XT_TABLE_MAXNAMELEN, and ``struct
+#: ipt_getinfo``, whose last field is the size of the rules.
 _GET_INFO, _GET_ENTRIES, _NAME_BYTES, _INFO_BYTES = 64, 65, 32, 84
 
 
 def take_over_routing(netns: Netns, wanted: Namespace, protocol: int) -> int:
-    """Take ownership of routes and policy rules that differ from the desired ones in their protocol number only.
+    """Take ownership of routes and policy rules that differ from the desired ones only in the protocol number.
     Idempotent.
 
     Args:
@@ -93,7 +93,8 @@ def _take_over_rule(route: NetlinkSocket, rule: IpRule, protocol: int) -> None:
     except KernelRefused as error:
         if error.code != errno.EEXIST:  # it is there if an earlier agent was killed before the last step
             raise
-    # istio-cni's rule has no protocol number, and a deletion without one matches any rule, possibly ours.
+    # istio-cni's rule has no protocol number. A deletion without this number matches any rule, possibly ours, so
+    # delete all and then add ours again.
     with contextlib.suppress(KernelRefused):
         while True:
             route.request(rtnetlink.rule_message(rtnetlink.RTM_DELRULE, rule, 0))
@@ -117,7 +118,7 @@ def _legacy_chains(netns: Netns) -> set[str]:
     with netns.entered():
         for family, level, path in _LEGACY:
             with contextlib.suppress(OSError):
-                # Only existing tables, because a request for another table would create it.
+                # Only listed tables are read, because a request for another table would create it.
                 names = Path(path).read_text().split()
                 with socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
                     for table in names:
@@ -140,7 +141,7 @@ def _legacy_entries(sock: socket.socket, level: int, table: str) -> bytes:
 
 
 def _getsockopt(sock: socket.socket, level: int, option: int, asked: bytes, size: int) -> bytes:
-    """Call getsockopt(2) with a filled buffer, which :mod:`socket` cannot."""
+    """Call getsockopt(2) with an input buffer, which the module :mod:`socket` does not support."""
     buffer = ctypes.create_string_buffer(asked, size)
     length = ctypes.c_uint32(size)
     libc = ctypes.CDLL(None, use_errno=True)
@@ -150,7 +151,7 @@ def _getsockopt(sock: socket.socket, level: int, option: int, asked: bytes, size
 
 
 def remove_chains(netns: Netns) -> set[str]:
-    """Remove istio-cni's tables, or its chains and the jumps to them, in one transaction; idempotent.
+    """Remove istio-cni's tables, or its chains and the jumps to them, in one transaction. Idempotent.
 
     Returns:
         The names of the removed chains.
@@ -189,7 +190,7 @@ def _chains(link: NetlinkSocket) -> set[tuple[int, str, str]]:
 
 
 def _jumps(link: NetlinkSocket, family: int, table: str, chains: list[str]) -> list[Message]:
-    """Return the requests that delete the rules of other chains which name one of these chains."""
+    """Return requests that delete the jumps to the given chains from the rules of other chains."""
     message = nftables.nft_message(
         nftables.NFT_GETRULE, family, nftables.DUMP, text(nf.NFTA_RULE_TABLE, table), about="list rules"
     )
@@ -198,7 +199,7 @@ def _jumps(link: NetlinkSocket, family: int, table: str, chains: list[str]) -> l
         _, parts = nft_parts(body)
         of = read_text(parts.get(nf.NFTA_RULE_CHAIN, b""))
         expressions = parts.get(nf.NFTA_RULE_EXPRESSIONS, b"")
-        # Some kernel releases do not filter dumps by the table.
+        # Filter the dump by table, because some kernel releases do not.
         if read_text(parts.get(nf.NFTA_RULE_TABLE, b"")) != table or of.startswith(_CHAINS):
             continue
         if any(text(nf.NFTA_VERDICT_CHAIN, chain) in expressions for chain in chains):

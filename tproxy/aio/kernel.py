@@ -4,8 +4,9 @@
 one after the other, so the event loop never waits for the kernel's RTNL or nftables lock. :class:`BlockingKernel`
 does the same work without a loop.
 
-Every apply finally reads the resources back and compares them with the desired state. If the kernel acknowledges a
-rule but stores a different one, the apply therefore fails, and the fault is not discovered later through traffic.
+At its end, every apply reads the resources back and compares them with the desired state. So if the kernel
+acknowledges a rule but stores a different one, the apply fails at once, and the fault does not surface later in
+traffic.
 """
 
 import asyncio
@@ -60,14 +61,16 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GONE = {errno.ENOENT, errno.ESRCH, errno.ENODEV, errno.EADDRNOTAVAIL}
-# RTNLGRP_ LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE, IPV6_RULE; NFNLGRP_NFTABLES
+# The netlink multicast groups: RTNLGRP_ LINK, IPV4_IFADDR, IPV4_ROUTE, IPV4_RULE, IPV6_IFADDR, IPV6_ROUTE,
+# IPV6_RULE, and NFNLGRP_NFTABLES
 _ROUTE_GROUPS = (1, 5, 7, 8, 9, 11, 19)
 _NFT_GROUPS = (7,)
-# The time to collect a burst of notifications (kube-proxy rewriting its tables, our own changes), which leads to
-# one read. A guess.
+# Notifications that arrive within this time of one another cause only one read. Bursts come from kube-proxy
+# rewriting its tables, and from our own changes. A guess.
 _SETTLE_S = 0.05
 _MAX_ROUNDS = 4
-# linkwatch handles non-urgent devices once a second (net/core/link_watch.c).
+# The longest wait for devices. The kernel's linkwatch handles non-urgent devices once a second
+# (net/core/link_watch.c).
 _RUNNING_S = 1.5
 _RUNNING_POLL_S = 0.005
 
@@ -86,7 +89,7 @@ class _OpenNamespace:
             raise
         self.links: list[rtnetlink.Link] = []
         self.memory = SysctlMemory(cookie_of(netns))
-        #: The keys of the saved values that were in the nftables table at the last read.
+        #: The sysctls whose saved values were in the nftables table at the last read.
         self.in_table: frozenset[SysctlKey] = frozenset()
 
     def read_links(self) -> list[rtnetlink.Link]:
@@ -95,7 +98,7 @@ class _OpenNamespace:
         return self.links
 
     def index(self, device: str) -> int:
-        # The second attempt finds devices that were created after the cache was filled.
+        # If the cache lacks the device, read the links again, because the device can be newer than the cache.
         for attempt in range(2):
             for link in self.links:
                 if link.name == device:
@@ -110,10 +113,10 @@ class _OpenNamespace:
 
 
 class BlockingKernel:
-    """Reads and changes the kernel's state of the named namespaces; use it from one thread only.
+    """Reads and changes the kernel's state of the named network namespaces. Use it from one thread only.
 
     Args:
-        netns: the namespaces by the names used in states. The caller closes them, after this object.
+        netns: the namespaces, by their names in states. The caller closes them after closing this object.
         ownership: the tables, devices and protocol number that mark a resource as ours.
 
     Raises:
@@ -141,7 +144,7 @@ class BlockingKernel:
         Sysctls have no owner in the kernel, so only names in the desired state or in the memory table are read.
 
         Raises:
-            DumpInterrupted: others change the same tables faster than they can be read.
+            DumpInterrupted: other programs change the same tables faster than they can be read.
         """
         for place in self._places.values():
             place.read_links()
@@ -166,7 +169,7 @@ class BlockingKernel:
         ]
         pairs = set()
         used: set[tuple[NamespaceName, str]] = set()
-        # Later namespaces are the "left" ends, like in the desired states.
+        # The end of a pair in the later namespace is the "left" end, like in the desired states.
         for name, link in reversed(ours):
             if (name, link.name) in used:
                 continue
@@ -219,8 +222,8 @@ class BlockingKernel:
             message = nftables.nft_message(kind, family, nftables.DUMP, *filters, about="read nftables")
             return [body for body in place.nft.dump(message) if _table_name(body) in ours]
 
-        # Dumps of chains and sets cover every table, including kube-proxy's with thousands of chains. So tables
-        # are dumped first, and if none of them is ours, no further dumps are requested.
+        # Tables are dumped first. If none of them is ours, chains and sets are not dumped, because these dumps
+        # cover every table, including kube-proxy's with thousands of chains.
         tables = get(nftables.NFT_GETTABLE)
         if not tables:
             return nftables_dump.NftDump((), (), (), (), {})
@@ -250,8 +253,8 @@ class BlockingKernel:
         # Each round reads, applies the difference and reads again. Only an empty difference is success, because it
         # proves that the kernel stored the sent values. Further rounds are needed if others change the same
         # resources meanwhile, or if one operation undoes the result of another: without its last IPv4 address a
-        # device loses its routes (fib_inetaddr_event in net/ipv4/fib_frontend.c). A difference that remains after
-        # four rounds is a resource stored by the kernel in another form. More rounds would not help.
+        # device loses its routes (fib_inetaddr_event in net/ipv4/fib_frontend.c). If a difference remains after
+        # four rounds, the kernel stores a resource in another form, and more rounds would not help.
         for _ in range(_MAX_ROUNDS):
             operations = diff(self.read(wanted), wanted)
             if not operations:
@@ -265,10 +268,11 @@ class BlockingKernel:
 
     def _wait_until_running(self, wanted: State) -> None:
         """Wait until the desired devices are operational, for at most ``_RUNNING_S``."""
-        # IFF_UP is administrative. A veth device passes packets once linkwatch has activated its queue; until then
-        # its noop qdisc drops them. linkwatch handles a device at once only if its carrier is urgent
-        # (linkwatch_urgent_event in net/core/link_watch.c), and all others once a second. Without this wait the
-        # first SYN after an apply is lost and costs the client its retransmission time of 1 s.
+        # IFF_UP shows only the administrative state. A veth device passes packets once the kernel's linkwatch has
+        # activated its queue. Until then, its noop qdisc drops packets. linkwatch handles a device at once only if
+        # its carrier is urgent (linkwatch_urgent_event in net/core/link_watch.c), and all others once a second.
+        # Without this wait the first SYN after an apply is lost and costs the client its retransmission time of 1
+        # s.
         deadline = time.monotonic() + _RUNNING_S
         for name, namespace in wanted.namespaces.items():
             place = self._places[name]
@@ -332,7 +336,9 @@ class BlockingKernel:
                 assert_never(operation)
 
     def _forget(self, place: _OpenNamespace, values: Mapping[SysctlKey, str], *, everything: bool) -> None:
-        """Delete saved values from the table, unless it was already deleted, and from the file."""
+        """Delete saved sysctl values from the file, and from the nftables table unless the table was already
+        deleted.
+        """
         in_table = {key: value for key, value in values.items() if key in place.in_table}
         if in_table:
             steps = nftables.forget_steps(self.ownership.memory_table, in_table, everything=everything)
@@ -347,8 +353,8 @@ class BlockingKernel:
         unsupported: MissingFeature | None = None,
     ) -> None:
         place = self._places[namespace]
-        # A pair changes the links of two namespaces, and the kernel can give a deleted device's index to a new
-        # device.
+        # Drop the link caches of all namespaces. A veth pair changes the links of two namespaces, and the kernel
+        # can reuse the index of a deleted device.
         if isinstance(operation, CreatePair | DeletePair):
             for other in self._places.values():
                 other.links = []
@@ -357,7 +363,7 @@ class BlockingKernel:
         try:
             place.route.request(message(place))
         except UnknownInterface:
-            # The device was removed together with its resources.
+            # A removal can find its device missing. The kernel then has already removed the device's resources.
             if not removes:
                 raise
         except KernelRefused as error:
@@ -425,7 +431,7 @@ def _write_sysctl(key: SysctlKey, value: str, namespace: str, *, restore: bool) 
 class Kernel:
     """Runs a :class:`BlockingKernel` in one thread, for use on an event loop.
 
-    Use it as ``async with Kernel(netns, ownership) as kernel``. The caller closes the namespaces, afterwards.
+    Use it as ``async with Kernel(netns, ownership) as kernel``. The caller closes the namespaces after that.
     """
 
     def __init__(self, netns: Mapping[NamespaceName, Netns], ownership: Ownership) -> None:
@@ -448,7 +454,7 @@ class Kernel:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # The thread finishes the transaction it is in; each takes milliseconds.
+        # Wait until the thread has finished its current transaction, which takes milliseconds.
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._blocking is not None:
             self._blocking.close()
@@ -477,9 +483,9 @@ class Kernel:
     ) -> AsyncGenerator[tuple[Operation, ...] | TproxyError, None]:
         """Apply the desired state now, after every change reported by the kernel, and every ``recheck_s`` seconds.
 
-        Yields the operations of each apply that changed the kernel's state, or the error of an apply. The
-        next change or recheck tries again. The kernel does not report changes of sysctls, so these wait for the
-        recheck.
+        Yields the operations of each apply that changed the kernel's state, or the error of a failed apply. After
+        an error, the next change or recheck tries again. The kernel does not report changes of sysctls, so these
+        wait for the recheck.
 
         Args:
             wanted: returns the desired state. It is called before each apply.

@@ -1,4 +1,6 @@
-"""Adds an address to a namespace's ``lo``, and removes it. Both calls block, like every request to the kernel."""
+"""Adds addresses to the device ``lo`` of a namespace, and removes them. Both calls block, like every netlink
+request.
+"""
 
 import errno
 from ipaddress import ip_interface

@@ -24,8 +24,8 @@ _NLM_F_MULTI, _NLM_F_ACK, _NLM_F_DUMP_INTR = 0x2, 0x4, 0x10
 _BATCH_BEGIN, _BATCH_END = 16, 17
 _HEADER = struct.Struct("=IHHII")
 _RECEIVE_BYTES = 1 << 20
-# A transaction is sent by one sendmsg. The default limit (net.core.wmem_default, 208 KiB) allows about 1,500
-# members.
+# The size of the send buffer, because a transaction is sent by one sendmsg. The default (net.core.wmem_default,
+# 208 KiB) would allow about 1,500 set members.
 _SEND_BUFFER_BYTES = 8 << 20
 _SO_SNDBUFFORCE = 32
 _ANSWER_TIMEOUT_S = 5.0
@@ -33,7 +33,7 @@ _DUMP_ATTEMPTS = 10
 
 
 class DumpInterrupted(KernelRefused):
-    """The kernel's state changed during every attempt to dump it."""
+    """A dump failed: the kernel's state changed during every attempt."""
 
 
 class NetlinkSocket:
@@ -51,7 +51,7 @@ class NetlinkSocket:
         self._socket.bind((0, 0))
         self._socket.settimeout(_ANSWER_TIMEOUT_S)
         self._socket.setsockopt(_SOL_NETLINK, _NETLINK_CAP_ACK, 1)
-        # From Linux 4.20 on the kernel filters dumps by the fields of their request; before, it ignores them.
+        # Make the kernel filter dumps by the fields of the request. Kernels before Linux 4.20 ignore these fields.
         with contextlib.suppress(OSError):
             self._socket.setsockopt(_SOL_NETLINK, _NETLINK_GET_STRICT_CHK, 1)
         self._room = self._set_buffer(_SEND_BUFFER_BYTES)
@@ -59,7 +59,7 @@ class NetlinkSocket:
 
     @property
     def port(self) -> int:
-        """The number of this socket in the kernel's notifications."""
+        """The port number that identifies this socket in the kernel's notifications."""
         return int(self._socket.getsockname()[0])
 
     def request(self, message: Message) -> None:
@@ -73,14 +73,16 @@ class NetlinkSocket:
         self._await_acks([message])
 
     def batch(self, messages: Sequence[Message]) -> None:
-        """Send an nftables transaction in one piece. If the kernel refuses one message, it undoes the whole batch.
+        """Send an nftables transaction in one piece. If the kernel refuses one message, it undoes the whole
+        transaction.
 
         Raises:
             NeedCapability: EPERM or EACCES.
             KernelRefused: for the first refused message, named by ``about``.
         """
-        # The kernel always reports a refusal. Thousands of acknowledgements would not fit into the receive buffer,
-        # so only the last message requests one. It arrives when the whole transaction was committed.
+        # Only the last message requests an acknowledgement, which arrives when the whole transaction was
+        # committed. Thousands of acknowledgements would not fit into the receive buffer, and refusals are always
+        # reported.
         last = max((at for at, message in enumerate(messages) if not _is_frame(message)), default=-1)
         if last < 0:
             return
@@ -125,14 +127,15 @@ class NetlinkSocket:
         # nfnetlink_rcv_batch (net/netfilter/nfnetlink.c) answers a committed transaction with the requested
         # acknowledgements. If a message is refused, it rolls back and sends errors for the refused messages and,
         # for a fault of the batch as a whole, one with the sequence number of its begin. Whether it acknowledges
-        # further messages depends on the kernel. So after a failure the queue is drained, not counted: the answers
-        # were queued before sendmsg returned.
+        # further messages depends on the kernel. So after a failure, read whatever is in the queue instead of
+        # counting answers. All answers were queued before sendmsg returned.
         failure: TproxyError | None = None
         while missing:
             try:
                 answers = list(self._receive())
             except KernelRefused as error:
-                # The receive buffer cannot hold the errors of a thousand refused messages. It has the first ones.
+                # The receive buffer has overflowed, because a thousand messages were refused. It still contains
+                # the first errors.
                 if error.code == errno.ENOBUFS and self._pending():
                     continue
                 raise
@@ -158,7 +161,8 @@ class NetlinkSocket:
             self._room = self._set_buffer(octets * 2)
 
     def _set_buffer(self, octets: int) -> int:
-        # SO_SNDBUFFORCE needs CAP_NET_ADMIN in the initial user namespace; without it the limit is wmem_max.
+        # SO_SNDBUFFORCE needs CAP_NET_ADMIN in the initial user namespace. SO_SNDBUF does not, but is limited to
+        # wmem_max.
         for option in (_SO_SNDBUFFORCE, socket.SO_SNDBUF):
             try:
                 self._socket.setsockopt(socket.SOL_SOCKET, option, octets)
@@ -169,7 +173,7 @@ class NetlinkSocket:
 
     def _pending(self) -> bool:
         """Return whether more answers are queued."""
-        # MSG_DONTWAIT has no effect here: a Python socket with a timeout polls first, regardless of the flags.
+        # Use poll(2), because MSG_DONTWAIT has no effect here: a Python socket with a timeout always waits first.
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         return bool(poll.poll(0))
@@ -183,8 +187,8 @@ class NetlinkSocket:
                     continue
                 interrupted |= bool(flags & _NLM_F_DUMP_INTR)
                 if kind in (_NLMSG_DONE, _NLMSG_ERROR):
-                    # A dump that fails after its start ends with NLMSG_DONE, which has the error
-                    # (netlink_dump_done in net/netlink/af_netlink.c). Objects are then missing.
+                    # If a dump fails after its start, objects are missing, and its NLMSG_DONE contains the error
+                    # (netlink_dump_done in net/netlink/af_netlink.c).
                     code = -struct.unpack_from("=i", body)[0]
                     if kind == _NLMSG_DONE and not code:
                         return bodies, interrupted
@@ -267,7 +271,7 @@ def drain(sock: socket.socket) -> None:
 
 
 def _is_frame(message: Message) -> bool:
-    """Return whether a message begins or ends a transaction. Only recent kernels acknowledge these."""
+    """Return whether a message begins or ends a transaction. Only recent kernels acknowledge such messages."""
     return message.kind in (_BATCH_BEGIN, _BATCH_END)
 
 

@@ -23,7 +23,8 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWNET = 0x40000000
 RUN = Path("/run/netns")
 _OWN = "/proc/thread-self/ns/net"
-#: Errors of open(2) if this process or the node runs out of descriptors or memory. The namespace can exist.
+#: The errors of open(2) if this process or the node runs out of descriptors or memory. They do not mean that the
+#: namespace is missing.
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _MS_BIND, _MS_REC, _MS_SHARED, _MNT_DETACH = 0x1000, 0x4000, 1 << 20, 2
 
@@ -44,11 +45,10 @@ def _setns(fd: int) -> None:
 
 
 class _Thread(threading.local):
-    """The calling thread's own namespace and how deeply it has entered others.
+    """Per-thread state: the thread's own namespace, and the depth of its nested :meth:`Netns.entered` blocks.
 
     Attributes:
-        home: the descriptor of the thread's own namespace, opened once per thread and not once per socket; -1
-            before that.
+        home: the descriptor of the thread's own namespace, opened once per thread. -1 before that.
         depth: the number of nested :meth:`Netns.entered` blocks. An inner block returns to the namespace of the
             outer block, not to ``home``.
     """
@@ -57,7 +57,7 @@ class _Thread(threading.local):
     depth = 0
 
     def forget(self) -> None:
-        """Close ``home`` because the thread changed its namespace by other means; idempotent."""
+        """Close ``home``, because the thread has changed its namespace by other means. Idempotent."""
         if self.home >= 0:
             os.close(self.home)
             self.home = -1
@@ -89,7 +89,9 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
 
 
 class Netns:
-    """A network namespace held open by a descriptor; the kernel keeps it while this object is open."""
+    """A network namespace, referenced by a descriptor. The kernel keeps the namespace while this object is
+    open.
+    """
 
     def __init__(self, fd: int, name: str) -> None:
         self._fd = fd
@@ -100,8 +102,8 @@ class Netns:
         """Open a namespace that exists; the caller closes it.
 
         Args:
-            where: a name below /run/netns, a path, a process id (int, or a str of digits when no
-                such name exists), or None for the caller's own.
+            where: a name below /run/netns, a path, a process id (an int, or a str of digits if no such name
+                exists), or None for the caller's own namespace.
 
         Raises:
             UnknownNamespace: the namespace does not exist.
@@ -120,7 +122,7 @@ class Netns:
 
     @classmethod
     def from_fd(cls, fd: int, name: str = "") -> "Netns":
-        """Wrap a descriptor of a namespace, received over ZDS for example; the object closes it."""
+        """Wrap a descriptor of a namespace, for example one received over ZDS. The returned object closes it."""
         return cls(fd, name or f"fd {fd}")
 
     @classmethod
@@ -144,8 +146,8 @@ class Netns:
             except BaseException as error:  # noqa: BLE001 - carried to the calling thread, raised there
                 failures.append(error)
 
-        # unshare(2) moves the calling thread. A separate thread that ends afterwards need not return. A failed
-        # return would leave the caller's thread in the new namespace.
+        # unshare(2) moves the calling thread, so a separate thread calls it and then ends. The caller's thread
+        # would have to return, and if that failed, it would stay in the new namespace.
         thread = threading.Thread(target=make, name="make netns")
         thread.start()
         thread.join()
@@ -156,11 +158,11 @@ class Netns:
         return cls(fds[0], name or "unnamed")
 
     def duplicate(self) -> "Netns":
-        """Return another object for the same namespace, which the caller closes."""
+        """Return a second object for this namespace, with its own descriptor. The caller closes it."""
         return type(self)(os.dup(self._fd), self.name)
 
     def remove_name(self) -> None:
-        """Remove the name below /run/netns. The namespace exists as long as it is in use."""
+        """Remove the name below /run/netns. The namespace itself exists as long as it is in use."""
         unpublish(self.name)
 
     def fileno(self) -> int:
@@ -169,7 +171,9 @@ class Netns:
 
     @property
     def inode(self) -> int:
-        """The number in ``net:[4026531840]``; two objects have the same one if they name the same namespace."""
+        """The inode number, as in ``net:[4026531840]``. It is equal for two objects if and only if they refer to
+        the same namespace.
+        """
         return os.fstat(self._fd).st_ino
 
     @contextlib.contextmanager
@@ -181,9 +185,9 @@ class Netns:
         Raises:
             NeedCapability: no CAP_SYS_ADMIN.
         """
-        # The thread's own namespace is opened once, and its descriptor kept. That saves an open and a close per
-        # socket. A busy node creates thousands of sockets a second. Inside another block, the previous namespace
-        # is that block's, which is opened through /proc.
+        # The thread's own namespace is opened once, and its descriptor kept. This saves an open and a close per
+        # socket, and a busy node creates thousands of sockets a second. A nested block must return to the outer
+        # block's namespace, which is opened through /proc.
         inner = _thread.depth > 0
         if inner:
             home = os.open(_OWN, os.O_RDONLY | os.O_CLOEXEC)
@@ -198,8 +202,8 @@ class Netns:
                 yield
             finally:
                 _thread.depth -= 1
-                # A thread that cannot return would create its next sockets in a pod's namespace. That is worse
-                # than any other error, so this error replaces the block's own and must not be caught.
+                # If this fails, the thread would create its next sockets in a pod's namespace. That is worse than
+                # any error of the block, so the failure replaces the block's error and must not be caught.
                 _setns(home)
         finally:
             if inner:
@@ -224,7 +228,7 @@ class Netns:
 
 
 def entered(netns: Netns | None) -> contextlib.AbstractContextManager[None]:
-    """Return :meth:`Netns.entered` of ``netns``, or a context without effect for None."""
+    """Return a context manager that enters ``netns``, or one without effect if ``netns`` is None."""
     return contextlib.nullcontext() if netns is None else netns.entered()
 
 
@@ -248,7 +252,8 @@ def _publish(name: str) -> None:
     try:
         mount("", str(RUN), None, _MS_SHARED | _MS_REC)
     except KernelRefused as error:
-        # EINVAL means that the path is not a mount point yet. os.path.ismount does not recognise bind mounts.
+        # EINVAL means that the path is not a mount point yet. (os.path.ismount cannot be used, because it does not
+        # recognise bind mounts.)
         if error.code != errno.EINVAL:
             raise
         mount(str(RUN), str(RUN), None, _MS_BIND | _MS_REC)

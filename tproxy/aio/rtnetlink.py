@@ -71,12 +71,14 @@ __all__ = [
 ]
 
 AF_UNSPEC, AF_INET, AF_INET6 = 0, 2, 10
-#: ``linux/rtnetlink.h``: set by the gateway's owner (next hop), set by the kernel on cached routes.
+#: Flags of ``linux/rtnetlink.h``: the next hop is on-link although no route reaches it; the route is a cached
+#: copy.
 RTNH_F_ONLINK, RTM_F_CLONED = 4, 0x200
-#: ``struct rtmsg``, and the place of ``rtm_protocol`` in it.
+#: The size of ``struct rtmsg``, and the offset of ``rtm_protocol`` in it.
 _RTMSG_BYTES, _RTMSG_PROTOCOL = 12, 5
 _RTA_ENCAP = 22
-#: ``linux/if_link.h``; ``linux/if.h``. ``struct ifinfomsg`` has a family, a type, an index, flags and their mask.
+#: Attribute numbers of ``linux/if_link.h``, a state of ``linux/if.h``, and ``struct ifinfomsg``: family, type,
+#: index, flags, mask of flags.
 _IFLA_IFNAME, _IFLA_LINK, _IFLA_OPERSTATE, _IFLA_LINKINFO, _IFLA_INFO_KIND = 3, 5, 16, 18, 1
 _IF_OPER_UP: Final = b"\6"
 _IFINFOMSG: Final = struct.Struct("=BxHiII")
@@ -112,7 +114,7 @@ def dump_request(kind: int, *, protocol: int = 0) -> Message:
 
     Args:
         kind: one of RTM_GETLINK, RTM_GETADDR, RTM_GETROUTE, RTM_GETRULE.
-        protocol: dump only routes that carry this number; 0 means any. Kernels before 4.20 ignore it.
+        protocol: dump only routes with this protocol number. 0 means any. Kernels before 4.20 ignore it.
     """
     bodies = {RTM_GETLINK: ifinfmsg, RTM_GETADDR: ifaddrmsg, RTM_GETROUTE: rtmsg, RTM_GETRULE: fibmsg}
     body = bodies[kind]()
@@ -131,8 +133,8 @@ class Link:
 
     Attributes:
         up: the administrative state, IFF_UP.
-        running: the operational state, IF_OPER_UP. It follows ``up`` by up to a second, from a delayed work queue
-            (net/core/link_watch.c); until then the device drops packets.
+        running: the operational state, IF_OPER_UP. It follows ``up`` with a delay of up to a second
+            (net/core/link_watch.c). Until then, the device drops packets.
         peer_index: the index of a veth's other end, in that end's own namespace.
     """
 
@@ -147,8 +149,8 @@ class Link:
 def read_link(body: bytes) -> Link:
     """Parse the body of an RTM_NEWLINK message.
 
-    A link has about forty attributes, and a node has a link for each pod. pyroute2 decodes all attributes, in ten
-    times the time of these four.
+    pyroute2 is not used here. A link has about forty attributes, and a node has a link for each pod. Decoding all
+    attributes would take ten times as long as decoding these four.
 
     Raises:
         MalformedDump: the message is cut short.
@@ -183,10 +185,10 @@ def create_pair(pair: VethPair, peer_namespace_fd: int, *, index: int = 0, peer_
     Args:
         pair: the left end is created in the namespace of the socket that sends the request.
         peer_namespace_fd: the namespace of the right end.
-        index, peer_index: the interface indexes of both ends, or 0 for both, and the kernel chooses. It ignores
-            one index without the other. Ends with different indexes are operational at once. If the IFLA_LINK of a
-            device equals its own index, linkwatch does not treat the device as urgent and can defer it for a
-            second (linkwatch_urgent_event in net/core/link_watch.c).
+        index, peer_index: the interface indexes of both ends. If both are 0, the kernel chooses them. The kernel
+            ignores one index without the other. Ends with different indexes are operational at once. If the
+            IFLA_LINK of a device equals its own index, linkwatch does not treat the device as urgent and can defer
+            it for a second (linkwatch_urgent_event in net/core/link_watch.c).
 
     Raises:
         ValueError: the pair has no right end.
@@ -215,7 +217,9 @@ def create_bridge(name: str) -> Message:
 
 
 def join_bridge(index: int, bridge: int) -> Message:
-    """Return the request to bring a device up as a port of a bridge; ``bridge`` 0 removes it from its bridge."""
+    """Return the request to bring a device up as a port of a bridge. ``bridge`` 0 removes the device from its
+    bridge.
+    """
     return _link(RTM_SETLINK, 0, ("IFLA_MASTER", bridge), index=index, up=True)
 
 
@@ -251,7 +255,7 @@ def read_address(body: bytes, names: Mapping[int, str]) -> Address | None:
         None for other devices, and for link-local IPv6 addresses, which the kernel adds by itself.
 
     Raises:
-        MalformedDump: not the layout of ``struct ifaddrmsg`` and its attributes.
+        MalformedDump: the body does not have the layout of ``struct ifaddrmsg`` and its attributes.
     """
     found = _decoded(ifaddrmsg, body)
     text = found.get_attr("IFA_LOCAL") or found.get_attr("IFA_ADDRESS")
@@ -326,8 +330,8 @@ def read_route(body: bytes, protocol: int, names: Mapping[int, str]) -> Route | 
     """
     if len(body) < _RTMSG_BYTES:
         raise MalformedDump(body)
-    # Skip foreign routes, of which there can be many, and routes with an encapsulation, which ours never have:
-    # pyroute2 loops forever over the attributes of an encapsulation if a length is 0.
+    # Do not decode foreign routes, of which there can be many, and routes with an encapsulation, which ours never
+    # have. pyroute2 loops forever over an encapsulation's attributes if a length is 0.
     if body[_RTMSG_PROTOCOL] != protocol or any(kind == _RTA_ENCAP for kind, _ in attributes(body[_RTMSG_BYTES:])):
         return None
     found = _decoded(rtmsg, body)

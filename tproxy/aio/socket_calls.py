@@ -28,13 +28,13 @@ SO_ORIGINAL_DST = 80
 SOL_IPV6 = socket.IPPROTO_IPV6
 _TYPE = int(socket.SOCK_STREAM)
 STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
-#: Source ports for connections from a client's address. The client itself can open a connection to the same
-#: destination from the same port. Connection tracking cannot distinguish the two, and delivers the packets of the
-#: second connection to the first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only
+#: Source ports for connections that we open with a client's address. If the client itself connects to the same
+#: destination from the same port, connection tracking cannot distinguish the two connections, and delivers packets
+#: of the second to the first. Linux gives outgoing connections even ports of 32768 to 60999, and odd ones only
 #: when those are used up (``__inet_hash_connect`` in net/ipv4/inet_hashtables.c), so odd ones rarely collide.
 _FOREIGN_PORTS = range(32769, 61000, 2)
 _FOREIGN_PORT_COUNT = len(_FOREIGN_PORTS)
-#: The port and the address in ``sockaddr_in`` and ``sockaddr_in6``.
+#: The layouts that read port and address from ``sockaddr_in`` and ``sockaddr_in6``.
 _NAME4 = struct.Struct("!2xH4s8x")
 _NAME6 = struct.Struct("!2xH4x16s4x")
 
@@ -79,9 +79,9 @@ def accept(listener: socket.socket, family: int) -> tuple[socket.SocketType, tup
         listener: the listening socket.
         family: its family, as a number.
 
-    The result is an instance of the base class written in C. Its Python subclass, which
-    :meth:`socket.socket.accept` returns, wraps every method and converts the family, type and protocol to
-    enumerations, which took an eighth of a connection's calls.
+    The result is an instance of the base class written in C. :meth:`socket.socket.accept` returns its Python
+    subclass, which wraps every method and converts the family, type and protocol to enumerations. This took an
+    eighth of a connection's function calls.
 
     Raises:
         OSError: see accept(2).
@@ -125,7 +125,7 @@ def prepared(
     keepalive: Keepalive | None = None,
     socket_options: Iterable[SocketOption] = (),
 ) -> list[socket.SocketType]:
-    """Return sockets for :func:`connect_at_once`, with TCP_NODELAY; all are made within a single pair of setns(2)
+    """Return sockets for :func:`connect_at_once`, with TCP_NODELAY. All are created within one pair of setns(2)
     calls.
 
     Args:
@@ -159,20 +159,20 @@ def prepared(
 
 @lru_cache(maxsize=16384)  # called once per connection, for few addresses
 def target_of(host: IpAddress | str) -> tuple[socket.AddressFamily, str]:
-    """Return the family and the text of an address."""
+    """Return the address family and the canonical text of an IP address."""
     address = canonical(host)
     return socket.AF_INET if address.version == 4 else socket.AF_INET6, str(address)
 
 
 def connects_at_once(sock: socket.SocketType, address: tuple[str, int]) -> bool:
-    """Begin to connect, and return whether the handshake is complete already.
+    """Begin to connect a socket, and return whether the TCP handshake is already complete.
 
     Raises:
         ConnectFailed: refused, unreachable or reset at once.
     """
-    # On links inside the machine the SYN-ACK has arrived when connect(2) returns, but a non-blocking call returns
-    # EINPROGRESS nevertheless. A second call costs a microsecond and saves the timer, the watch and a loop
-    # iteration: 25 of 300 microseconds per connection (``bench.compare --only crr``).
+    # On links inside the machine, the SYN-ACK has arrived when connect(2) returns, but a non-blocking call still
+    # returns EINPROGRESS. So connect(2) is called again. The second call takes a microsecond and saves the timer,
+    # the watch and a loop iteration: 25 of 300 microseconds per connection (``bench.compare --only crr``).
     code = sock.connect_ex(address)
     if code in (errno.EINPROGRESS, errno.EINTR):
         code = sock.connect_ex(address)
@@ -191,7 +191,7 @@ def prepare(
     socket_options: Iterable[SocketOption],
     target: tuple[str, int],
 ) -> None:
-    """Set the options of a socket that dials ``target``.
+    """Set the options of a socket that will connect to ``target``.
 
     Raises:
         KernelRefused, NeedCapability: an option is not usable.
@@ -218,14 +218,14 @@ def appear_as(
     *,
     foreign: bool,
 ) -> None:
-    """Bind to an address, which is another host's if ``foreign``. With port 0 the kernel chooses a port at
-    connect.
+    """Bind a socket to a source address. ``foreign``: it belongs to another host. Port 0: the kernel chooses the
+    port at connect(2).
     """
     try:
         if foreign:
             set_transparent(sock, family)
         if port:
-            # With SO_REUSEADDR several sockets may bind the port. connect(2) refuses only an equal 4-tuple.
+            # With SO_REUSEADDR, several sockets can bind the port. connect(2) then refuses only an equal 4-tuple.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         else:
             sock.setsockopt(socket.SOL_IP, IP_BIND_ADDRESS_NO_PORT, 1)
@@ -236,13 +236,13 @@ def appear_as(
 
 def foreign_port() -> int:
     """Return a random source port for a connection from a client's address."""
-    # Like random.choice, with one call instead of six; each connection needs a port.
+    # This is random.choice with one function call instead of six, because each connection needs a port.
     return _FOREIGN_PORTS[int(random() * _FOREIGN_PORT_COUNT)]
 
 
 def port_is_taken(error: BaseException) -> bool:
-    """Return whether the error means that a listener (at bind) or a connection to the same destination (at
-    connect) uses the port.
+    """Return whether the error means that the source port is in use: at bind by a listener, or at connect by a
+    connection to the same destination.
     """
     if isinstance(error, KernelRefused):
         return error.code == errno.EADDRINUSE
@@ -264,8 +264,8 @@ def set_keepalive(sock: socket.SocketType, keepalive: Keepalive) -> None:
 
 
 def dialled_address(sock: socket.SocketType, version: int) -> tuple[str, int]:
-    """Return the address that the peer of an accepted socket connected to, like :func:`original_destination` but
-    without further system calls.
+    """Return the address that the peer of an accepted socket connected to. Unlike :func:`original_destination`,
+    this needs no further system calls.
 
     Args:
         sock: an accepted socket.
@@ -284,12 +284,12 @@ def dialled_address(sock: socket.SocketType, version: int) -> tuple[str, int]:
 def tracked_address(sock: socket.SocketType, version: int) -> tuple[str, int] | None:
     """Return the destination before translation (SO_ORIGINAL_DST), or None if the connection is not tracked.
 
-    For a connection that was not translated it equals the socket's own name.
+    For a connection that was not translated, it equals the socket's local address.
 
     Args:
         sock: an accepted socket.
-        version: 4 or 6, of the socket's own address without IPv4 mapping. The IPv4 option also answers for mapped
-            addresses on an IPv6 socket, the IPv6 option does not.
+        version: 4 or 6, the IP version of the local address without IPv4 mapping. For mapped addresses on an IPv6
+            socket, only the IPv4 option works.
     """
     try:
         if version == 4:
@@ -316,13 +316,13 @@ def _unpacked(packed: bytes) -> IpAddress:
 
 
 def local_address(sock: socket.SocketType) -> SocketAddress:
-    """Return the socket's own address and port."""
+    """Return the local address and port of a socket."""
     name = sock.getsockname()
     return SocketAddress(canonical(name[0]), name[1])
 
 
 def set_transparent(sock: socket.SocketType, family: socket.AddressFamily) -> None:
-    """Let a socket use foreign addresses (IP_TRANSPARENT).
+    """Allow a socket to use addresses of other hosts (IP_TRANSPARENT).
 
     Raises:
         NeedCapability: no CAP_NET_ADMIN.
@@ -337,7 +337,7 @@ def set_transparent(sock: socket.SocketType, family: socket.AddressFamily) -> No
 
 
 def set_mark(sock: socket.SocketType, mark: int) -> None:
-    """Mark a socket's packets.
+    """Set the mark of all packets that a socket sends (SO_MARK).
 
     Raises:
         NeedCapability: no CAP_NET_ADMIN.

@@ -79,15 +79,15 @@ __all__ = (
 IP_FREEBIND = 15
 _SO_ATTACH_REUSEPORT_CBPF = 51
 _BPF_RETURN = 0x06  # BPF_RET | BPF_K: linux/bpf_common.h
-#: The number of further ports to try if one is taken.
+#: The number of other source ports to try if the first is taken.
 FOREIGN_PORTS_TRIED = 8
 
 
 class OriginalDestination(NamedTuple):
     """The address and port that a client connected to.
 
-    ``restored`` is false if this is the socket's own name and the socket is not transparent. The client then
-    connected to the proxy itself.
+    ``restored`` is false if the address is the socket's local address and the socket is not transparent. The
+    client has then connected to the proxy itself.
     """
 
     ip: IpAddress
@@ -115,9 +115,9 @@ def listen(
     Args:
         address: the address to bind.
         port: 0 lets the kernel choose.
-        transparent: accept connections to any address that the kernel delivers here (TPROXY). Set
-            before bind, as TPROXY demands.
-        mark: SO_MARK; accepted sockets and SYN-ACKs inherit it.
+        transparent: accept connections to any address that the kernel delivers here (TPROXY). The option is set
+            before bind, as TPROXY requires.
+        mark: SO_MARK. Accepted sockets and SYN-ACKs inherit the mark.
         reuse_port: SO_REUSEPORT, so that the next process can bind the port before this one leaves.
         freebind: bind an address that the host does not have yet (IP_FREEBIND).
         socket_options: further (level, name, value), set before bind.
@@ -167,7 +167,7 @@ def leave_to_newer(sock: socket.SocketType) -> bool:
     """Direct new connections of a port that two sockets share to the newer socket; idempotent.
 
     A process that is being replaced calls this, accepts the connections that are still in its queue, and closes
-    the socket. Then no connection is lost. If one socket is left, it gets all connections.
+    the socket. In this order, no connection is lost. If one socket is left, it gets all connections.
 
     Returns:
         False if the socket is not in a SO_REUSEPORT group, or the kernel has no SO_ATTACH_REUSEPORT_CBPF.
@@ -181,8 +181,8 @@ def leave_to_newer(sock: socket.SocketType) -> bool:
 def leave_to_older(sock: socket.SocketType) -> bool:
     """Direct new connections of a port that two sockets share to the older socket; idempotent.
 
-    A process that listens but cannot serve yet calls this, and :func:`leave_to_newer` once it can. If this socket
-    is the only one, or remains as the only one, it gets all connections.
+    A process that listens but cannot serve yet calls this. Once it can serve, it calls :func:`leave_to_newer`. If
+    only one socket exists or remains, it gets all connections.
 
     Returns:
         False as for :func:`leave_to_newer`.
@@ -195,10 +195,10 @@ def leave_to_older(sock: socket.SocketType) -> bool:
 
 def _direct(sock: socket.SocketType, index: int) -> bool:
     # Without a filter the kernel hashes connections over all sockets of the group, and closing one resets the
-    # connections in its accept queue. SO_ATTACH_REUSEPORT_CBPF sets a classic BPF program for the whole group. It
-    # returns the index of the socket to use, in the order of joining (reuseport_select_sock in
-    # net/core/sock_reuseport.c). For an index outside the group the kernel hashes as before, so the filter, which
-    # stays with the group, is harmless when one socket is left.
+    # connections in its accept queue. SO_ATTACH_REUSEPORT_CBPF sets a classic BPF program for the whole group. The
+    # program returns the index of the socket to use, in the order of joining (reuseport_select_sock in
+    # net/core/sock_reuseport.c). The program stays with the group. This is harmless when one socket is left,
+    # because for an index outside the group the kernel hashes as before.
     instruction = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, index))
     program = struct.pack("@HP", 1, ctypes.addressof(instruction))
     try:
@@ -280,10 +280,10 @@ async def connect(
 
     Args:
         destination: address and port; names are not resolved.
-        source: the source address, which need not be the host's. The source port is one that the address's owner
-            rarely uses. Connections to several destinations can share a port, so the 14,000 ports do not limit the
-            number of connections.
-        own_source: ``source`` is one of the host's addresses; no capability is needed then.
+        source: the source address, which can belong to another host. The source port is one that this host rarely
+            uses. Connections to several destinations can share a port, so the 14,000 ports do not limit the number
+            of connections.
+        own_source: whether ``source`` is one of the host's addresses, so that no capability is needed.
         mark: SO_MARK.
         timeout_s: the time limit for the handshake.
         netns: create the socket in this namespace instead of the thread's own.
@@ -328,10 +328,10 @@ async def finish_connect(sock: socket.SocketType, destination: tuple[str, int], 
 
 
 async def _connected(sock: socket.SocketType, address: tuple[str, int], timeout_s: float) -> None:
-    """Wait for the handshake, like ``loop.sock_connect``. On return the loop does not watch the socket.
+    """Wait for the handshake, like ``loop.sock_connect``. On return, the loop does not watch the socket.
 
-    After a cancellation the loop does not watch it either: ``finally`` runs before the caller closes the socket,
-    whose number the kernel can reuse at once.
+    This is also true after a cancellation. It matters because the kernel can reuse the descriptor's number as soon
+    as the caller closes the socket.
 
     Raises:
         ConnectTimedOut: no answer within ``timeout_s``.
@@ -360,15 +360,15 @@ async def _connected(sock: socket.SocketType, address: tuple[str, int], timeout_
 def original_destination(sock: socket.SocketType) -> OriginalDestination:
     """Return the address and port that the peer of an accepted socket connected to.
 
-    ``restored`` is true if it differs from the socket's own name (REDIRECT or DNAT translated it), or if the
-    socket is transparent (TPROXY).
+    ``restored`` is true if this differs from the socket's local address (REDIRECT or DNAT translated it), or if
+    the socket is transparent (TPROXY).
 
     Raises:
         OSError: the socket is closed.
     """
-    # conntrack returns a destination for every tracked connection, translated or not, so a destination equal to
-    # the socket's own name does not prove a redirect. TPROXY does not translate, so there the socket's own name is
-    # the destination, with and without conntrack.
+    # conntrack returns a destination for every tracked connection, translated or not. So a destination equal to
+    # the local address does not prove a redirect. TPROXY does not translate, so a transparent socket's local
+    # address is the destination, with and without conntrack.
     own = local_address(sock)
     tracked = tracked_address(sock, own.ip.version)
     if tracked is not None and tracked != (str(own.ip), own.port):
@@ -378,7 +378,7 @@ def original_destination(sock: socket.SocketType) -> OriginalDestination:
 
 def is_transparent(sock: socket.SocketType) -> bool:
     """Return whether the socket has IP_TRANSPARENT; accepted sockets inherit it from their listener."""
-    # An IPv6 socket has the same flag under another number.
+    # IPv6 sockets have this flag under another option number.
     if sock.family == socket.AF_INET:
         return bool(sock.getsockopt(socket.SOL_IP, IP_TRANSPARENT))
     return bool(sock.getsockopt(SOL_IPV6, IPV6_TRANSPARENT))

@@ -1,9 +1,9 @@
-"""Keeps the earlier values of changed sysctls in a file, as a copy of the nftables table that stores them.
+"""Keeps the earlier values of changed sysctls in a file. The main copy is in an nftables table.
 
 ``nft flush ruleset`` by another program deletes the table, including the values that a later removal must restore.
-The file is named by the namespace's cookie, which is unique while the machine runs (``SO_NETNS_COOKIE``, Linux
-5.14; older kernels get no file), and is in a folder that a reboot clears. The file is optional: if its folder is
-not writable, only the table has the values.
+The file's name is the namespace's cookie, which is unique while the machine runs (``SO_NETNS_COOKIE``, Linux 5.14;
+there is no file with older kernels). Its folder is cleared by a reboot. The file is optional: if its folder is not
+writable, only the table has the values.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def cookie_of(netns: Netns) -> int | None:
 
 
 class SysctlMemory:
-    """The file of one namespace."""
+    """The file with the earlier sysctl values of one namespace."""
 
     def __init__(self, cookie: int | None, folder: Path = FOLDER) -> None:
         self._path = None if cookie is None else folder / f"{cookie}.json"
@@ -59,12 +59,12 @@ class SysctlMemory:
         self._write({**values, **self.load()})
 
     def forget(self, keys: Iterable[SysctlKey]) -> None:
-        """Remove restored values; the file is deleted with the last one."""
+        """Remove restored values from the file. With the last value, the file is deleted."""
         gone = set(keys)
         self._write({key: value for key, value in self.load().items() if key not in gone})
 
     def forget_all(self) -> None:
-        """Drop every value: the namespace is being removed, so no value will be restored."""
+        """Drop all values, because the namespace is being removed and no value will be restored."""
         self._write({})
 
     def _write(self, values: Mapping[SysctlKey, str]) -> None:

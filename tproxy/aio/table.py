@@ -1,8 +1,8 @@
 """Keeps one nftables table in its desired state with minimal changes, and detects changes by others.
 
-:class:`~tproxy.aio.kernel.BlockingKernel` reads all resources before and after each change, which is suitable for
-a few dozen rules. A table of policies has thousands of sets, so this class remembers the table's content, sends
-the difference in one transaction, and reads back only the changed chains and sets. Changes by others arrive as
+:class:`~tproxy.aio.kernel.BlockingKernel` reads all resources before and after each change, which suits a few
+dozen rules. A table of policies has thousands of sets, so the classes here remember the table's content, send the
+difference in one transaction, and read back only the changed chains and sets. Changes by others arrive as
 notifications. After such a notification, and after any failure, it reads the whole table.
 """
 
@@ -45,7 +45,7 @@ _NFT_GROUP = 7  # NFNLGRP_NFTABLES
 
 
 class BlockingTable:
-    """One table in one network namespace; use it from one thread.
+    """One nftables table in one network namespace. Use it from one thread only.
 
     Args:
         netns: the table's namespace. None is the caller's own. The caller closes it, after this object.
@@ -64,22 +64,22 @@ class BlockingTable:
 
     @property
     def port(self) -> int:
-        """The number that identifies the author of a change in notifications."""
+        """Notifications of changes made by this object have this port number."""
         return self._nft.port
 
     def close(self) -> None:
-        """Close the socket; idempotent. The table stays."""
+        """Close the netlink socket. Idempotent. The table stays in the kernel."""
         self._nft.close()
 
     def forget(self) -> None:
-        """Read the whole table before the next change, because another program can have changed it."""
+        """Make the next change read the whole table first, because another program can have changed the table."""
         self._known = False
 
     def read(self) -> Table | None:
         """Return the kernel's table with its counters, or None if there is no table.
 
         Raises:
-            DumpInterrupted: others change tables faster than they can be read.
+            DumpInterrupted: other programs change tables faster than they can be read.
         """
         named = text(nf.NFTA_TABLE_NAME, self.name)
 
@@ -113,7 +113,7 @@ class BlockingTable:
         return self._nft.dump(message)
 
     def apply(self, wanted: Table | None) -> tuple[NftStep, ...]:
-        """Make the table equal to the desired one, with None for no table, and return the steps. Idempotent.
+        """Make the kernel's table equal to the desired one (None: no table), and return the steps. Idempotent.
 
         Raises:
             TproxyError: the kernel refused, and the table is unchanged. If the kernel stored other values than
@@ -189,7 +189,9 @@ def _touched(steps: tuple[NftStep, ...]) -> tuple[set[str], set[str]]:
 
 
 def _table_of(body: bytes) -> str:
-    """Return the table name in a message. It is attribute 1 of all messages except generation messages."""
+    """Return the table name in an nftables notification. It is attribute 1 of all messages except generation
+    messages.
+    """
     return read_text(attribute_map(body[4:]).get(nf.NFTA_TABLE_NAME, b""))
 
 
@@ -232,13 +234,13 @@ class KeptTable:
             asyncio.get_running_loop().remove_reader(self._monitor.fileno())
             self._monitor.close()
             self._monitor = None
-        # The thread finishes the transaction it is in.
+        # Wait until the thread has finished its current transaction.
         self._thread.shutdown(wait=True, cancel_futures=True)
         if self._blocking is not None:
             self._blocking.close()
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run other blocking work in the same thread, so that neither waits for the kernel on the loop."""
+        """Run other blocking work in this object's thread, so that the event loop does not wait for the kernel."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _ready(self) -> BlockingTable:
@@ -258,7 +260,7 @@ class KeptTable:
         return await self.in_thread(lambda: blocking.apply(wanted))
 
     def _noticed(self) -> None:
-        """Look through notifications for changes of the table that are not ours."""
+        """Read notifications, and set ``disturbed`` if another program has changed the table."""
         if self._monitor is None:
             return
         while True:

@@ -33,8 +33,8 @@ from tproxy.wire import MalformedDump, attribute, attribute_map, attributes, be3
 
 
 class _Layout(NamedTuple):
-    """The kernel's name of an expression, the attribute numbers of its fields, and the number of an attribute to
-    ignore.
+    """How the kernel encodes a kind of expression: its name, the attribute numbers of its fields, and an attribute
+    to ignore, if any.
     """
 
     name: str
@@ -110,10 +110,10 @@ _DERIVED = 0b11  # NF_NAT_RANGE_MAP_IPS, NF_NAT_RANGE_PROTO_SPECIFIED
 
 
 def encode(expression: Expression) -> bytes:
-    """Return the expression as a list element of NFTA_RULE_EXPRESSIONS.
+    """Encode an expression as a list element of NFTA_RULE_EXPRESSIONS.
 
     Raises:
-        ValueError: an :class:`Opaque`, which is read but never written.
+        ValueError: the expression is an :class:`Opaque`, which is only ever read.
     """
     match expression:
         case Opaque(name, _):
@@ -125,7 +125,7 @@ def encode(expression: Expression) -> bytes:
             ]
             return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "immediate"), nest(nf.NFTA_EXPR_DATA, *data))
         case Counter():
-            # The kernel requires the nested attribute, and starts counting at zero if it is empty
+            # A counter needs a nested attribute, even an empty one. The kernel then starts counting at zero
             # (nft_counter_do_init).
             return nest(nf.NFTA_LIST_ELEM, text(nf.NFTA_EXPR_NAME, "counter"), nest(nf.NFTA_EXPR_DATA))
         case _:
@@ -148,7 +148,7 @@ def decode_list(payload: bytes) -> Phrase:
     """Decode NFTA_RULE_EXPRESSIONS.
 
     Raises:
-        MalformedDump: the attributes contradict their lengths.
+        MalformedDump: an attribute's length contradicts its content.
     """
     return tuple(_decode(element) for _, element in attributes(payload))
 
@@ -197,8 +197,8 @@ def _decode(element: bytes) -> Expression:
 
 def _checked(cls: type[Any], values: dict[str, Any]) -> Expression:
     missing = [item.name for item in fields(cls) if item.name not in values]
-    # Default values are for encoding only. A dumped comparison without a register, for example, cannot be from our
-    # rule.
+    # When decoding, no default values are used for missing attributes. For example, a dumped comparison without a
+    # register cannot come from our rule.
     optional = {"flags", "dreg", "sreg", "reg_port", "reg_addr", "reg_addr_min", "reg_addr_max"}
     optional |= {"reg_proto_min", "reg_proto_max"}
     if any(name not in optional for name in missing):
@@ -208,7 +208,7 @@ def _checked(cls: type[Any], values: dict[str, Any]) -> Expression:
 
 
 def verdict_data(verdict: Verdict) -> bytes:
-    """Return a verdict as the attribute used in rules and in elements of maps."""
+    """Encode a verdict as the attribute that rules and map elements use."""
     parts = [be32(nf.NFTA_VERDICT_CODE, verdict.code)]
     if verdict.chain:
         parts.append(text(nf.NFTA_VERDICT_CHAIN, verdict.chain))
@@ -220,10 +220,10 @@ def _verdict(found: dict[int, bytes]) -> Verdict | None:
 
 
 def read_verdict(payload: bytes) -> Verdict | None:
-    """Return the verdict in a data attribute, or None if the attribute has a value.
+    """Decode the verdict in a data attribute. Return None if the attribute contains a value instead.
 
     Raises:
-        MalformedDump: a verdict without its code.
+        MalformedDump: the verdict has no code.
     """
     inner = attribute_map(payload)
     if nf.NFTA_DATA_VERDICT not in inner:
@@ -232,10 +232,10 @@ def read_verdict(payload: bytes) -> Verdict | None:
 
 
 def verdict_of(payload: bytes) -> Verdict:
-    """Return the verdict with these attributes, which is the form of trace events.
+    """Decode a verdict from its attributes, the form in trace events.
 
     Raises:
-        MalformedDump: its code is missing.
+        MalformedDump: the verdict has no code.
     """
     verdict = attribute_map(payload)
     if nf.NFTA_VERDICT_CODE not in verdict:

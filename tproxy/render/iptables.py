@@ -34,7 +34,7 @@ _PROTOCOLS = {TCP: "tcp", UDP: "udp"}
 
 
 def restore_text(wanted: Sidecar, version: Version) -> str:
-    """Return the rules of one IP version, ending in a line break."""
+    """Return the document of rules for one IP version. It ends with a line break."""
     chains = steps(wanted)
     lines = []
     for table in ("raw", "mangle", "nat"):
@@ -55,10 +55,10 @@ def _table(chains: list[StepChain], version: Version) -> Iterator[str]:
 
 
 def _lines(step: Step, version: Version) -> Iterator[tuple[str, ...]]:
-    """Yield the tests of each line of a step. A step can need several lines, because an iptables rule compares one
-    network.
+    """Yield the tests for each line that a step needs. There can be several lines, because an iptables rule
+    compares one network.
     """
-    # Protocol and ports first, the canonical order of iptables-save.
+    # Protocol and ports come first, as in the output of iptables-save.
     ordered = sorted(step.tests, key=lambda test: not isinstance(test, Device | Networks | Transport))
     yield from product(*(list(_words(test, version)) for test in ordered))
 

@@ -49,8 +49,8 @@ def nft_message(kind: int, family: Family | int, flags: int, *attributes: bytes,
 
 
 def nft_batch(steps: Iterable[NftStep]) -> Sequence[Message]:
-    """Return the messages of one transaction, including begin and end. The kernel applies the whole batch or no
-    part.
+    """Return the messages of one transaction, including begin and end. The kernel applies the whole transaction or
+    no part of it.
     """
     header = struct.pack("!BBH", 0, 0, NFT_SUBSYSTEM)
     set_ids = count(1)
@@ -162,8 +162,8 @@ def _chunks(elements: Sequence[Element]) -> Iterator[Sequence[Element]]:
 
 
 def _element(item: Element, *, whole: bool) -> Iterator[bytes]:
-    """Yield an element in the kernel's form. An interval consists of two elements, and the second one marks its
-    end.
+    """Yield a set element in the kernel's form. An interval consists of two kernel elements, the second of which
+    marks the end.
     """
     parts = [nest(nf.NFTA_SET_ELEM_KEY, attribute(nf.NFTA_DATA_VALUE, item.key))]
     if item.verdict is not None:
@@ -171,7 +171,8 @@ def _element(item: Element, *, whole: bool) -> Iterator[bytes]:
     if whole and item.comment:
         parts.append(attribute(nf.NFTA_SET_ELEM_USERDATA, _comment(item.comment)))
     yield nest(nf.NFTA_LIST_ELEM, *parts)
-    # An interval up to the highest key has no end mark, because no key follows it (nft_rbtree keeps it open).
+    # An interval that ends at the highest key has no end mark, because no key follows. nft_rbtree leaves such an
+    # interval open.
     if item.last and (after := int.from_bytes(item.last, "big") + 1) >> 8 * len(item.last) == 0:
         key = attribute(nf.NFTA_DATA_VALUE, after.to_bytes(len(item.last), "big"))
         flags = be32(nf.NFTA_SET_ELEM_FLAGS, nf.NFT_SET_ELEM_INTERVAL_END)
@@ -200,7 +201,7 @@ def read_comment(payload: bytes) -> str:
 def memory_steps(table: str, values: Mapping[SysctlKey, str]) -> tuple[NftStep, ...]:
     """Return the steps that save sysctl values in the kernel.
 
-    Each sysctl is a set with an element per device; the element's comment is the value.
+    Each sysctl is a set with one element per device. The comment of the element is the sysctl's value.
     """
     steps: list[NftStep] = [AddTable(Family.INET, table)]
     for name, elements in memory_elements(values).items():
@@ -210,7 +211,7 @@ def memory_steps(table: str, values: Mapping[SysctlKey, str]) -> tuple[NftStep, 
 
 
 def forget_steps(table: str, values: Mapping[SysctlKey, str], *, everything: bool) -> tuple[NftStep, ...]:
-    """Return the steps that delete saved values, or the whole memory table."""
+    """Return the steps that delete saved sysctl values, or the whole table that contains them."""
     if everything:
         return (DeleteTable(Family.INET, table),)
     return tuple(
@@ -219,7 +220,9 @@ def forget_steps(table: str, values: Mapping[SysctlKey, str], *, everything: boo
 
 
 def memory_elements(values: Mapping[SysctlKey, str]) -> dict[str, tuple[Element, ...]]:
-    """Return the elements by the name of their set; ``ipv4-rp_filter`` has an element per device."""
+    """Group sysctl values as elements by the name of their set. For example, ``ipv4-rp_filter`` has one element
+    per device.
+    """
     grouped: dict[str, list[Element]] = {}
     for key, value in values.items():
         element = Element(key.device.encode().ljust(16, b"\0"), value)

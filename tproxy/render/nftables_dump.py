@@ -23,13 +23,13 @@ from tproxy.resources import (
 )
 from tproxy.wire import MalformedDump, attribute_map, attributes, read_be32, read_text
 
-#: ``struct nfgenmsg``: family, version, resource id.
+#: The layout of ``struct nfgenmsg``: family, version, resource id.
 _HEADER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class NftDump:
-    """The bodies of the five nftables dumps, restricted to our tables."""
+    """The messages of the five nftables dumps, reduced to those about our tables."""
 
     tables: Iterable[bytes]
     chains: Iterable[bytes]
@@ -57,7 +57,7 @@ def _name(parts: Mapping[int, bytes], kind: int) -> str:
 
 
 def set_key(body: bytes) -> tuple[int, str, str]:
-    """Return family, table and name of a dumped set, the key for requesting its elements.
+    """Return family, table and name of a dumped set, which are needed to request its elements.
 
     Raises:
         MalformedDump: an attribute is missing.
@@ -148,7 +148,7 @@ def _set(name: str, parts: Mapping[int, bytes], elements: Iterable[bytes]) -> Se
 
 
 def read_elements(bodies: Iterable[bytes], *, interval: bool) -> frozenset[Element]:
-    """Return the members in dumps of one set's elements.
+    """Decode the members of one set from dumps of its elements.
 
     Raises:
         MalformedDump: see :func:`read_tables`.
@@ -171,8 +171,8 @@ def read_elements(bodies: Iterable[bytes], *, interval: bool) -> frozenset[Eleme
 
 
 def _joined(starts: Iterable[Element], ends: Iterable[bytes]) -> Iterator[Element]:
-    """Yield intervals: each start is joined with the key before the next end, or with the highest key if there is
-    no end.
+    """Yield the intervals of a set. Each begins at a start element and ends at the key before the next end mark,
+    or without one at the highest key.
     """
     waiting = sorted(ends, reverse=True)
     for start in sorted(starts, key=lambda element: element.key):
@@ -187,7 +187,7 @@ def _joined(starts: Iterable[Element], ends: Iterable[bytes]) -> Iterator[Elemen
 
 
 def _is_component(name: str) -> bool:
-    """Return whether a name is one component of a path, and not a step upwards."""
+    """Return whether a name is a single path component, and neither ``.`` nor ``..``."""
     return name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
@@ -199,8 +199,8 @@ def _remembered(sets: Iterable[Set]) -> dict[SysctlKey, str]:
             continue
         for element in item.elements:
             device = element.key.rstrip(b"\0").decode(errors="replace")
-            # A process with CAP_NET_ADMIN in the namespace can have written the table. Its names must not lead to
-            # another file, which we would write with our own rights.
+            # Any process with CAP_NET_ADMIN in the namespace can write this table. The names in it must not lead
+            # to other files, because we write the files with our own rights.
             if not (_is_component(device) and _is_component(leaf)):
                 continue
             version = cast(Literal["ipv4", "ipv6"], family)

@@ -1,8 +1,8 @@
 """Prints resources for operators: tables in the form of nft, rules and routes in the form of ip.
 
-Register programs are translated back into nft's language by tracking the content of each register. The result is
-valid input for ``nft -f``. A program that nft's language cannot express is printed like nft's debug output, in
-brackets.
+Rules are register programs. They are translated back to nft's language by tracking the content of each register,
+and the result is valid input for ``nft -f``. A rule that nft's language cannot express is printed like nft's debug
+output, in brackets.
 """
 
 from collections.abc import Iterable, Iterator
@@ -114,7 +114,7 @@ _PORTS = {0: "sport", 2: "dport"}
 _ICMP = {"icmp": "icmp", "ipv6-icmp": "icmpv6"}
 _TCP_FLAGS = {"fin": FIN, "syn": SYN, "rst": RST, "ack": ACK}
 _PRIORITIES = {-300: "raw", -150: "mangle", 0: "filter"}
-# nft accepts each of these names on one hook only.
+# nft accepts each of these priority names only at one hook.
 _NAT_PRIORITIES = {(HookPoint.PREROUTING, -100): "dstnat", (HookPoint.POSTROUTING, 100): "srcnat"}
 _SET_TYPES = {
     SetKey.IPV4_ADDRESS: "ipv4_addr",
@@ -130,7 +130,7 @@ _SET_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """The symbolic content of a register: a packet property, possibly masked, or a constant."""
+    """The known content of a register: a packet property, possibly masked, or a constant."""
 
     text: str
     kind: _Kind
@@ -140,7 +140,7 @@ class _Value:
 
 
 class _Untranslatable(Exception):
-    """The program has no equivalent in nft's language."""
+    """A rule cannot be expressed in nft's language."""
 
 
 def rule_text(phrase: Phrase) -> str:
@@ -162,7 +162,8 @@ def _raw(expression: Expression) -> str:
 def _clauses(phrase: Phrase) -> Iterator[str]:
     registers: dict[int, _Value] = {}
     protocol: str | None = None
-    #: The loaded values that are still unused, in order. Several of them form a concatenation.
+    #: The loaded values that no expression has used yet, in order. If there are several, they form a
+    #: concatenation.
     loaded: list[str] = []
     for expression in phrase:
         if isinstance(expression, Compare | Immediate):
@@ -177,7 +178,7 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
                 registers[register] = _Value(_ADDRESSES[offset, length], "address")
                 loaded.append(registers[register].text)
             case Payload(Base.TRANSPORT, 0, 2, register) if protocol in _ICMP:
-                # nft has no name for type and code as a single value.
+                # nft's language has no name for ICMP type and code as a single value.
                 registers[register] = _Value("@th,0,16", "hex")
             case Payload(Base.TRANSPORT, offset, 2, register):
                 registers[register] = _Value(f"{protocol or 'th'} {_PORTS[offset]}", "port")
@@ -226,7 +227,7 @@ def _clauses(phrase: Phrase) -> Iterator[str]:
 
 
 def _tidy(clauses: Iterable[str]) -> list[str]:
-    """Return the clauses without the tests that the next one implies, as nft prints them."""
+    """Remove tests that the following clause implies, because nft does not print them either."""
     words: list[str] = []
     implied = {"ip ": "meta nfproto ipv4", "ip6 ": "meta nfproto ipv6"}
     for clause in clauses:
@@ -247,7 +248,7 @@ def _tidy(clauses: Iterable[str]) -> list[str]:
 def _number(data: bytes) -> int:
     if len(data) == 1:
         return data[0]
-    # Decode host order with the encoder, so that only one place determines the byte order.
+    # The byte order is found by encoding a number, so that only the encoder determines it.
     write = host_u16 if len(data) == 2 else host_u32
     return next(
         value for value in (int.from_bytes(data, "little"), int.from_bytes(data, "big")) if write(value) == data
@@ -420,7 +421,7 @@ def namespace_text(namespace: Namespace) -> str:
 
 
 def state_text(state: State) -> str:
-    """Return a state: the pairs, then each namespace under a heading."""
+    """Return a state as text: first the veth pairs, then each namespace under a heading."""
     parts = []
     for pair in sorted(state.pairs, key=repr):
         right = "?" if pair.right is None else f"{pair.right.namespace}/{pair.right.device}"
@@ -431,7 +432,7 @@ def state_text(state: State) -> str:
 
 
 def operation_text(operation: Operation) -> list[str]:
-    """Return an operation as one line per step: ``+`` adds, ``-`` removes, ``=`` changes in place."""
+    """Return an operation as text, with one line per step: ``+`` adds, ``-`` removes, ``=`` changes in place."""
     match operation:
         case NftTransaction(namespace, steps):
             return [f"{namespace}: {_step_text(step)}" for step in steps]

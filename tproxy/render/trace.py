@@ -37,7 +37,7 @@ class TraceEvent:
     Attributes:
         packet: identifies one packet at one hook.
         handle: the rule's handle, 0 for a policy.
-        header: the packet's header; only in the first event of a packet.
+        header: the packet's header, which only the first event of a packet contains.
     """
 
     packet: int
@@ -72,7 +72,7 @@ def read_event(kind: int, body: bytes) -> TraceEvent | None:
 
 
 def handles(bodies: list[bytes]) -> dict[int, int]:
-    """Return the position of each dumped rule by its handle."""
+    """Return the position of each rule in a dump, by the rule's handle."""
     parts = (nft_parts(body)[1] for body in bodies)
     return {int.from_bytes(found.get(nf.NFTA_RULE_HANDLE, b""), "big"): at for at, found in enumerate(parts)}
 
@@ -91,7 +91,7 @@ def _header(network: bytes, transport: bytes) -> Header | None:
 
 
 def verdict_text(verdict: Verdict | None) -> str:
-    """Return a verdict in nft's words. A rule without a verdict continues."""
+    """Return a verdict in nft's words. Without a verdict, this is ``continue``."""
     if verdict is None:
         return "continue"
     try:

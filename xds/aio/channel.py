@@ -39,19 +39,19 @@ from xds.grpc.status import Headers, RpcFailed, Status
 logger = logging.getLogger(__name__)
 
 CONNECT_S: Final = 20.0  # the same as in gRPC's own clients
-# for each address of a name except the last, so that an unreachable one does not use up the time
+# The time for each address of a name except the last, so that an unreachable address does not use up CONNECT_S.
 _EACH_S: Final = 5.0
 _USER_AGENT: Final = "grpc-python-ztunnel"
 _UNSENT_BYTES: Final = 4 * 1024 * 1024
 _CLOSE_S: Final = 1.0
 
 
-#: gRPC's servers count a PING after less than 5 minutes as abuse unless configured otherwise, and end the
-#: connection at the third (proposal A8). The extra tenth allows for varying delays on the network.
+#: By default, gRPC servers count PINGs at intervals below 5 minutes as abuse, and end the connection at the third
+#: (proposal A8). The extra tenth allows for varying network delays.
 _DEFAULT_PING_S: Final = 330.0
-#: TCP's own probes detect a lost host, and servers do not count them. The values are seconds until the first
-#: probe, seconds between probes, and their number. Probes pause while sent bytes are unacknowledged; the last
-#: value limits that time, in milliseconds.
+#: TCP keepalive probes detect a lost host, and gRPC servers do not count them as PINGs. The values are seconds
+#: until the first probe, seconds between probes, and their number. Probes pause while sent bytes are
+#: unacknowledged; the last value limits that time, in milliseconds.
 _TCP_PROBES: Final = (
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),
@@ -62,7 +62,7 @@ _TCP_PROBES: Final = (
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Keepalive:
-    """The keepalive PINGs to one server, on all connections to it.
+    """The keepalive settings for one server, shared by all connections to it.
 
     If the server sends no bytes for ``interval_s`` during a call, it gets a PING, and must send at least one byte
     within ``timeout_s``. After the error ``too_many_pings`` the interval is doubled, as in gRPC's proposal A8. A
@@ -78,9 +78,9 @@ class Keepalive:
 
 
 class Call:
-    """One call. The owner writes, reads until None or RpcFailed, and cancels the call if it stops reading earlier.
+    """One gRPC call. Its owner writes, and reads until None or RpcFailed, or cancels the call before that.
 
-    Messages received before a failure are read first. One task can read while another writes.
+    Messages received before a failure are returned first. One task can read while another writes.
 
     Attributes:
         failure: why the call failed. None while it is open and after an orderly end.
@@ -121,7 +121,7 @@ class Call:
             ended: whether it is our last message.
 
         Raises:
-            RpcFailed: the call is over, with its own failure or CANCELLED.
+            RpcFailed: the call has ended. The status is that of its failure, or CANCELLED.
         """
         first = prefix(message)
         if len(message) < 1024:  # one copy costs less than one more frame
@@ -133,12 +133,12 @@ class Call:
             self.end()
 
     def end(self) -> None:
-        """Send the end of our messages. Without effect after the call's end."""
+        """Send END_STREAM: there are no more messages from us. No effect after the call's end."""
         if not self.over:
             self._connection.end(self._id)
 
     def cancel(self) -> None:
-        """Cancel the call with CANCEL. Idempotent, and without effect after the call's end."""
+        """Reset the call's stream with the code CANCEL. Idempotent, and without effect after the call's end."""
         if not self.over:
             self._connection.cancel(self._id)
             self.ended(RpcFailed(Status.CANCELLED, "given up by us"))
@@ -161,16 +161,16 @@ class Call:
     # Called by the connection
 
     def received(self, message: bytes) -> None:
-        """Queue a received message for the reader."""
+        """Queue a received message of the call for its reader."""
         self._messages.append(message)
         self._arrived.set()
 
     def room(self) -> None:
-        """Wake the writer, because the connection might accept more bytes."""
+        """Wake the task that waits to send, because the connection might accept more bytes."""
         self._room.set()
 
     def ended(self, failure: RpcFailed | None) -> None:
-        """Wake up reader and writer, because no more messages will arrive."""
+        """End the call's messages: wake the reading and the sending task, because no more messages will arrive."""
         self.over = True
         self.failure = failure
         self._arrived.set()
@@ -178,14 +178,16 @@ class Call:
 
 
 class _Connection:
-    """The socket of a :class:`~xds.grpc.connection.ClientConnection`. It is an :class:`xds.aio.tls.Inner`."""
+    """One connection to the server: a socket that feeds a :class:`~xds.grpc.connection.ClientConnection`.
+    Implements :class:`xds.aio.tls.Inner`.
+    """
 
     def __init__(self, keepalive: Keepalive | None) -> None:
         loop = asyncio.get_running_loop()
         self.opening: asyncio.Future[None] = loop.create_future()
-        """Resolves when calls are possible, or when they can no longer become possible."""
+        """Resolves when calls can be opened, or when it is certain that they never can."""
         self.closed: asyncio.Future[None] = loop.create_future()
-        """Resolves when the transport is closed. Calls can have failed before."""
+        """Resolves when the transport is closed. Calls can have failed before that."""
         self._core = ClientConnection()
         self._keepalive = keepalive
         self._calls: dict[int, Call] = {}
@@ -200,7 +202,7 @@ class _Connection:
 
     @property
     def usable(self) -> bool:
-        """Whether calls can be opened, now or after others have ended."""
+        """Whether the connection can take new calls, now or after others have ended."""
         return self._core.state is State.OPEN
 
     @property
@@ -209,7 +211,8 @@ class _Connection:
         return self._core.reason
 
     async def open(self, fields: Headers, message_limit_bytes: int | None, limit_s: float) -> Call | None:
-        """Open a call as soon as the server allows one more. Return None if the connection takes no more calls.
+        """Open a call as soon as the server's stream limit allows it. Return None if the connection takes no more
+        calls.
 
         Raises:
             RpcFailed: UNAVAILABLE, the server allowed no further call for ``limit_s``.
@@ -246,12 +249,12 @@ class _Connection:
         return sent
 
     def end(self, call_id: int) -> None:
-        """Send the end of our messages."""
+        """Send END_STREAM for a call: there are no more messages from us."""
         self._core.end(call_id)
         self._flush()
 
     def consumed(self, call_id: int) -> None:
-        """Return the credit of messages that were read."""
+        """Give back flow control credit for the messages of a call that were read."""
         self._core.consumed(call_id)
         self._flush()
 
@@ -265,7 +268,7 @@ class _Connection:
     # Life
 
     def close(self, reason: str) -> None:
-        """Send GOAWAY and close; calls fail with ``reason``. Idempotent."""
+        """Send GOAWAY and close the connection. Open calls fail with ``reason``. Idempotent."""
         if self._transport is None:
             return
         self._dispatch(self._core.close(reason))
@@ -273,19 +276,19 @@ class _Connection:
         self._transport.close()
 
     def retire(self) -> None:
-        """Close when no call is open: another connection has taken its place. Idempotent."""
+        """Close the connection when its last call ends, because another connection has replaced it. Idempotent."""
         self._retired = True
         if not self._calls:
             self.close("retired")
 
     async def wait_idle(self, limit_s: float) -> None:
-        """Wait until no call is open, at most ``limit_s``."""
+        """Wait until no call is open, but at most ``limit_s`` seconds."""
         if self._calls:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), limit_s)
 
     async def wait_closed(self) -> None:
-        """Wait until the transport is gone; abort it if the peer does not close in time."""
+        """Wait until the transport is closed. Abort it if the peer does not close in time."""
         await asyncio.wait([self.closed], timeout=_CLOSE_S)
         if not self.closed.done() and self._transport is not None:
             self._transport.abort()
@@ -312,8 +315,8 @@ class _Connection:
         if self._core.state is State.CLOSED:
             self._transport.close()
         elif self._transport.get_write_buffer_size() > _UNSENT_BYTES:
-            # Flow control stops messages long before this limit. The other bytes are replies to a server that
-            # sends PING or SETTINGS and does not read.
+            # Flow control stops messages long before this limit. So most of these bytes are replies to a server
+            # that sends PING or SETTINGS frames and does not read.
             self._cut("the server does not read what it asked for")
 
     def pause_writing(self) -> None:
@@ -325,7 +328,7 @@ class _Connection:
             call.room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # Control planes close connections by EOF or reset. Operators of xDS clients know these messages.
+        # The texts for an EOF or a reset by the control plane are those that operators of xDS clients know.
         text = "socket closed" if exc is None else (getattr(exc, "strerror", None) or str(exc)).lower()
         self._dispatch(self._core.lost(text))
         self._stop_timer()
@@ -362,7 +365,8 @@ class _Connection:
         if not self._calls:
             self._idle.set()
             if self._retired:
-                # Deferred, because the caller that dropped the last call can still have a frame to send.
+                # Close the connection in the next loop iteration, because the caller can still have a frame to
+                # send.
                 asyncio.get_running_loop().call_soon(self.retire)
         return call
 
@@ -403,14 +407,14 @@ class _Connection:
 
 
 class _Own:
-    """The default argument that requests a new :class:`Keepalive`."""
+    """The default of the argument ``keepalive``, which stands for a new :class:`Keepalive`."""
 
 
 _OWN: Final = _Own()
 
 
 class Channel:
-    """Calls to one address, over one connection at a time; ``async with`` closes it.
+    """A gRPC channel to one address, with one connection at a time. ``async with`` closes it.
 
     Args:
         target: ``host:port``, IPv6 hosts in brackets, or ``unix:/path``.
@@ -459,7 +463,9 @@ class Channel:
         await self.close()
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Close the connections; open calls have ``grace_s`` to end first. Returns when all are closed."""
+        """Close all connections. Before that, open calls have ``grace_s`` to end. Returns when all connections are
+        closed.
+        """
         self._closed = True
         connections = [*self._retired, *filter(None, [self._connection])]
         self._connection = None
@@ -501,8 +507,8 @@ class Channel:
             if call is not None:
                 return call
             if fresh:
-                # A server that ends connections as soon as it accepts them is overloaded or stopping. Dialling
-                # again at once would be a storm; the caller backs off.
+                # A server that ends each connection right after accepting it is overloaded or stopping. Fail
+                # instead of dialling again at once, so that the caller backs off.
                 raise RpcFailed(Status.UNAVAILABLE, f"{self.target} took no calls: {connection.reason}")
 
     async def unary(
@@ -532,8 +538,8 @@ class Channel:
                 call.cancel()
 
     async def _connected(self) -> tuple[_Connection, bool]:
-        """Return a connection and whether it was dialled for this caller. A new connection can be unusable
-        already.
+        """Return a connection, and whether it was dialled for this call. Even a new connection can already be
+        unusable.
         """
         async with self._dialling:
             if self._closed:
@@ -569,8 +575,8 @@ class Channel:
         try:
             if isinstance(outer, Secured):
                 await outer.established
-            # The server's SETTINGS are its first frame (RFC 9113, 3.4). Before they arrive, it is unknown how many
-            # calls it allows, and whether it supports HTTP/2 at all.
+            # Wait for the server's first frame, its SETTINGS (RFC 9113, 3.4). Until then it is unknown how many
+            # calls the server allows, and whether it speaks HTTP/2 at all.
             await connection.opening
         except BaseException:
             transport.abort()
@@ -613,7 +619,7 @@ class Channel:
 
 
 def _words(error: OSError | TlsError) -> str:
-    """Return the kernel's error message, because asyncio's repeats the address."""
+    """Return the kernel's message for an error. asyncio's message would repeat the address."""
     if isinstance(error, (TlsError, socket.gaierror)) or not error.errno:
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     return os.strerror(error.errno)

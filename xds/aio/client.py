@@ -9,9 +9,9 @@ subscription, like Envoy does for SDS from a local agent. Both are sources as de
 type delivers updates to receivers, so a warming receiver delays the ACK of its own type only. Responses for a busy
 type are merged, and need no more memory than the configuration itself.
 
-These tasks raise no exception except for cancellation. A control plane that is unreachable or breaks its protocol
-is tried again after a back-off. So is a bug of our own, which is logged with its traceback. Meanwhile the proxy
-serves with its current configuration.
+These tasks raise no exception except for cancellation. If the control plane is unreachable or breaks its protocol,
+they try again after a back-off. They do the same after a bug of our own, which is logged with its traceback.
+Meanwhile the proxy serves with its current configuration.
 
 While the control plane is unreachable, the last configuration stays current. One log line reports the loss and
 what to check, and a second line the recovery.
@@ -42,18 +42,18 @@ from xds.protocol.types import method_path
 
 logger = logging.getLogger(__name__)
 
-#: Makes a gRPC channel; the caller's ``async with`` closes it.
+#: Makes a gRPC channel. The caller's ``async with`` opens and closes it.
 Connect = Callable[[], AbstractAsyncContextManager[Channel]]
 
 #: Returns the metadata of a new stream, such as a bearer token read from its file.
 Metadata = Callable[[], Sequence[tuple[str, str]]]
 
-#: Longer responses are unpacked in steps. A response of this length takes a few milliseconds.
+#: Responses longer than this are unpacked in steps. Unpacking this many bytes takes a few milliseconds.
 _BIG_BYTES = 2**20
 
 
 class StreamBroken(XdsError):
-    """The stream to the control plane ended.
+    """The stream to the control plane has ended.
 
     Attributes:
         reason: gRPC's status and its text, or our own text.
@@ -94,7 +94,7 @@ class ControlPlaneStats:
 def connect_to(target: str, *, response_limit_bytes: int | None = None) -> Connect:
     """Return a function that opens a plain-text channel to ``host:port`` or ``unix:/path``.
 
-    Envoy has no limit on responses, so that there is none by default.
+    By default, the size of responses is not limited, like in Envoy.
 
     Raises:
         ValueError: the target has another form.
@@ -110,7 +110,7 @@ def connect_to(target: str, *, response_limit_bytes: int | None = None) -> Conne
 
 
 class _Stream:
-    """One gRPC stream, reopened after each failure, and the feeds of its types."""
+    """One xDS stream, reopened after each failure, and the feeds that deliver the updates of its types."""
 
     def __init__(
         self,
@@ -165,12 +165,12 @@ class _Stream:
         self.wake()
 
     def wake(self) -> None:
-        """Wake the writer: names have changed, or a receiver has returned."""
+        """Wake the task that sends requests, because requested names have changed or a receiver has returned."""
         self._wake.set()
         self._arm_expiry()
 
     async def run(self) -> None:
-        """Keep the stream open until cancelled."""
+        """Keep the stream open, with a new one after each failure, until cancelled."""
         try:
             async with asyncio.TaskGroup() as self._tasks:
                 for type_url, feed in self._feeds.items():
@@ -189,8 +189,9 @@ class _Stream:
             try:
                 await feed.deliver_forever()
             except Exception:
-                # This is a bug of ours. The current response was neither accepted nor refused, and the server can
-                # be waiting for the answer. A new stream, after its back-off, starts with the current state.
+                # This error is a bug of ours. The current response got neither an ACK nor a NACK, and the server
+                # can be waiting for one. So a new stream is opened after a back-off, beginning with the current
+                # state.
                 logger.exception("delivery of configuration failed target=%s", self._name)
                 if self._call is not None:
                     self._call.cancel()
@@ -201,8 +202,8 @@ class _Stream:
             try:
                 await self._stream_until_it_ends()
             except Exception:
-                # A bug of ours in the handling of a stream's end. A failure of this task would end its group and
-                # so the process, which must continue with its current configuration.
+                # This error is a bug of ours in the handling of a stream's end. It must not leave this task: the
+                # task group and then the process would end, instead of continuing with the current configuration.
                 logger.exception("the end of a stream was not handled target=%s", self._name)
             self._wake.set()
             await asyncio.sleep(self._backoff.next(random.random()))
@@ -213,7 +214,8 @@ class _Stream:
         except Exception as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                # A cancelled read raises the failure of its call if both happen in the same iteration.
+                # If the task is cancelled and the call fails in the same loop iteration, the read raises only the
+                # failure.
                 raise asyncio.CancelledError from error
             broken = self._why(error)
             self.stats.ended[broken.end] += 1
@@ -230,7 +232,8 @@ class _Stream:
             return error
         if isinstance(error, XdsError):
             return _unreachable(error)
-        # A bug of ours or of a library. A control plane client must never end the process.
+        # This error is a bug of ours or of a library. It is logged, because a control plane client must never end
+        # the process.
         logger.error("stream to the control plane failed target=%s", self._name, exc_info=error)
         return StreamBroken(f"internal error: {type(error).__name__}", answered=self._answered)
 
@@ -247,8 +250,8 @@ class _Stream:
                 raise self._broken(failure) from failure
             self._call = call
             self.state.stream_opened()
-            # No TaskGroup: before Python 3.13 one whose child fails may leave its parent marked as cancelled
-            # (Task.cancelling), and the caller needs that mark.
+            # A TaskGroup is not used here. Before Python 3.13, if a child fails, the parent can stay marked as
+            # cancelled (Task.cancelling), and the caller relies on this mark.
             writer = asyncio.get_running_loop().create_task(self._write(call), name=f"xds {self._name} write")
             writer.add_done_callback(lambda _: call.cancel())  # a writer that failed ends the reader
             try:
@@ -303,7 +306,7 @@ class _Stream:
         self._happened(self.state.receive(response, asyncio.get_running_loop().time()))
 
     async def _receive_big(self, data: bytes, state: DeltaClient) -> None:
-        """Receive a large response in steps, between which the loop runs other work."""
+        """Unpack a large response in steps. Between the steps, the event loop runs other tasks."""
         event: Received | Refused | None = None
         for event in state.receive_in_steps(data, asyncio.get_running_loop().time()):  # noqa: B007 - the last
             await asyncio.sleep(0)
@@ -336,7 +339,8 @@ class _Stream:
                 subscription.stats.update_failure += 1
                 subscription.stats.update_attempt += 1
         if broken.answered:
-            # Servers sometimes end streams to spread their load. A second failure is logged with more detail.
+            # The first end of a stream gets only a short log line, because servers end streams to spread their
+            # load. A second failure is logged in detail.
             logger.info("control plane ended the stream target=%s reason=%s", self._name, broken)
         elif self._away_since_s is None:
             self._away_since_s = asyncio.get_running_loop().time()
@@ -348,7 +352,8 @@ class _Stream:
                 broken,
             )
         elif str(broken) != self._away_because:
-            # The error has changed: after one fault is fixed, the next one must be logged.
+            # The error differs from the last logged one. It is logged, too: after one fault is fixed, the next
+            # must be visible.
             logger.warning("control plane still does not answer target=%s error=%s", self._name, broken)
         self._away_because = str(broken)
 
@@ -365,8 +370,8 @@ def _unreachable(error: Exception) -> StreamBroken:
 
 
 class _Shown:
-    """A request or response in the debug log. It is formatted only if the line is written, and never includes
-    bodies.
+    """Describes a request or response for the debug log, without resource bodies. Formatted only if the line is
+    written.
     """
 
     def __init__(self, message: Any) -> None:
@@ -394,10 +399,11 @@ def _state(
 
 
 class AdsClient:
-    """All types on one aggregated stream. Implements :class:`xds.protocol.resource.ResourceSource`.
+    """A client that requests all resource types on one aggregated stream. Implements
+    :class:`xds.protocol.resource.ResourceSource`.
 
-    Subscribe before or inside ``async with``, always inside the running loop. Leaving it cancels the stream; no
-    receiver is called afterwards.
+    Subscribe before or inside ``async with``, but always with a running event loop. Leaving ``async with`` cancels
+    the stream, and no receiver is called afterwards.
 
     Args:
         target: ``host:port`` or ``unix:/path``.
@@ -439,7 +445,7 @@ class AdsClient:
 
     @property
     def stats(self) -> ControlPlaneStats:
-        """``control_plane.*`` of this stream."""
+        """The statistics ``control_plane.*`` of this stream."""
         return self._stream.stats
 
     async def __aenter__(self) -> Self:
@@ -464,7 +470,7 @@ class AdsClient:
         return self._stream.subscribe(type_url, names, receive, initial_fetch_timeout_s, on_initial_timeout)
 
     def resume(self, type_url: str, versions: Mapping[str, str]) -> None:
-        """Store the resources that an earlier process has received, with their versions by name (delta only).
+        """Store the versions, by name, of the resources that an earlier process has received (delta only).
 
         Called before :meth:`subscribe`. The receiver already has the resources.
         """
@@ -472,12 +478,15 @@ class AdsClient:
         self._stream.state.resume(type_url, versions)
 
     def ask(self, type_url: str, names: Iterable[str]) -> None:
-        """Request names of an on-demand type. The wildcard's receiver gets the existing ones."""
+        """Request resources of an on-demand type by name. Those that exist are delivered to the receiver of the
+        wildcard.
+        """
         self._stream.ask(type_url, names)
 
 
 class PerTypeClient:
-    """One stream of the type's own service per subscription, such as SDS from an agent's Unix socket.
+    """A client with one stream per subscription, to the resource type's own service, such as SDS from an agent's
+    Unix socket.
 
     Arguments and rules are the same as in :class:`AdsClient`, but ``subscribe`` must be called inside ``async
     with``.

@@ -3,8 +3,8 @@
 Receivers are called one after the other, so calls of one subscription never overlap. The stream sends its ACK or
 NACK after the last receiver has returned. While resources of the response are still warming, the ACK waits. So a
 server can send clusters before their listeners and rely on the order. The wait ends when the next response of the
-type arrives, which is applied at once, and after :data:`_HELD_S`, because many servers send no further response
-before an ACK.
+type arrives, which is applied at once. It also ends after :data:`_HELD_S`, because many servers send no further
+response before an ACK.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 #: The number of receivers called in one loop iteration. One response can cause 10,000 calls and more.
 _AT_ONCE = 20
 
-#: Resources of an update that are freed in one turn. Freeing all 200,000 of a mesh at once would take a tenth of a
-#: second.
+#: The number of old resources freed per loop iteration. Freeing all 200,000 resources of a mesh at once would take
+#: a tenth of a second.
 _FREED = 5000
 
 #: The longest delay of an ACK for warming resources. A guess: endpoints usually arrive within milliseconds. Envoy
@@ -36,7 +36,7 @@ _HELD_S = 1.0
 
 
 class GrpcSubscription:
-    """A :class:`xds.protocol.resource.Subscription` of this stream."""
+    """A :class:`xds.protocol.resource.Subscription` to resources of a stream."""
 
     __slots__ = ("_feed", "initial_fetch", "on_close", "receive", "stats")
 
@@ -54,12 +54,14 @@ class GrpcSubscription:
         self._feed = feed
 
     def set_names(self, names: Iterable[str]) -> None:
-        """Replace the requested names."""
+        """Replace the names that this subscription requests."""
         self.stats.update_attempt += 1
         self._feed.set(self, names)
 
     def ask(self, names: Iterable[str]) -> None:
-        """Request names of an on-demand type. Each will be in a response, or in the ``removed`` list of one."""
+        """Request resources of an on-demand type by name. Each name occurs in a later response, perhaps in its
+        ``removed`` list.
+        """
         self._feed.ask(names)
 
     def close(self) -> None:
@@ -70,7 +72,7 @@ class GrpcSubscription:
 
 
 class Feed:
-    """One type on one stream: subscriptions, waiting updates, and the task that delivers them."""
+    """One resource type on one stream: its subscriptions, its waiting updates, and the task that delivers them."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Feed:
         self._wake = asyncio.Event()
 
     def set(self, subscription: GrpcSubscription, names: Iterable[str] | None) -> None:
-        """Add a subscription or change its names."""
+        """Add a subscription, or change the names that it requests."""
         wanted = None if names is None else frozenset(names)
         self._again |= wanted or set()
         self._interest.set(subscription, wanted)
@@ -114,7 +116,9 @@ class Feed:
         return self._interest.subscribers()
 
     def tell(self) -> None:
-        """Pass the requested names to the protocol. The stream calls it before fetching the next request."""
+        """Pass the requested names to the protocol's state machine. The stream calls this before it fetches the
+        next request.
+        """
         change = self._interest.tell()
         type_url = self._interest.type_url
         if change.everything or (self._again and self._interest.wants_all):
@@ -124,17 +128,17 @@ class Feed:
         self._again.clear()
 
     def arrived(self, received: Received) -> None:
-        """Deliver a response after the current one. It is merged with responses that already wait."""
+        """Queue a response for delivery. It is merged with responses that already wait."""
         self._received = received if self._received is None else self._received.then(received)
         self._wake.set()
 
     def expired(self, update: Update) -> None:
-        """Deliver the removal of resources whose time to live has passed. There is no response to acknowledge."""
+        """Queue the removal of resources whose time to live has passed. This has no response to acknowledge."""
         self._expired.append(update)
         self._wake.set()
 
     def refused(self, refused: Refused) -> None:
-        """Count a response that broke a rule of the protocol."""
+        """Log and count a response that broke a rule of the protocol."""
         logger.warning(
             "configuration refused type=%s version=%s error=%s", refused.type_url, refused.version, refused.reason
         )
@@ -144,7 +148,7 @@ class Feed:
             subscription.initial_fetch.failed()
 
     async def deliver_forever(self) -> None:
-        """Call receivers, one at a time, until cancelled."""
+        """Deliver updates by calling receivers, one at a time, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -182,7 +186,9 @@ class Feed:
         self._wake_stream()
 
     async def _hand_out(self, update: Update, settling: list[Settling]) -> list[UpdateRejected]:
-        """Return the refusals, and add resources that are still warming to ``settling``."""
+        """Deliver an update to its receivers, and return their refusals. Resources that are still warming are
+        added to ``settling``.
+        """
         failures = []
         for number, (subscription, part) in enumerate(self._interest.split(update), start=1):
             if number % _AT_ONCE == 0:
@@ -225,7 +231,9 @@ class Feed:
 
 
 class _HeldAck:
-    """A delayed ACK. It is sent once: when no resource is warming, after a limit, or by :meth:`send`."""
+    """An ACK that waits for warming resources. It is sent once: when no resource is warming, after a time limit,
+    or by :meth:`send`.
+    """
 
     def __init__(self, accept: Callable[[], None], settling: list[Settling]) -> None:
         self._accept: Callable[[], None] | None = accept

@@ -1,9 +1,9 @@
 """Configuration from watched files (``path_config_source``).
 
-A file is read on the first subscription and whenever a file is renamed onto its path. With a watched directory it
-is read whenever a file is renamed inside that directory (how Kubernetes swaps the ``..data`` link of a mounted
-volume). Writing in place has no effect, because half a file would be read. If a file is faulty or missing, the
-last good configuration stays current, and counters and one log line report it.
+A file is read on the first subscription and whenever a file is renamed onto its path. With a watched directory, it
+is read whenever a file is renamed inside that directory. (This is how Kubernetes replaces the ``..data`` link of a
+mounted volume.) Writing in place has no effect, because half a file would be read. If a file is faulty or missing,
+the last good configuration stays current, and counters and one log line report it.
 
 Many subscriptions can share one file. It is read and parsed once per change.
 """
@@ -23,12 +23,12 @@ from xds.protocol.resource import Receive, SubscriptionStats, UpdateRejected
 
 logger = logging.getLogger(__name__)
 
-#: Called with the number of unknown fields of a file that is refused because of them.
+#: Called when a file is refused because of unknown fields, with the number of these fields.
 OnUnknownFields = Callable[[int], None]
 
 
 class FileSubscription:
-    """A :class:`xds.protocol.resource.Subscription` of a file."""
+    """A :class:`xds.protocol.resource.Subscription` to resources of a file."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class _File:
         except ConfigError as error:
             failure = error
         except Exception as error:
-            # This is a bug of ours or of a library. A failure of this task would end its task group and so the
-            # process.
+            # This error is a bug of ours or of a library. It must not leave this task, because the task group and
+            # then the process would end.
             logger.exception("configuration file not read path=%s", self.path)
             failure = ConfigError(f"internal error: {type(error).__name__}")
         else:
@@ -132,8 +132,8 @@ class _File:
                 return content
             if self._on_unknown_fields is not None:
                 self._on_unknown_fields(len(unknown))
-            # Refuse the file, like Envoy with --reject-unknown-dynamic-fields. Without these fields it would have
-            # another meaning.
+            # Refuse a file with unknown fields, like Envoy with --reject-unknown-dynamic-fields. If the fields
+            # were ignored, the file would have another meaning.
             failure = ConfigError(", ".join(map(str, unknown[:10])))
         logger.warning("configuration file refused path=%s error=%s", self.path, failure)
         return failure
@@ -170,7 +170,8 @@ class _File:
 
 
 class FileSource:
-    """Watched files. :meth:`at` returns the :class:`xds.protocol.resource.ResourceSource` of one path.
+    """Configuration sources that read watched files. :meth:`at` returns the
+    :class:`xds.protocol.resource.ResourceSource` of one path.
 
     ``async with`` owns the watches and tasks.
     """
@@ -199,7 +200,7 @@ class FileSource:
         return FileAt(self, path, watched_directory)
 
     def file(self, path: str, watched_directory: str | None) -> _File:
-        """Return the shared state of a path, watched from now on.
+        """Return the state of a path, which its subscriptions share. The path is watched from now on.
 
         Raises:
             ConfigError: its directory cannot be watched.
@@ -229,7 +230,9 @@ class FileSource:
 
 
 class FileAt:
-    """One path of a :class:`FileSource`; see :class:`xds.protocol.resource.ResourceSource`."""
+    """The configuration source for one path of a :class:`FileSource`; see
+    :class:`xds.protocol.resource.ResourceSource`.
+    """
 
     def __init__(self, source: FileSource, path: str, watched_directory: str | None) -> None:
         self._source = source

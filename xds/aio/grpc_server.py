@@ -1,8 +1,8 @@
 """gRPC servers on TCP addresses and Unix sockets. They replace stale sockets, and log exceptions of handlers.
 
-This uses the gRPC library, because its hardening against hostile clients matters here, and its 13 MiB and its
-thread do not. The server of ``ext_authz``, where speed matters, does not use it. No proxy imports this module. It
-works with the event loops of asyncio and uvloop. Messages are bytes.
+This module uses the gRPC library, because hardening against hostile clients matters here more than the library's
+13 MiB and its thread. The server of ``ext_authz``, where speed matters, does not use the library. No proxy imports
+this module. It works with the event loops of asyncio and uvloop. Messages are bytes.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 OPTIONS: Final = (
     ("grpc.max_concurrent_streams", 1000),
-    # By default gRPC lets two servers share a port, which would split the clients between them.
+    # Disabled, because gRPC by default lets two servers share a port, which would split the clients between them.
     ("grpc.so_reuseport", 0),
-    # Clients send a PING at most every 10 s (ours every 30 s), with or without open calls. The default treats
-    # intervals below 5 minutes as an attack and answers with GOAWAY too_many_pings.
+    # Permits a PING every 10 s (our own clients send one every 30 s), with or without open calls. By default, gRPC
+    # treats intervals below 5 minutes as an attack and answers with GOAWAY too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 )
 
-#: The time for cancelled streams to end.
+#: The time that cancelled streams have to end.
 _ENDED_S: Final = 1.0
 
 Context: TypeAlias = grpc.aio.ServicerContext[bytes, bytes]
@@ -48,7 +48,7 @@ Serve: TypeAlias = Callable[[Context], Awaitable[None]]
 #: Returns the handler of a method such as ``/package.Service/Method``, or None for an unknown method.
 Route: TypeAlias = Callable[[str], Serve | None]
 
-#: Answers one message with one message. It must not block.
+#: Answers a unary call: one request message, one response message. It must not block.
 Answer: TypeAlias = Callable[[bytes], bytes]
 
 
@@ -59,8 +59,8 @@ class GrpcServer:
         addresses: ``host:port`` (port 0 picks one) and ``unix:/path``; :attr:`addresses` has the chosen ports.
             gRPC treats ``0.0.0.0`` and ``[::]`` alike: both accept IPv4 and IPv6.
         route: returns the handlers of streaming methods.
-        unary: methods with one request message and one response message, by path. They are three times as fast as
-            streams.
+        unary: methods with one request message and one response message, by path. Unary methods are three times as
+            fast as streams.
         tls: credentials of :func:`server_tls` for TCP addresses. Unix sockets always use plain text.
         socket_mode: file mode of Unix sockets. None leaves the mode given by the umask.
         options: further options of grpcio, beside :data:`OPTIONS`.
@@ -112,13 +112,14 @@ class GrpcServer:
 
     async def __aexit__(self, *exception: object) -> None:
         self._remove_sockets()
-        # gRPC's server refers to our handlers, and these refer to us. Without this line the garbage collector
-        # would finalize it at an arbitrary time, and gRPC's finalizer has crashed an interpreter that way.
+        # This breaks a reference cycle: gRPC's server refers to our handlers, and they refer to this object.
+        # Otherwise the garbage collector would finalize gRPC's server at an arbitrary time, which has crashed an
+        # interpreter.
         server, self._server = self._server, None
         if server is not None:
             await server.stop(self._stop_grace_s)
-            # gRPC cancels streams without waiting. If the loop ends meanwhile, it cancels them a second
-            # time, and gRPC reports each as an error with a traceback.
+            # Wait for the streams that gRPC has cancelled. If the event loop ended first, it would cancel them a
+            # second time, and gRPC would report each as an error with a traceback.
             if self._handler.running:
                 await asyncio.wait(self._handler.running, timeout=_ENDED_S)
 
@@ -135,11 +136,11 @@ class GrpcServer:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def _listen_on_path(self, server: grpc.aio.Server, path: str) -> None:
-        """Listen on a Unix socket in place of a stale one; refuse to replace any other file.
+        """Listen on a Unix socket. A stale socket at the path is replaced, any other file is not.
 
         gRPC removes its bound path when it stops, even if another server has replaced the file. So gRPC binds
-        another name in the same folder, and that file is then renamed to the path. Thus the socket at the path
-        always has the right mode.
+        another name in the same folder, and that socket is then renamed to the path. Another benefit is that the
+        socket at the path always has the right mode.
         """
         with suppress(FileNotFoundError):
             if not stat.S_ISSOCK(os.stat(path).st_mode):
@@ -164,7 +165,7 @@ class GrpcServer:
 
 
 class _Methods(grpc.GenericRpcHandler):
-    """The methods that the server offers; requests and responses are bytes."""
+    """Tells gRPC which methods the server offers. Requests and responses are bytes."""
 
     def __init__(self, route: Route, unary: Mapping[str, Answer]) -> None:
         self._route = route
@@ -172,7 +173,7 @@ class _Methods(grpc.GenericRpcHandler):
         self.running: set[asyncio.Task[Any]] = set()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Return the handler of a method, None for UNIMPLEMENTED."""
+        """Return the handler of a method. None makes gRPC answer UNIMPLEMENTED."""
         path = handler_call_details.method
         answer = self._unary.get(path)
         if answer is not None:
@@ -203,11 +204,11 @@ def _stream_handler(path: str, serve: Serve, running: set[asyncio.Task[Any]]) ->
         except grpc.aio.AbortError:
             raise  # the call already has its status
         except grpc.aio.BaseError:
-            # A read or write found its call ended: the client has disconnected, or the deadline has passed. gRPC
-            # also cancels this handler in that case. Either can happen first.
+            # A read or write failed because the call has ended: the client has disconnected, or the deadline has
+            # passed. gRPC also cancels this handler then, before or after this error.
             logger.debug("call ended by its client method=%s", path)
         except Exception:
-            # This is a bug of ours. gRPC would send the exception's text to the client.
+            # This exception is a bug of ours. It is not passed on, because gRPC would send its text to the client.
             logger.exception("handler failed method=%s", path)
             await context.abort(grpc.StatusCode.INTERNAL, "internal error of the server")
 
@@ -217,9 +218,9 @@ def _stream_handler(path: str, serve: Serve, running: set[asyncio.Task[Any]]) ->
 def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
     """Return a server of gRPC's library that can be stopped and dropped safely.
 
-    At the end of a busy server, grpcio (1.85) sometimes releases its C object once too often. The object that then
-    occupies the same memory is finalized as a server: one interpreter crashed, and in another a future was at the
-    address. One additional reference, never released, prevents that. A process has only a few such servers.
+    At the end of a busy server, grpcio (1.85) sometimes releases its C object once too often. Another object can
+    then occupy the same memory and be finalized as a server, which has crashed an interpreter. One additional
+    reference, never released, prevents that. A process has only a few such servers.
     """
     server = grpc.aio.server(options=tuple(options))
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(vars(server)["_server"]))
@@ -227,12 +228,14 @@ def new_server(options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Server:
 
 
 def server_tls(key_pem: bytes, chain_pem: bytes) -> grpc.ServerCredentials:
-    """Return server credentials with ``chain_pem``, leaf first. Clients authenticate without certificates."""
+    """Return server credentials with the certificates ``chain_pem``, leaf first. Client certificates are not
+    requested.
+    """
     return grpc.ssl_server_credentials([(key_pem, chain_pem)])
 
 
 def mutual_tls(folder: Path) -> grpc.ServerCredentials:
-    """Return the server's credentials from a folder like a mounted Secret: ``tls.key``, ``tls.crt``, and
+    """Return server credentials from a folder with the files of a mounted Secret: ``tls.key``, ``tls.crt``, and
     ``ca.crt`` for clients.
 
     Each handshake reads the files again. While they are unusable, the last good ones stay in use.

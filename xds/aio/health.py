@@ -5,7 +5,7 @@ from typing import Final
 from xds.aio.channel import Channel
 
 _CHECK: Final = "/grpc.health.v1.Health/Check"
-#: HealthCheckResponse: field 1, varint, SERVING.
+#: An encoded HealthCheckResponse with the status SERVING: field 1, a varint.
 _SERVING: Final = b"\x08\x01"
 
 

@@ -1,4 +1,4 @@
-"""The wait for a subscription's first update (``initial_fetch_timeout``)."""
+"""Limits the wait for a subscription's first update (``initial_fetch_timeout``)."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from xds.protocol.resource import SubscriptionStats
 
 
 class InitialFetch:
-    """The wait from a subscription to its first accepted update. It reports a timeout at most once."""
+    """The wait between a subscription and its first accepted update. A timeout is reported at most once."""
 
     __slots__ = ("_on_timeout", "_stats", "_timer")
 
@@ -19,15 +19,15 @@ class InitialFetch:
             self._timer = asyncio.get_running_loop().call_later(timeout_s, self._timed_out)
 
     def over(self) -> None:
-        """End the wait: the first update arrived, or the subscription was closed. Idempotent."""
+        """End the wait, because the first update arrived or the subscription was closed. Idempotent."""
         self._on_timeout = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def failed(self) -> None:
-        """Record that the received update could not be passed to the receiver. Like in Envoy, this ends the wait
-        in the same way as a timeout, but is not counted.
+        """End the wait, because the received update could not be passed to the receiver. Like in Envoy, this acts
+        like a timeout, but is not counted as one.
         """
         on_timeout = self._on_timeout
         self.over()

@@ -1,6 +1,6 @@
 """Reports renames onto files, by inotify(7) through ctypes, with one descriptor per watcher.
 
-It watches directories and not files, because a rename puts another inode in a file's place.
+It watches directories instead of files, because a rename replaces a file by another inode.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ def _libc() -> ctypes.CDLL:
 
 
 class RenameWatcher:
-    """Calls back when a file is renamed into a watched directory; ``async with`` owns the descriptor."""
+    """Calls a function when a file is renamed into a watched directory; ``async with`` owns the descriptor."""
 
     def __init__(self) -> None:
         self._fd = -1
@@ -65,7 +65,8 @@ class RenameWatcher:
         descriptor = _checked(
             _libc().inotify_add_watch(self._fd, os.fsencode(directory), events | IN_ONLYDIR), directory
         )
-        # The kernel gives one descriptor per directory, however it is spelled.
+        # The kernel returns the same watch descriptor for a directory each time, even if its path is spelled
+        # differently.
         self._callbacks.setdefault(descriptor, []).append(on_moved)
 
         def stop() -> None:

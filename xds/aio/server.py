@@ -1,7 +1,7 @@
 """The embedded control plane. It serves snapshots over gRPC, on aggregated and per-type streams, in both variants.
 
-One task per stream and direction. A response is computed when it can be written, and never queued. So a slow
-client costs the memory of one response, and gets the newest state when it catches up. The rules of the protocol
+Each stream has one task per direction. A response is computed when it can be written, and never queued. So a slow
+client costs the memory of one response, and gets the newest state when it reads again. The rules of the protocol
 are in :mod:`xds.protocol.snapshot`.
 """
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 REQUEST_BYTES: Final = 64 * 1024 * 1024
 """The size limit of one request. A request with 200,000 names takes a third of it."""
 
-#: Chooses the key of :meth:`SnapshotServer.publish` for a client; the default is its node id.
+#: Returns the key of a client's snapshot; see :meth:`SnapshotServer.publish`. The default is the node id.
 KeyOf = Callable[[Node], str]
 
 #: Called with each ACK or NACK, and the key of the client that sent it.
@@ -35,7 +35,7 @@ OnAnswer = Callable[[str, Answered], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """The properties of a call's client that gRPC reports.
+    """What gRPC reports about the client of a call.
 
     Attributes:
         metadata: the call's metadata, names in lower case; values under one name are joined with commas.
@@ -60,7 +60,7 @@ Answer = Callable[[bytes, Caller], Awaitable[bytes] | bytes]
 
 @dataclass(eq=False, slots=True)
 class _Client:
-    """The state of one client's stream."""
+    """The state of one stream of a client."""
 
     state: ServerState[Any, Any]
     key: str | None = None
@@ -121,17 +121,19 @@ class SnapshotServer:
         await self._server.__aexit__(*exception)
 
     def publish(self, key: str, snapshot: Snapshot) -> None:
-        """Replace the snapshot of the nodes with this ``key``. Connected nodes are sent the differences."""
+        """Replace the snapshot of the nodes with this ``key``. Connected nodes get the differences."""
         self._snapshots[key] = snapshot
         self._tell(key, snapshot)
 
     def withdraw(self, key: str) -> None:
-        """Remove the snapshot of a key. For connected clients, types with complete responses become empty."""
+        """Remove the snapshot of a key. Connected clients then get empty responses for types with complete
+        responses.
+        """
         self._snapshots.pop(key, None)
         self._tell(key, Snapshot())
 
     def connected(self) -> tuple[str, ...]:
-        """Return the keys of all streams that sent a node, one per stream."""
+        """Return one key for each stream whose client has sent its node."""
         return tuple(client.key for client in self._clients if client.key is not None)
 
     def _tell(self, key: str, snapshot: Snapshot) -> None:

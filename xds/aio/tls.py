@@ -1,4 +1,6 @@
-"""TLS for gRPC connections, between an asyncio transport and the connection, by the implementation of tunnels."""
+"""TLS for gRPC connections, placed between an asyncio transport and the connection. Uses the TLS code of
+tunnels.
+"""
 
 import asyncio
 from typing import Final, Protocol, cast
@@ -8,7 +10,9 @@ from hbone.tls import TlsSession, sealed_bytes
 from hbone.tls_context import TlsContext
 
 READ_BYTES: Final = 64 * 1024
-"""The bytes handled in one loop iteration: 1 ms of processor time for long answers, 10 ms for small messages."""
+"""The number of bytes handled in one loop iteration. They take 1 ms in long answers, and 10 ms in small
+messages.
+"""
 
 
 class Transport(Protocol):
@@ -24,13 +28,13 @@ class Transport(Protocol):
 
 
 class Inner(Protocol):
-    """A connection above the transport. It is called like an :class:`asyncio.BaseProtocol`."""
+    """A connection on top of the transport, with callbacks like those of :class:`asyncio.BaseProtocol`."""
 
     def opened(self, transport: Transport) -> None:
         """Called when the connection is open, and its handshake, if any, is done."""
 
     def received(self, data: memoryview) -> None:
-        """Called with plaintext, at most :data:`READ_BYTES`; the view is valid during the call only."""
+        """Called with at most :data:`READ_BYTES` of plaintext. The memoryview is valid only during the call."""
 
     def connection_lost(self, exc: Exception | None) -> None: ...
 
@@ -40,7 +44,7 @@ class Inner(Protocol):
 
 
 class Plain(asyncio.BufferedProtocol):
-    """A connection in plain text, read in slices.
+    """A plain-text connection, read in slices.
 
     A slice bounds the work of one loop iteration. A transport alone has no such bound: libuv, and therefore
     uvloop, reads up to 32 times in a row while bytes keep arriving. After a full slice, reading pauses until the
@@ -96,7 +100,8 @@ class Secured(Plain):
     def __init__(self, context: TlsContext, inner: Inner) -> None:
         super().__init__(inner)
         self.established: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # Retrieve the exception, because a cancelled dial does not, and asyncio would log it.
+        # The callback retrieves the exception. A cancelled dial does not, and asyncio would log an unretrieved
+        # one.
         self.established.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._session = TlsSession(context)
         self._plain = memoryview(bytearray(READ_BYTES))
@@ -110,8 +115,8 @@ class Secured(Plain):
         self._shake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # The connection inside closes its transport when it is notified, and uvloop's transport accepts no write
-        # afterwards.
+        # Drop the transport first: the inner connection closes its transport when notified, but uvloop's transport
+        # accepts no write after its loss.
         self._closing, self._transport = True, None
         if self._session.established:
             self._inner.connection_lost(self._error or exc)
@@ -185,7 +190,7 @@ class Secured(Plain):
             self._fail(error)
 
     def close(self) -> None:
-        """Send close_notify and close; see :class:`Transport`."""
+        """Send TLS's close_notify, then close the connection; see :class:`Transport`."""
         if not self._closing and self._transport is not None:
             self._closing = True
             self._session.close()

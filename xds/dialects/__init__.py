@@ -1,1 +1,1 @@
-"""Compilers from control planes' messages to ``xds.model``, one for each kind of control plane."""
+"""Compiles control planes' messages to values of ``xds.model``, with one package per kind of control plane."""

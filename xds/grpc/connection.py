@@ -1,4 +1,5 @@
-"""The client's end of an HTTP/2 connection of calls, as a state machine on ``h2``: bytes in, events out.
+"""The client's end of an HTTP/2 connection that carries gRPC calls, as a state machine on ``h2``: bytes in, events
+out.
 
 The caller passes received bytes to :meth:`ClientConnection.receive_data`, passes each event to its call, and sends
 :meth:`ClientConnection.data_to_send` after every other method.
@@ -44,9 +45,11 @@ from xds.grpc.status import Headers, RpcFailed, Status, code_name, failure_of_fi
 
 STREAM_WINDOW_BYTES: Final = 4 * 1024 * 1024
 CONNECTION_WINDOW_BYTES: Final = 16 * 1024 * 1024
-#: Larger frames cost h2 less per byte. A frame is handled in one piece, so its length must be limited.
+#: The longest DATA frame that we accept. Larger frames cost h2 less per byte, but a frame is handled in one piece,
+#: so its length must be limited.
 MAX_FRAME_BYTES: Final = 64 * 1024
-#: The most bytes per :meth:`ClientConnection.send`; the caller then checks whether the network accepts more.
+#: The largest number of bytes per call of :meth:`ClientConnection.send`, so that callers then check whether the
+#: network accepts more.
 _SEND_BYTES: Final = 256 * 1024
 _PING: Final = b"keepaliv"
 
@@ -57,7 +60,7 @@ _GOAWAY_BYTES: Final = 16 * 1024
 
 
 class State(Enum):
-    """The states of a connection, which the module describes."""
+    """The states of a connection; see the module's docstring."""
 
     OPENING = "opening"
     OPEN = "open"
@@ -72,12 +75,14 @@ class Opened:
 
 @dataclass(slots=True)
 class CallsPossible:
-    """:attr:`ClientConnection.calls_possible` or the state has possibly changed. Waiting callers check again."""
+    """:attr:`ClientConnection.calls_possible` or the state can have changed. Callers that wait must check both
+    again.
+    """
 
 
 @dataclass(slots=True)
 class MessageReceived:
-    """A message of a call. Call :meth:`ClientConnection.consumed` when all received messages are read."""
+    """A message of a call. When all received messages are read, call :meth:`ClientConnection.consumed`."""
 
     call_id: int
     message: bytes
@@ -85,14 +90,14 @@ class MessageReceived:
 
 @dataclass(slots=True)
 class WritePossible:
-    """Flow control allows more bytes of a call; of all calls if ``call_id`` is None."""
+    """Flow control now allows more bytes for one call, or for all calls if ``call_id`` is None."""
 
     call_id: int | None
 
 
 @dataclass(slots=True)
 class CallEnded:
-    """The last event of a call: it ended in order, or with ``failure``. Its id is no longer valid."""
+    """The last event of a call, which has ended in order or with ``failure``. The call's id is no longer valid."""
 
     call_id: int
     failure: RpcFailed | None
@@ -105,13 +110,15 @@ CallEvent: TypeAlias = Opened | CallsPossible | MessageReceived | WritePossible 
 class _Call:
     reader: MessageReader
     unread_bytes: int = 0
-    """Received bytes whose credit is not yet returned, because messages wait for their reader."""
+    """The number of received bytes whose flow control credit is not given back yet, because messages wait for
+    their reader.
+    """
     waiting_messages: bool = False
     trailers: Headers | None = None
 
 
 class ClientConnection:
-    """One client connection; see the module. Call :meth:`start` first.
+    """The protocol state of one client connection; see the module's docstring. Call :meth:`start` first.
 
     Attributes:
         state: see :class:`State`.
@@ -120,7 +127,7 @@ class ClientConnection:
     """
 
     def __init__(self) -> None:
-        # Fields stay bytes: statuses and messages are decoded by gRPC's rules, not HTTP's.
+        # Header fields stay bytes, because gRPC's statuses and messages are decoded by gRPC's rules.
         self._h2 = H2Connection(H2Configuration(client_side=True, header_encoding=None))
         self._h2.local_settings = Settings(
             client=True,
@@ -140,9 +147,9 @@ class ClientConnection:
         self.too_many_pings = False
 
     def start(self) -> None:
-        """Queue the preface, SETTINGS and the connection's window."""
+        """Queue the connection preface, SETTINGS, and the WINDOW_UPDATE for the connection's window."""
         self._h2.initiate_connection()
-        # SETTINGS_INITIAL_WINDOW_SIZE moves stream windows only (RFC 9113, 6.9.2).
+        # SETTINGS_INITIAL_WINDOW_SIZE changes only stream windows (RFC 9113, 6.9.2), so a WINDOW_UPDATE is needed.
         self._h2.increment_flow_control_window(CONNECTION_WINDOW_BYTES - 65_535)
 
     @property
@@ -158,7 +165,7 @@ class ClientConnection:
         return len(self._calls)
 
     def data_to_send(self) -> bytes:
-        """Return the bytes that the network must carry now."""
+        """Return the queued bytes, which the caller must send now."""
         return self._h2.data_to_send()
 
     # Calls of the owner
@@ -175,15 +182,16 @@ class ClientConnection:
             call_id = self._h2.get_next_available_stream_id()
             self._h2.send_headers(call_id, fields)
         except ProtocolError as error:
-            # All 2^31 stream ids are used up (RFC 9113, 5.1.1), or HTTP/2 cannot carry the fields.
+            # Either all 2^31 stream ids are used up (RFC 9113, 5.1.1), or HTTP/2 does not permit these header
+            # fields.
             self._drain(f"no more calls on this connection: {error}")
             raise RpcFailed(Status.UNAVAILABLE, self.reason) from error
         self._calls[call_id] = _Call(MessageReader(message_limit_bytes))
         return call_id
 
     def send(self, call_id: int, data: memoryview) -> int:
-        """Queue ``data`` up to the limit of flow control, and return the number of queued bytes. 0 if the call has
-        ended.
+        """Queue ``data`` up to the limit of flow control, and return the number of queued bytes. It is 0 if the
+        call has ended.
 
         If fewer bytes were queued, try again after :class:`WritePossible`, or at once if the limit per call was
         reached.
@@ -199,25 +207,25 @@ class ClientConnection:
         return sent
 
     def end(self, call_id: int) -> None:
-        """Queue the end of our messages. Without effect on a call that has ended."""
+        """Queue END_STREAM: there are no more messages from us. No effect on a call that has ended."""
         if call_id in self._calls:
             self._h2.end_stream(call_id)
 
     def consumed(self, call_id: int) -> None:
-        """Return the flow-control credit of all messages received so far, because the caller has read them."""
+        """Give back the flow-control credit for all messages received so far, because the caller has read them."""
         call = self._calls.get(call_id)
         if call is not None:
             call.waiting_messages = False
             self._credit(call_id, call)
 
     def cancel(self, call_id: int) -> None:
-        """Cancel a call with RST_STREAM(CANCEL): it has no more events. Idempotent."""
+        """Cancel a call with RST_STREAM(CANCEL). The call has no more events. Idempotent."""
         call = self._calls.get(call_id)
         if call is not None:
             self._forget(call_id, call, ErrorCodes.CANCEL)
 
     def ping(self) -> None:
-        """Queue a PING. Any received byte counts as its answer."""
+        """Queue a PING. The caller can treat any received byte as its answer."""
         if self.state is not State.CLOSED:
             self._h2.ping(_PING)
 
@@ -231,7 +239,9 @@ class ClientConnection:
     # Network
 
     def lost(self, reason: str) -> list[CallEvent]:
-        """Record that the connection is gone: end all calls with ``reason``, or an earlier reason. Idempotent."""
+        """Record that the connection is lost, and end all calls with ``reason`` or an earlier reason.
+        Idempotent.
+        """
         if self.state is State.CLOSED:
             return []
         self.state = State.CLOSED
@@ -242,14 +252,14 @@ class ClientConnection:
         return ended
 
     def receive_data(self, data: bytes | bytearray | memoryview) -> list[CallEvent]:
-        """Advance by ``data``, however the network split it, and return what happened.
+        """Process received bytes, split at any point, and return the resulting events.
 
         A violation of HTTP/2 closes the connection. Send the rest of :meth:`data_to_send` (the GOAWAY), then
         close.
         """
         events: list[CallEvent] = []
-        # h2 gets one frame at a time. If it read several at once, it would already be in the state after the last
-        # one: an answer to the first (a reset, credit) would fail if a later one had ended the stream.
+        # h2 gets one frame at a time. After several frames, it would be in the state after the last one. An answer
+        # to the first (a reset, or credit) would then fail if a later frame had ended the stream.
         for part in self._frames.cut(memoryview(data)):
             if self.state is State.CLOSED:
                 break
@@ -328,8 +338,8 @@ class ClientConnection:
         failure = failure_of_fields(call.trailers)
         if not call.reader.between:
             failure = failure or RpcFailed(Status.INTERNAL, "the stream ended inside a message")
-        # Our side can still be open, but the server no longer reads. NO_ERROR ends it without
-        # blame.
+        # The server has ended the call and no longer reads. If our side is still open, a reset with NO_ERROR
+        # closes it.
         self._fail(call_id, failure, ErrorCodes.NO_ERROR, events)
 
     def _fail(
@@ -344,8 +354,7 @@ class ClientConnection:
     def _forget(self, call_id: int, call: _Call, reset: ErrorCodes | None) -> None:
         self._credit(call_id, call)
         del self._calls[call_id]
-        #         h2 sometimes drops closed streams. Resetting a stream that both sides have ended would send a
-        # needless frame.
+        #         A stream that both sides have ended needs no reset. h2 can already have dropped its state.
         stream = self._h2.streams.get(call_id)
         if reset is not None and stream is not None and not stream.closed:
             self._h2.reset_stream(call_id, reset)
@@ -362,7 +371,8 @@ class ClientConnection:
         self._drain(self._goodbye)
         events.append(CallsPossible())
         for call_id in [each for each in self._calls if each > goaway.last_stream_id]:
-            # The server has not processed these calls, and will not (RFC 9113, 6.8).
+            # Calls above the GOAWAY's last stream id: the server has not processed them, and will not (RFC 9113,
+            # 6.8).
             self._fail(call_id, failure_of_reset(ErrorCodes.REFUSED_STREAM), ErrorCodes.CANCEL, events)
 
     def _drain(self, reason: str) -> None:
@@ -395,7 +405,9 @@ class FrameCutter:
         self._goaway: bytearray | None = None
 
     def cut(self, data: memoryview) -> Iterator[memoryview | bytes | Goaway]:
-        """Yield the content of each frame in ``data``. A frame other than GOAWAY can come in several parts."""
+        """Yield GOAWAY frames as :class:`Goaway`, and the bytes of other frames, possibly in several parts per
+        frame.
+        """
         position, size = 0, len(data)
         while position < size:
             if self._left:
@@ -405,7 +417,8 @@ class FrameCutter:
                 if self._goaway is None:
                     yield part
                 else:
-                    # The code and the beginning of the text are useful. A server can send up to 16 MiB of text.
+                    # Keep only the error code and the beginning of the debug text, because a server can send up to
+                    # 16 MiB.
                     self._goaway += part[: _GOAWAY_BYTES - len(self._goaway)]
                     if not self._left:
                         yield self._taken()
@@ -413,7 +426,7 @@ class FrameCutter:
             if not self._head and size - position >= _FRAME_HEAD_BYTES:
                 length = int.from_bytes(data[position : position + 3], "big")
                 if data[position + 3] != _GOAWAY_TYPE:
-                    # The common case: a whole frame, or its first part, without a copy.
+                    # In the common case, a whole frame or its first part is passed on without a copy.
                     part = data[position : position + _FRAME_HEAD_BYTES + length]
                     position += len(part)
                     self._left = _FRAME_HEAD_BYTES + length - len(part)
@@ -426,7 +439,7 @@ class FrameCutter:
                 head, self._head = self._head, b""
                 self._left = int.from_bytes(head[:3], "big")
                 stream_id = int.from_bytes(head[5:], "big") & 0x7FFF_FFFF
-                # A malformed GOAWAY (on a stream, too short) is for h2 to refuse.
+                # A malformed GOAWAY frame (too short, or on a stream) is passed to h2, which refuses it.
                 if head[3] == _GOAWAY_TYPE and self._left >= _GOAWAY.size and stream_id == 0:
                     self._goaway = bytearray()
                 else:
@@ -440,5 +453,5 @@ class FrameCutter:
 
 
 def _fields(headers: object) -> Headers:
-    # h2 types them as str or bytes; with header_encoding=None they are bytes.
+    # h2's type annotations allow str or bytes. With header_encoding=None, header fields are always bytes.
     return tuple((bytes(name), bytes(value)) for name, value in headers)  # type: ignore[attr-defined]

@@ -1,4 +1,6 @@
-"""Header fields of calls: writes requests and checks responses ("Requests", "Responses" of the protocol)."""
+"""Writes the header fields of gRPC requests, and checks those of responses ("Requests" and "Responses" in the
+protocol).
+"""
 
 import math
 import re
@@ -10,7 +12,7 @@ from xds.grpc.status import Header, Headers, RpcFailed, Status, failure_of_http
 CONTENT_TYPE: Final[Header] = (b"content-type", b"application/grpc")
 _UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
 _MOST: Final = 99_999_999  # the largest number of eight digits
-#: Header fields that callers must not set, because the transport does.
+#: Header fields that callers must not set, because the transport sets them.
 _NO_METADATA: Final = frozenset((b"te", b"content-type", b"user-agent", b"content-length"))
 
 
@@ -23,7 +25,7 @@ def request_fields(
     timeout_s: float | None = None,
     user_agent: str = "",
 ) -> Headers:
-    """Return the head of a request, in the protocol's order.
+    """Return the header fields of a request, in the order that the protocol requires.
 
     Raises:
         ValueError: metadata outside HTTP/2's syntax, or reserved for the transport. The text names fields
@@ -51,8 +53,8 @@ def request_fields(
 
 
 def failure_of_answer(status: int, fields: Headers) -> RpcFailed | None:
-    """Return the failure if the head of a response is not valid gRPC, otherwise None. A valid head can also
-    contain the call's status.
+    """Return the failure if the header fields of a response are not valid gRPC, otherwise None. Valid header
+    fields can also contain the call's status.
     """
     if status != 200:
         return failure_of_http(status)
@@ -70,7 +72,9 @@ def is_grpc(content_type: bytes) -> bool:
 
 
 def encode_timeout(seconds: float) -> bytes:
-    """Return ``grpc-timeout``: up to eight digits and a unit, rounded up; microseconds where they fit."""
+    """Return the value of ``grpc-timeout``: up to eight digits and a unit, rounded up. The unit is microseconds if
+    the number fits.
+    """
     for unit in (b"u", b"m", b"S", b"M"):
         count = max(math.ceil(seconds / _UNIT_S[unit] - 1e-6), 0)
         if count <= _MOST:

@@ -24,7 +24,8 @@ def prefix(message: bytes) -> bytes:
 
 
 class MessageReader:
-    """Assembles messages, however DATA frames split them; holds one unfinished message at most.
+    """Assembles messages from DATA frames, which can split them at any point. Keeps at most one unfinished
+    message.
 
     Args:
         limit_bytes: the longest message. None allows any length.
@@ -40,15 +41,15 @@ class MessageReader:
 
     @property
     def between(self) -> bool:
-        """Whether no message is unfinished, so that the stream can end here."""
+        """Whether there is no unfinished message, so that the stream can properly end now."""
         return not self._head
 
     def feed(self, data: bytes | memoryview) -> list[bytes]:
-        """Return the messages that ``data`` completes. No view of ``data`` is kept.
+        """Return the messages that ``data`` completes. No reference to ``data`` is kept.
 
         Raises:
             RpcFailed: RESOURCE_EXHAUSTED for a message over the limit, as soon as its length is read;
-                UNIMPLEMENTED for a compressed one, INTERNAL for a flag that the protocol does not define.
+                UNIMPLEMENTED for a compressed message; INTERNAL for a flag that the protocol does not define.
         """
         complete: list[bytes] = []
         chunk = memoryview(data)
@@ -65,7 +66,7 @@ class MessageReader:
             if self._begun is not None:
                 self._begun.write(part)
             elif self._missing:
-                # BytesIO returns its value without a copy; joining 78 MB blocked the loop for 50
+                # BytesIO returns its value without a copy. Joining 78 MB of parts blocked the event loop for 50
                 # ms.
                 self._begun = BytesIO()
                 self._begun.write(part)

@@ -10,7 +10,7 @@ class ServeError(XdsError):
     """The server cannot listen on an address.
 
     Attributes:
-        address: as given.
+        address: the address, as given by the caller.
     """
 
     def __init__(self, address: str, reason: str) -> None:

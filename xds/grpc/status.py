@@ -49,7 +49,8 @@ class RpcFailed(Exception):
         return f"{self.status.name}: {self.details}" if self.details else self.status.name
 
 
-#: "HTTP to gRPC Status Code Mapping" (doc/http-grpc-status-mapping.md). Other statuses are UNKNOWN.
+#: gRPC statuses for HTTP statuses ("HTTP to gRPC Status Code Mapping", doc/http-grpc-status-mapping.md). All
+#: others mean UNKNOWN.
 _OF_HTTP: Final = {
     400: Status.INTERNAL,
     401: Status.UNAUTHENTICATED,
@@ -61,7 +62,7 @@ _OF_HTTP: Final = {
     504: Status.UNAVAILABLE,
 }
 
-#: "HTTP2 Transport Mapping" of the protocol. Other codes are INTERNAL.
+#: gRPC statuses for HTTP/2 error codes ("HTTP2 Transport Mapping" in the protocol). All others mean INTERNAL.
 _OF_RESET: Final[dict[int, Status]] = {
     ErrorCodes.REFUSED_STREAM: Status.UNAVAILABLE,
     ErrorCodes.CANCEL: Status.CANCELLED,
@@ -71,7 +72,9 @@ _OF_RESET: Final[dict[int, Status]] = {
 
 
 def code_name(code: int) -> str:
-    """Return ``CANCEL`` for 8, ``0x63`` for a code that RFC 9113 does not define."""
+    """Return the name of an HTTP/2 error code, such as ``CANCEL`` for 8, or ``0x63`` for a code unknown to RFC
+    9113.
+    """
     try:
         return ErrorCodes(code).name
     except ValueError:
@@ -79,7 +82,9 @@ def code_name(code: int) -> str:
 
 
 def failure_of_http(code: int) -> RpcFailed:
-    """Return the failure for an HTTP status other than 200, which an intermediary sent, not the service."""
+    """Return the failure for an HTTP status other than 200. An intermediary, not the service, sends such a
+    status.
+    """
     return RpcFailed(_OF_HTTP.get(code, Status.UNKNOWN), f"the answer is HTTP status {code}, not gRPC")
 
 
@@ -89,9 +94,9 @@ def failure_of_reset(code: int) -> RpcFailed:
 
 
 def failure_of_fields(fields: Headers | None) -> RpcFailed | None:
-    """Return the failure that the trailers state, or None for OK.
+    """Return the failure from a call's trailers, or None for OK.
 
-    A missing or unreadable status is a failure: an aborted call must not be mistaken for a completed one.
+    A missing or unreadable status is a failure, because an aborted call must not be mistaken for a completed one.
     """
     found = dict(fields or ())
     code = found.get(b"grpc-status")
@@ -108,6 +113,6 @@ def failure_of_fields(fields: Headers | None) -> RpcFailed | None:
 
 
 def decode_details(value: bytes) -> str:
-    """Return the text of a ``grpc-message``; badly encoded parts stay as they are, as the protocol asks."""
+    """Decode the text of a ``grpc-message``. Badly encoded parts stay as they are, as the protocol requires."""
     raw = re.sub(rb"%([0-9A-Fa-f]{2})", lambda found: bytes((int(found[1], 16),)), value)
     return raw.decode("utf-8", "replace")

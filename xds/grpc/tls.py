@@ -17,9 +17,9 @@ def client_tls(
     """Return a client's TLS context that accepts only one server.
 
     Args:
-        root_pem: one or more certificates. The server's chain must end in a root of these.
-        names: the server's host names or IP addresses. Its certificate must be valid for at least one. The first
-            is sent as SNI if it is a host name.
+        root_pem: one or more root certificates. The server's chain must end in one of them.
+        names: the server's host names or IP addresses. Its certificate must be valid for at least one. If the
+            first is a host name, it is sent as SNI.
         tls_1_2: whether TLS 1.2 is accepted.
         groups: key exchange groups in order of preference. None leaves the choice to OpenSSL.
 
@@ -40,10 +40,11 @@ def client_tls(
 
 
 def named(names: Sequence[str]) -> Callable[[Sequence[x509.Certificate]], str | None]:
-    """Return a check of verified chains: the leaf must be valid for one of ``names``, host names or IP addresses.
+    """Return a function that checks a verified chain: the leaf must be valid for one of ``names``, host names or
+    IP addresses.
 
-    The check returns the reason for a refusal, or None. Only subject alternative names count. A wildcard stands
-    for a whole first label.
+    The function returns the reason for a refusal, or None. Only subject alternative names count. A wildcard stands
+    for the whole first label.
     """
     addresses = {address for name in names if (address := _address(name)) is not None}
     hosts = {name.lower().removesuffix(".") for name in names if _address(name) is None}

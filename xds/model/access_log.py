@@ -12,13 +12,15 @@ JsonValue: TypeAlias = "FormatString | Mapping[str, JsonValue] | Sequence[JsonVa
 
 @dataclass(frozen=True, slots=True)
 class JsonFormat:
-    """A format of one JSON object per line. Its values are format strings, nested objects, or lists of these."""
+    """A format of one JSON object per line. The object's values are format strings, nested objects, or lists of
+    these.
+    """
 
     fields: Mapping[str, JsonValue]
 
 
 class Comparison(StrEnum):
-    """How a filter compares a value of the connection with its own."""
+    """How an access log filter compares a connection's value with the filter's value."""
 
     EQUAL = "EQ"
     AT_LEAST = "GE"
@@ -28,7 +30,7 @@ class Comparison(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StatusFilter:
-    """Selects lines by comparing the response code (0 if there is none) with ``value``."""
+    """Selects access log lines by comparing the response code (0 if there is none) with ``value``."""
 
     comparison: Comparison
     value: int
@@ -36,7 +38,7 @@ class StatusFilter:
 
 @dataclass(frozen=True, slots=True)
 class DurationFilter:
-    """Selects lines by comparing the duration in whole milliseconds with ``value``."""
+    """Selects access log lines by comparing the duration in whole milliseconds with ``value``."""
 
     comparison: Comparison
     value: int
@@ -44,21 +46,23 @@ class DurationFilter:
 
 @dataclass(frozen=True, slots=True)
 class FlagFilter:
-    """Selects lines with one of the response flags, or with any flag if none is named."""
+    """Selects access log lines with one of the named response flags. If no flag is named, any flag selects the
+    line.
+    """
 
     flags: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class AllFilters:
-    """Selects lines that every filter selects. Without filters it selects all."""
+    """Selects access log lines that all of the filters select. Without filters, it selects all lines."""
 
     filters: tuple["LogFilter", ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class AnyFilter:
-    """Selects lines that at least one filter selects."""
+    """Selects access log lines that at least one of the filters selects."""
 
     filters: tuple["LogFilter", ...]
 
@@ -71,8 +75,8 @@ class AccessLog:
     """An access logger that writes lines: its file and their format.
 
     Attributes:
-        path: a file; ``/dev/stdout`` and ``/dev/stderr`` are the process's own.
-        omit_empty: leave out empty JSON fields, and print an empty text instead of ``-``.
+        path: a file. ``/dev/stdout`` and ``/dev/stderr`` mean the streams of this process.
+        omit_empty: whether to leave out empty JSON fields, and to print an empty text instead of ``-``.
         filter: selects the lines to write. None writes all.
     """
 
@@ -84,11 +88,11 @@ class AccessLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogStream:
-    """A stream of entries to an access log service; loggers with equal ones share it.
+    """The settings of a stream to an access log service. Loggers with equal settings share one stream.
 
     Attributes:
         cluster: a static cluster of the bootstrap.
-        http: the entries describe requests, not TCP connections.
+        http: whether the entries describe HTTP requests instead of TCP connections.
         flush_interval_s: the longest time that an entry waits before it is sent.
         buffer_bytes: entries are sent when they reach this size. While they cannot be sent, at most this many
             bytes are kept.
@@ -103,10 +107,10 @@ class LogStream:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpcAccessLog:
-    """An access logger that sends entries: its stream, and the additional fields of an entry.
+    """An access logger that sends entries to a service: its stream, and additional fields for each entry.
 
     Attributes:
-        request_headers: names in lower case.
+        request_headers: the lower-case names of request headers to include.
         filter: selects the connections that get an entry. None selects all.
     """
 

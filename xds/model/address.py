@@ -13,8 +13,8 @@ IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 class SocketAddress(NamedTuple):
     """Host and port. ``host`` is the canonical text of an IP address (IPv4-mapped IPv6 already unmapped).
 
-    The host is text and not an :mod:`ipaddress` object, because sockets return text, matchers compare text and
-    logs print text, for each connection.
+    The host is text instead of an :mod:`ipaddress` object, because sockets, matchers and logs use text for each
+    connection.
     """
 
     host: str
@@ -25,7 +25,7 @@ class SocketAddress(NamedTuple):
 
     @classmethod
     def of(cls, name: tuple[str, int]) -> "SocketAddress":
-        """Return the result of ``getpeername`` or ``getsockname`` without IPv4 mapping.
+        """Make an address from the result of ``getpeername`` or ``getsockname``. IPv4-mapped IPv6 becomes IPv4.
 
         Raises:
             ValueError: the host is not an IP address.
@@ -34,7 +34,7 @@ class SocketAddress(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "SocketAddress":
-        """Read ``ip:port``, IPv6 in brackets.
+        """Parse ``ip:port``, with IPv6 addresses in brackets.
 
         Raises:
             ValueError: the text has another form, for example a host name, or the port is not within 1 to 65535.
@@ -43,15 +43,15 @@ class SocketAddress(NamedTuple):
 
     @classmethod
     def parse_or_none(cls, text: str | None) -> "SocketAddress | None":
-        """Read like :meth:`parse`. Return None for another form, and without a text."""
+        """Parse like :meth:`parse`, but return None if the text is missing or has another form."""
         try:
             return None if text is None else _parse(text)
         except ValueError:
             return None
 
 
-# These caches replace about 20 microseconds of work per connection by look-ups. A peer that uses many addresses
-# can only make these caches useless.
+# The caches below save about 20 microseconds per connection. A peer that uses many addresses can only make them
+# useless.
 @lru_cache(maxsize=16384)
 def _parse(text: str) -> SocketAddress:
     host, colon, port = text.rpartition(":")
@@ -66,7 +66,7 @@ def _parse(text: str) -> SocketAddress:
 
 @lru_cache(maxsize=16384)
 def canonical(address: IpAddress | str) -> str:
-    """Return the canonical text of an IP address: compressed, IPv4-mapped IPv6 as plain IPv4, no scope.
+    """Return the canonical text of an IP address: compressed, without scope, and IPv4-mapped IPv6 as IPv4.
 
     Raises:
         ValueError: not an IP address.
@@ -81,9 +81,10 @@ _LENGTH = re.compile(r"[0-9]{1,9}")
 
 
 def parse_network(text: str) -> IpNetwork | None:
-    """Read a network as Go's ``net.ParseCIDR`` does, or a single address. Return None if the text is neither.
+    """Parse a network like Go's ``net.ParseCIDR``, or a single address. Return None if the text is neither.
 
-    Host bits are cleared, IPv4 mapped to IPv6 is IPv4. The length is a number of bits, and an address has no zone.
+    Host bits are cleared, and IPv4-mapped IPv6 becomes IPv4. Netmasks instead of a prefix length, and zones in
+    addresses, are not accepted.
     """
     _, slash, length = text.partition("/")
     if "%" in text or (slash and not _LENGTH.fullmatch(length)):
@@ -105,7 +106,9 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class InternalAddress:
-    """An endpoint inside this process: an internal listener; ``endpoint_id`` distinguishes its endpoints."""
+    """An endpoint inside this process: an internal listener. ``endpoint_id`` distinguishes endpoints of the same
+    listener.
+    """
 
     listener: str
     endpoint_id: str
@@ -126,7 +129,7 @@ class PipeAddress:
 
 @dataclass(frozen=True, slots=True)
 class NamedAddress:
-    """A DNS name and port, for clusters that resolve (STRICT_DNS, LOGICAL_DNS)."""
+    """A DNS name and a port, for clusters that resolve names (STRICT_DNS, LOGICAL_DNS)."""
 
     name: str
     port: int

@@ -1,4 +1,4 @@
-"""Istio's authorization policies: their original form, for dumps, and their compiled condition."""
+"""Istio's authorization policies: the original form for dumps, and the compiled condition."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -8,7 +8,7 @@ from xds.model.workload import PolicyKey
 
 
 class PolicyScope(StrEnum):
-    """The workloads that a policy applies to."""
+    """The scope of a policy: the workloads that it applies to."""
 
     GLOBAL = "Global"
     NAMESPACE = "Namespace"
@@ -16,7 +16,7 @@ class PolicyScope(StrEnum):
 
 
 class Action(StrEnum):
-    """The action of a matching policy."""
+    """What happens to connections that a policy matches."""
 
     ALLOW = "Allow"
     DENY = "Deny"
@@ -30,7 +30,7 @@ class AuthorizationPolicy:
         condition: the compiled rules. :class:`~xds.model.policy.Never` in an allow policy, and
             :class:`~xds.model.policy.Always` in a deny policy, replace parts that could not be understood.
         rules: the rules as ``/config_dump`` shows them, JSON-ready.
-        faults: the parts that could not be understood, each with its place. Empty if all were understood.
+        faults: the parts that could not be understood, each with its field path. Empty if all were understood.
     """
 
     name: str

@@ -11,14 +11,14 @@ from typing import Final, TypeAlias
 
 from xds.model.address import IpNetwork
 
-#: Kinds of staged policies, which are evaluated on request only, to report what they would do.
+#: The kinds of staged policies. They are evaluated only on request, to report what they would decide.
 STAGED_KINDS: Final = frozenset(
     {"StagedNetworkPolicy", "StagedGlobalNetworkPolicy", "StagedKubernetesNetworkPolicy"}
 )
 
 #: Names of the IP protocols that Calico knows, by number. Rules write other protocols as numbers.
 PROTOCOLS: Final = {"icmp": 1, "tcp": 6, "udp": 17, "icmpv6": 58, "sctp": 132, "udplite": 136}
-#: The protocols whose packets have a type and a code, by IP version.
+#: ICMP and ICMPv6, the protocols whose packets have a type and a code, by IP version.
 ICMP_PROTOCOLS: Final = {4: 1, 6: 58}
 
 
@@ -32,7 +32,7 @@ class Direction(StrEnum):
 class Action(StrEnum):
     """The action of a matching rule.
 
-    Texts from the wire are read in any case. Felix writes ``next-tier`` for ``pass``.
+    Upper and lower case are equal in received texts. Felix writes ``next-tier`` for ``pass``.
     """
 
     ALLOW = "allow"
@@ -54,7 +54,8 @@ class Action(StrEnum):
 class PolicyId:
     """The key of a policy.
 
-    In the form before Calico 3.32 ``kind`` is empty and ``namespace`` has the tier's name.
+    Before Calico 3.32, messages have no kind or namespace: ``kind`` is then empty and ``namespace`` has the tier's
+    name.
     """
 
     kind: str
@@ -67,7 +68,7 @@ class PolicyId:
 
 @dataclass(frozen=True, slots=True)
 class EndpointId:
-    """The key of an endpoint: ``k8s``, ``namespace/pod``, ``eth0``."""
+    """The key of a workload endpoint, for example ``k8s``, ``namespace/pod``, ``eth0``."""
 
     orchestrator: str
     workload: str
@@ -79,7 +80,7 @@ class EndpointId:
 
 @dataclass(frozen=True, slots=True)
 class PathMatch:
-    """A path of an HTTP clause. With ``prefix`` it also matches every path below it.
+    """A path in an HTTP clause of a rule. With ``prefix``, all paths below it match, too.
 
     :mod:`ztunnel.policy.calico.http_path` compares it with a request's path.
     """
@@ -90,7 +91,9 @@ class PathMatch:
 
 @dataclass(frozen=True, slots=True)
 class HttpMatch:
-    """An HTTP clause: one of the methods (``*`` matches any) and one of the paths. An empty list matches any."""
+    """The HTTP clause of a rule: the request must have one of the methods (``*`` matches any) and one of the
+    paths. An empty list matches any.
+    """
 
     methods: tuple[str, ...] = ()
     paths: tuple[PathMatch, ...] = ()
@@ -106,10 +109,10 @@ class IcmpMatch:
 
 @dataclass(frozen=True, slots=True)
 class PeerMatch:
-    """The clauses of a rule about one of the two ends, its source or its destination.
+    """The clauses of a rule about one end of a flow: the source or the destination.
 
     Attributes:
-        nets: networks; the address must be in at least one. None marks a text that is not a network.
+        nets: the address must be in at least one of these networks. None marks a text that is not a network.
         ports: inclusive ranges. The port must be in one of these ranges or in a set of ``named_ports``.
         named_ports: ids of sets whose members are address, protocol and port.
         ip_sets: ids of sets that all contain the address.
@@ -140,7 +143,7 @@ class PeerMatch:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule of a policy or profile.
+    """One rule of a Calico policy or profile.
 
     Attributes:
         protocol: number or name. None matches any, and an unknown name matches no packet.
@@ -163,7 +166,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Rules for both directions; ``namespace`` is empty for a global policy."""
+    """A policy: rules for both directions. ``namespace`` is empty for a global policy."""
 
     namespace: str = ""
     inbound: tuple[Rule, ...] = ()
@@ -178,7 +181,7 @@ class Tier:
     """The policies of a tier that apply to an endpoint, in order.
 
     Attributes:
-        passes: whether a flow that no rule decides is passed to the next tier. Otherwise it is denied.
+        passes: whether a flow that matches no rule goes to the next tier. Otherwise it is denied.
     """
 
     name: str
@@ -192,7 +195,7 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A workload's endpoint: its addresses, and the tiers and then the profiles to evaluate."""
+    """A workload endpoint: its addresses, the tiers to evaluate, and the profiles to evaluate after the tiers."""
 
     name: str = ""
     addresses: tuple[IpNetwork, ...] = ()
@@ -201,22 +204,22 @@ class Endpoint:
 
 
 class IpSetType(Enum):
-    """The kind of members in an IP set."""
+    """The type of an IP set's members."""
 
     IP = 0
     IP_AND_PORT = 1
     NET = 2
 
 
-#: The id of an IP set with the node's own addresses, which no rule names. A source that sends this set also
-#: applies Kubernetes' rules: a pod and its own node always reach each other, and a pod reaches itself. Felix does
-#: not send it.
+#: The id of an IP set with the addresses of the node, which no rule names. If a policy source sends this set
+#: (Felix does not), Kubernetes' rules apply, too: a pod and its node always reach each other, and a pod always
+#: reaches itself.
 NODE_ADDRESSES: Final = "ztunnel:node-addresses"
 
 
 @dataclass(frozen=True, slots=True)
 class IpSetUpdate:
-    """Replaces an IP set. Members: ``10.0.0.1``; ``10.0.0.1,tcp:80``; ``10.0.0.0/8``."""
+    """Replaces an IP set. Members have the form ``10.0.0.1``, ``10.0.0.1,tcp:80`` or ``10.0.0.0/8``."""
 
     id: str
     type: IpSetType
@@ -282,7 +285,7 @@ class NamespaceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class InSync:
-    """All objects that existed when the stream began have been sent."""
+    """The update after which all objects that existed at the beginning of the stream have been sent."""
 
 
 Update: TypeAlias = (
@@ -300,7 +303,7 @@ Update: TypeAlias = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flow:
-    """The subject of an evaluation: one connection, or one request on it.
+    """One connection, or one request on a connection, whose policies are evaluated.
 
     Attributes:
         source_ip: the source's address as text. None if it has no address (a pipe) or an unreadable address.
@@ -309,8 +312,8 @@ class Flow:
         icmp: type and code of an ICMP or ICMPv6 packet. None if they are unknown.
         source_principal: the peer's SPIFFE id. Empty for plain text.
         source_labels: labels sent with the request. Labels of the service account override them.
-        method: the request's method. None means there is no HTTP, unlike an empty method.
-        path: the request's raw path with its query. None means there is no HTTP.
+        method: the request's method. None means that there is no HTTP request, unlike an empty method.
+        path: the request's raw path with its query. None means that there is no HTTP request.
         requests_left_to: the proxy, such as a waypoint, that applies the same policies to the requests of this
             connection. Empty if no such proxy is known.
     """
@@ -354,7 +357,7 @@ class FlowReport:
 
     @property
     def rule(self) -> str:
-        """The rule as text, or the empty string if no rule decided."""
+        """The deciding rule as text, or the empty string if no rule decided."""
         if self.policy is None:
             return ""
         return f"{self.policy}|{'end of tier' if self.index < 0 else f'rule {self.index}'}"

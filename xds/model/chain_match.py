@@ -1,8 +1,9 @@
 """Chooses a filter chain by ``filter_chain_match``, without a matcher tree.
 
-The criteria are applied one after the other. Each keeps the chains with the most specific matching value, and is
-never reconsidered. The order is Envoy's: destination port, destination address, server name, transport protocol,
-application protocol, direct source address, source type, source address, source port.
+The criteria are applied one after the other. Each criterion keeps the chains with the most specific matching
+value. A chain that is dropped once is never considered again. The order is Envoy's: destination port, destination
+address, server name, transport protocol, application protocol, direct source address, source type, source address,
+source port.
 """
 
 import ipaddress
@@ -16,7 +17,7 @@ from xds.model.matcher import is_local, server_name_candidates
 
 
 class SourceType(Enum):
-    """Where a connection comes from."""
+    """The source type that ``filter_chain_match`` requires: this host, another host, or any."""
 
     ANY = 0
     SAME_IP_OR_LOOPBACK = 1
@@ -42,14 +43,14 @@ class ChainSelector:
     """The indexed chains of one listener. The cost of a choice does not grow with the number of per-pod chains.
 
     Chains are grouped by port, which is the first criterion. Within a group, chains that name single addresses are
-    found by dictionary. The remaining chains of a group are narrowed down criterion by criterion.
+    found in a dictionary. The other chains of a group are compared criterion by criterion.
     """
 
     __slots__ = ("_by_port", "_hosts", "_matches", "_only")
 
     def __init__(self, matches: Sequence[ChainMatch]) -> None:
         self._matches = tuple(matches)
-        #: Whether there is only one chain, without criteria. This is usual for internal listeners.
+        #: Whether there is only one chain, and it has no criteria. This is usual for internal listeners.
         self._only = self._matches == (ChainMatch(),)
         self._by_port: dict[int | None, _Group] = {}
         for index, match in enumerate(self._matches):
@@ -66,7 +67,9 @@ class ChainSelector:
         return host in self._hosts
 
     def select(self, facts: ConnectionFacts) -> int | None:
-        """Return the index of the most specific match for a connection, the first of equal ones, or ``None``."""
+        """Return the index of the chain that matches a connection most specifically, or ``None``. Of equal chains,
+        the first wins.
+        """
         if self._only:
             return 0
         group = self._by_port.get(facts.destination.port) or self._by_port.get(None)
@@ -91,17 +94,18 @@ class ChainSelector:
         return min(left, default=None)
 
     def _narrow(self, left: list[int], rank: Callable[[ChainMatch], int | None]) -> list[int]:
-        """Return the candidates of the best rank. A rank of ``None`` means no match."""
+        """Return the candidate chains with the best rank by one criterion. A rank of ``None`` means no match."""
         ranked = [(index, rank(self._matches[index])) for index in left]
         best = max((value for _, value in ranked if value is not None), default=None)
         return [index for index, value in ranked if value is not None and value == best]
 
 
 class _Group:
-    """Chains that share the port criterion.
+    """The chains of a listener that have the same destination port as criterion.
 
-    ``sole`` has the addresses that need no further narrowing: exactly one chain names the address, this chain has
-    no other criterion, and no other chain can be as specific. A node's per-pod chains are of this kind.
+    ``sole`` maps addresses to their chain if no further criteria are needed: exactly one chain names the address,
+    this chain has no other criterion, and no other chain can be as specific. A node's per-pod chains are of this
+    kind.
     """
 
     __slots__ = ("_by_host", "_mixed", "_rest", "sole")
@@ -147,7 +151,7 @@ def _overlap(wanted: Sequence[object], found: Sequence[object]) -> int | None:
 
 
 def _preferred(wanted: Sequence[str], offered: Sequence[str]) -> int | None:
-    """Rank chains by the client's order of protocols: the first of its protocols that any chain names decides."""
+    """Rank a chain by the client's order of application protocols. The first of them that any chain names wins."""
     if not wanted:
         return 0
     return max((len(offered) - place for place, name in enumerate(offered) if name in wanted), default=None)

@@ -33,7 +33,7 @@ class LbPolicy(StrEnum):
 
 
 class Health(StrEnum):
-    """``envoy.config.core.v3.HealthStatus``."""
+    """The health of an endpoint as reported by EDS (``envoy.config.core.v3.HealthStatus``)."""
 
     UNKNOWN = "UNKNOWN"
     HEALTHY = "HEALTHY"
@@ -45,7 +45,7 @@ class Health(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """Region, zone and sub-zone."""
+    """The locality of an endpoint: region, zone and sub-zone."""
 
     region: str = ""
     zone: str = ""
@@ -54,7 +54,7 @@ class Locality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One endpoint as configured. ``key`` identifies it within its cluster."""
+    """One endpoint as configured. ``key`` identifies the endpoint within its cluster."""
 
     address: EndpointAddress
     hostname: str = ""
@@ -64,11 +64,11 @@ class Endpoint:
     locality: Locality = Locality()
     metadata: Metadata = field(default_factory=dict, hash=False)
     check: EndpointCheck | None = None
-    """The endpoint's differences from the cluster's health check."""
+    """How this endpoint's health check differs from the cluster's."""
 
     @property
     def key(self) -> str:
-        """The address as text, by which EDS updates are compared."""
+        """The address as text. EDS updates are compared by this key."""
         return str(self.address)
 
 
@@ -87,8 +87,8 @@ class LoadAssignment:
     """All endpoints of a cluster, and the overprovisioning factor that decides when a priority level passes load
     to the next.
 
-    ``drop`` are the categories of ``policy.drop_overloads`` with their share, 0 to 1. With
-    ``weighted_priority_health`` hosts count by their weights when the usable share of a priority is computed.
+    ``drop`` has the categories of ``policy.drop_overloads`` with their shares, 0 to 1. With
+    ``weighted_priority_health``, hosts count by weight in the usable share of a priority level.
     """
 
     cluster_name: str
@@ -103,7 +103,7 @@ class LoadAssignment:
         return tuple(endpoint for group in self.groups for endpoint in group.endpoints)
 
 
-# Transport sockets towards hosts.
+# Transport sockets: how the bytes to a cluster's hosts are protected and wrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,14 +140,16 @@ TransportSocket = RawBuffer | InternalUpstream | TlsContext | ProxyHeader
 
 
 def security_of(transport: TransportSocket) -> RawBuffer | TlsContext:
-    """Return the part of a transport socket that protects the bytes, without its wrappers."""
+    """Return the innermost transport socket, which protects the bytes, without the sockets that wrap it."""
     if isinstance(transport, InternalUpstream):
         transport = transport.inner
     return transport.inner if isinstance(transport, ProxyHeader) else transport
 
 
 def proxy_version_of(transport: TransportSocket) -> int | None:
-    """Return the version of the PROXY header that a transport socket sends first; ``None``: it sends none."""
+    """Return the version of the PROXY header that a transport socket sends first, or ``None`` if it sends no
+    header.
+    """
     if isinstance(transport, InternalUpstream):
         transport = transport.inner
     return transport.version if isinstance(transport, ProxyHeader) else None
@@ -155,7 +157,9 @@ def proxy_version_of(transport: TransportSocket) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class TransportSocketMatch:
-    """Use ``socket`` for hosts whose ``envoy.transport_socket_match`` metadata holds all of ``criteria``."""
+    """Selects ``socket`` for hosts whose ``envoy.transport_socket_match`` metadata contains all of
+    ``criteria``.
+    """
 
     name: str
     criteria: Struct = field(hash=False)
@@ -164,11 +168,11 @@ class TransportSocketMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircuitBreakers:
-    """Limits of one priority, with Envoy's defaults. ``max_retries`` applies to HTTP requests only, so it has no
-    effect here.
+    """The circuit breaker limits of one priority, with Envoy's defaults. ``max_retries`` applies to HTTP requests
+    only, so it has no effect here.
 
     Attributes:
-        track_remaining: statistics show the remaining amount of each limit.
+        track_remaining: whether statistics show how much of each limit remains.
     """
 
     max_connections: int = 1024
@@ -180,7 +184,9 @@ class CircuitBreakers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutlierDetection:
-    """The conditions for ejecting a host for some seconds. Percentages are 0 to 100; the defaults are Envoy's."""
+    """The settings of outlier detection: when a host is ejected for some seconds. Percentages are 0 to 100, and
+    the defaults are Envoy's.
+    """
 
     consecutive_5xx: int = 5
     enforcing_consecutive_5xx: int = 100
@@ -210,7 +216,7 @@ class OutlierDetection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OriginalDst:
-    """``OriginalDstLbConfig``. ``metadata_key`` is (namespace, path)."""
+    """The settings of an ORIGINAL_DST cluster (``OriginalDstLbConfig``). ``metadata_key`` is (namespace, path)."""
 
     use_http_header: bool = False
     http_header_name: str = "x-envoy-original-dst-host"
@@ -220,7 +226,7 @@ class OriginalDst:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlowStart:
-    """Slow start: the weight of a new host grows over ``window_s``; 0 disables it."""
+    """The settings of slow start: the weight of a new host grows over ``window_s`` seconds. 0 disables it."""
 
     window_s: float = 0.0
     aggression: float = 1.0
@@ -229,7 +235,7 @@ class SlowStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balancing:
-    """The parameters of load balancing policies, and of choosing a priority and a locality."""
+    """The settings of load balancing: the policy's parameters, and how a priority and a locality are chosen."""
 
     policy: LbPolicy = LbPolicy.ROUND_ROBIN
     choice_count: int = 2
@@ -256,7 +262,7 @@ class Subsets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
-    """TCP keepalive towards hosts; ``None`` keeps the kernel's."""
+    """TCP keepalive settings for connections to hosts. ``None`` keeps the kernel's value."""
 
     probes: int | None = None
     time_s: int | None = None
@@ -272,11 +278,12 @@ class Cluster:
         eds_source: the source of endpoints, requested by :attr:`eds_name`.
         assignment: inline endpoints (STATIC and DNS clusters).
         breakers: limits of priority DEFAULT and HIGH.
-        dns_failure_backoff: base and maximum of the jittered wait in seconds after a name did not resolve. None
+        dns_failure_backoff: base and maximum, in seconds, of the jittered wait after a failed resolution. None
             uses ``dns_refresh_s``.
-        dns_resolver: resolves names; ``None``: the bootstrap's resolver does.
-        dns_jitter_s: names are resolved later by a random time below this.
-        max_requests_per_connection: the number of tunnels after which a connection takes no more; 0: no limit.
+        dns_resolver: resolves names. ``None`` means the bootstrap's resolver.
+        dns_jitter_s: each resolution is delayed by a random time below this.
+        max_requests_per_connection: the number of tunnels after which a connection takes no more. 0 means no
+            limit.
         connection_idle_timeout_s: closes a connection that has had no tunnels for this time. 0 means never.
         ignore_health_on_removal: remove endpoints as soon as discovery drops them. Otherwise endpoints with a
             health check stay until they fail it.
@@ -330,8 +337,8 @@ class Cluster:
         return tuple(dict.fromkeys(refs))
 
     def transport_socket_for(self, metadata: Metadata) -> tuple[str, TransportSocket]:
-        """Return the name and the socket of the first match for a host. An empty name stands for the cluster's own
-        socket.
+        """Return the name and the transport socket of the first transport socket match for a host. An empty name
+        stands for the cluster's own transport socket.
         """
         host = metadata.get("envoy.transport_socket_match", {})
         for candidate in self.socket_matches:

@@ -1,4 +1,4 @@
-"""The settings for look-ups of host names."""
+"""The settings for DNS look-ups of host names."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ class DnsResolver:
 
     Attributes:
         servers: name servers. Empty means the servers in ``/etc/resolv.conf``.
-        servers_are_fallback: ``servers`` are for hosts without a name server in ``/etc/resolv.conf``.
-        tcp: queries are sent over TCP.
-        search: names are completed by the search list of ``/etc/resolv.conf``.
+        servers_are_fallback: whether to use ``servers`` only if ``/etc/resolv.conf`` has no name server.
+        tcp: whether queries are sent over TCP.
+        search: whether names are completed by the search list of ``/etc/resolv.conf``.
         query_timeout_s: the time limit of one query. ``None`` means our default.
         tries: the number of queries for one name. ``None`` means our default.
         rotate: use the servers in rotation.

@@ -11,10 +11,10 @@ from xds.model.identity import SpiffeId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerCertificate:
-    """Names in the verified leaf certificate of a peer.
+    """The names in the verified leaf certificate of a peer.
 
     Attributes:
-        subject: as OpenSSL writes it in the form of RFC 2253.
+        subject: the subject's name, as OpenSSL writes it in the form of RFC 2253.
     """
 
     uri_sans: tuple[str, ...] = ()
@@ -42,7 +42,7 @@ class PeerCertificate:
         return _identified(self.uri_sans)[1]
 
 
-# Policies read it several times per connection, and a few peers open most connections.
+# Cached, because policies read the identity several times per connection, and a few peers open most connections.
 @lru_cache(maxsize=16384)
 def _identified(uri_sans: tuple[str, ...]) -> tuple[SpiffeId | None, str]:
     for text in uri_sans:
@@ -65,13 +65,14 @@ class ConnectionFacts:
         source: the peer, or the source in an accepted PROXY header.
         direct_source: the socket's peer.
         destination: the destination before any interception rewrote it.
-        secured: the connection passed a TLS handshake with this proxy, with or without a client's certificate.
+        secured: whether the connection passed a TLS handshake with this proxy, with or without a client
+            certificate.
         transport_protocol: ``tls`` or ``raw_buffer``. Like in Envoy, it is ``raw_buffer`` until a filter has
             inspected the bytes.
         metadata: dynamic metadata, namespace to struct.
         filter_state: objects by key.
         shared_state: keys of the filter state that an internal connection inherits (``shared_with_upstream``).
-            True means that its own upstream inherits the key too. This is a tuple, because most connections have
+            True means that its own upstream inherits the key, too. This is a tuple, because most connections have
             no such keys and should not pay for a dictionary.
     """
 
@@ -89,5 +90,7 @@ class ConnectionFacts:
 
     @property
     def certificate(self) -> PeerCertificate | None:
-        """The peer's certificate; without names if the peer presented none. ``None`` without a handshake."""
+        """The names in the peer's certificate, or no names if the peer presented no certificate. ``None`` without
+        a handshake.
+        """
         return self.peer if self.peer is not None or not self.secured else _NO_CERTIFICATE

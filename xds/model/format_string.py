@@ -14,7 +14,8 @@ from xds.errors import ConfigError
 
 _COMMAND = re.compile(r"%([A-Z][A-Z0-9_]*)(?:\((.*?)\))?(?::(\d+))?%", re.DOTALL)
 
-#: Commands and whether they take an argument (``True`` must, ``None`` may).
+#: All commands, and whether a command has an argument: required (``True``), optional (``None``) or never
+#: (``False``).
 COMMANDS: Mapping[str, bool | None] = {
     "START_TIME": None,
     "BYTES_RECEIVED": False,
@@ -142,7 +143,7 @@ COMMANDS: Mapping[str, bool | None] = {
 }
 
 
-#: The kinds of metadata that METADATA can read, with the equivalent command.
+#: For each kind of metadata that the command METADATA can read, the equivalent command.
 METADATA_KINDS: Mapping[str, str] = {
     "DYNAMIC": "DYNAMIC_METADATA",
     "CLUSTER": "CLUSTER_METADATA",
@@ -156,7 +157,7 @@ METADATA_KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One operator: its name, its argument as written, and the length its text is cut to."""
+    """One command in a format string: the name, the argument as written, and the maximum length of its text."""
 
     name: str
     argument: str = ""
@@ -165,7 +166,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class FormatString:
-    """Literal text and commands, in order."""
+    """A parsed format string: literal texts and commands, in order."""
 
     parts: tuple[str | Command, ...]
 
@@ -233,7 +234,9 @@ def _command(found: "re.Match[str]") -> Command:
 
 
 def _colon_form(argument: str) -> str:
-    """Return ``["tunnel", "destination"]`` as ``tunnel:destination``, and every other value unchanged."""
+    """Rewrite an argument like ``["tunnel", "destination"]`` as ``tunnel:destination``. Others are returned
+    unchanged.
+    """
     if not argument.startswith("["):
         return argument
     try:

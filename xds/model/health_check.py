@@ -7,7 +7,9 @@ from xds.model.address import SocketAddress
 
 @dataclass(frozen=True, slots=True)
 class TcpCheck:
-    """A check by connecting. Optionally it sends bytes, and expects bytes in return, in order."""
+    """A health check by TCP: it connects. Optionally it then sends bytes, and expects certain bytes in return, in
+    order.
+    """
 
     send: bytes = b""
     receive: tuple[bytes, ...] = ()
@@ -15,14 +17,14 @@ class TcpCheck:
 
 @dataclass(frozen=True, slots=True)
 class HttpCheck:
-    """A check by an HTTP request without a body.
+    """A health check by an HTTP request without a body.
 
     Attributes:
         method: the request's method.
         headers: headers added to the request, in order.
         host: the request's host. Empty means the cluster's name.
         expected: ranges of statuses, ends excluded, that count as healthy.
-        retriable: statuses that count as no answer, so that a single one does not make a host unhealthy.
+        retriable: ranges of statuses that count as no answer. One such answer does not make a host unhealthy.
     """
 
     path: str
@@ -35,7 +37,9 @@ class HttpCheck:
 
 @dataclass(frozen=True, slots=True)
 class GrpcCheck:
-    """A check by calling ``grpc.health.v1.Health/Check``. An empty ``service`` means the server as a whole."""
+    """A health check by calling ``grpc.health.v1.Health/Check``. An empty ``service`` means the server as a
+    whole.
+    """
 
     service: str = ""
 
@@ -52,7 +56,7 @@ class HealthCheck:
             unhealthy and a healthy host.
         initial_jitter_s, jitter_s: the largest random time added to the first interval, and to each interval.
         jitter_share: the largest random share of an interval added to it.
-        unhealthy_threshold, healthy_threshold: results in a row that change a host's state.
+        unhealthy_threshold, healthy_threshold: the number of consecutive results that change a host's state.
     """
 
     check: TcpCheck | HttpCheck | GrpcCheck

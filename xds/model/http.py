@@ -11,7 +11,7 @@ from xds.model.weighted_cluster import WeightedCluster
 
 @dataclass(frozen=True, slots=True)
 class HeaderMatch:
-    """A header predicate; ``match`` ``None`` means present."""
+    """A condition on a request header. If ``match`` is ``None``, the header must only be present."""
 
     name: str
     match: StringMatch | None
@@ -25,10 +25,11 @@ class Route:
     Attributes:
         path: ``None`` for a ``connect_matcher``.
         clusters: empty with ``direct_status``.
-        tunnel: ``connect_config`` is present and CONNECT enabled: the payload goes to the cluster as raw TCP.
+        tunnel: whether CONNECT is enabled with a ``connect_config``, so that the payload goes to the cluster as
+            raw TCP.
         timeout_s: route timeout, measured from the client's half-close. 0 disables it; ``None`` is unset (Envoy:
             15 s).
-        idle_timeout_s: replaces the connection manager's stream idle timeout; ``None`` keeps that.
+        idle_timeout_s: replaces the connection manager's stream idle timeout, unless it is ``None``.
     """
 
     name: str
@@ -46,7 +47,9 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class VirtualHost:
-    """Routes for some authorities: exact, ``*.suffix``, ``prefix.*`` or ``*``; lower case."""
+    """Routes for some authorities. Domains are lower case, in the form exact, ``*.suffix``, ``prefix.*`` or
+    ``*``.
+    """
 
     name: str
     domains: tuple[str, ...]
@@ -56,22 +59,22 @@ class VirtualHost:
 
 @dataclass(frozen=True, slots=True)
 class RouteTable:
-    """``envoy.config.route.v3.RouteConfiguration``."""
+    """A route table (``envoy.config.route.v3.RouteConfiguration``)."""
 
     name: str
     virtual_hosts: tuple[VirtualHost, ...]
 
     @property
     def chosen_by_heads(self) -> bool:
-        """Whether equal requests have equal routes. This is false if routes match headers, because the proxy can
-        write other header values for each request.
+        """Whether equal requests always get the same route. This is false if routes match headers, because the
+        proxy can write different header values for each request.
         """
         return not any(route.headers for host in self.virtual_hosts for route in host.routes)
 
 
 @dataclass(frozen=True, slots=True)
 class RouteTableRef:
-    """A route table that comes by RDS."""
+    """A reference to a route table that RDS delivers."""
 
     name: str
     source: ConfigSource
@@ -80,7 +83,7 @@ class RouteTableRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Http2Settings:
-    """``Http2ProtocolOptions``; ``None`` keeps this proxy's own default."""
+    """HTTP/2 settings (``Http2ProtocolOptions``). ``None`` keeps this proxy's default."""
 
     allow_connect: bool = False
     max_concurrent_streams: int | None = None
@@ -95,12 +98,13 @@ class HttpConnectionManager:
     """``envoy.filters.network.http_connection_manager`` in front of CONNECT routes.
 
     Attributes:
-        allows_connect: ``upgrade_configs`` has CONNECT and HTTP/2 has ``allow_connect``.
+        allows_connect: whether ``upgrade_configs`` has CONNECT and the HTTP/2 options have ``allow_connect``.
         stream_idle_timeout_s: 0 disables it; ``None`` is unset (Envoy: 300 s).
         max_request_headers_kb: the limit of one request's headers; ``None`` is unset (Envoy: 60, this proxy: 64).
-        generates_request_id: a request without ``x-request-id`` is given one.
-        preserves_request_id: keep the client's request id also if ``uses_remote_address``.
-        uses_remote_address: the manager is at the edge of a mesh, and trusts no header about a request's origin.
+        generates_request_id: whether a request without ``x-request-id`` gets one.
+        preserves_request_id: whether to keep the client's request id even with ``uses_remote_address``.
+        uses_remote_address: whether the manager is at the edge of a mesh, and trusts no header about a request's
+            origin.
     """
 
     stat_prefix: str

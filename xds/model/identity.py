@@ -4,15 +4,16 @@ import re
 from typing import NamedTuple
 
 _PREFIX = "spiffe://"
-#: Permits upper case in trust domains, as Istio's configuration does and SPIFFE does not.
+#: A segment of a SPIFFE id. It permits upper case in trust domains: Istio's configuration does, although SPIFFE
+#: does not.
 _SEGMENT = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]+")
 
 
 class SpiffeId(NamedTuple):
     """``spiffe://<trust domain>/ns/<namespace>/sa/<service account>``, in Istio's form.
 
-    A tuple, because it is hashed and compared without Python code, and identities are keys of every connection's
-    look-ups.
+    It is a tuple, because tuples are hashed and compared without Python code, and identities are keys of look-ups
+    for every connection.
     """
 
     trust_domain: str
@@ -21,7 +22,7 @@ class SpiffeId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "SpiffeId":
-        """Read an identity.
+        """Parse a SPIFFE id in Istio's form.
 
         Raises:
             ValueError: the name has not exactly five segments, or a segment is empty or has characters that SPIFFE

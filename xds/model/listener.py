@@ -20,7 +20,7 @@ from xds.model.weighted_cluster import WeightedCluster
 
 @dataclass(frozen=True, slots=True)
 class SocketOption:
-    """``setsockopt(level, name, value)`` before bind, after bind or after listen."""
+    """A socket option, set by ``setsockopt(level, name, value)`` before bind, after bind or after listen."""
 
     level: int
     name: int
@@ -33,12 +33,14 @@ class SocketOption:
 
 @dataclass(frozen=True, slots=True)
 class OriginalDst:
-    """``envoy.filters.listener.original_dst``."""
+    """``envoy.filters.listener.original_dst``: restores the destination that the client dialled."""
 
 
 @dataclass(frozen=True, slots=True)
 class OriginalSrc:
-    """``envoy.filters.listener.original_src``: upstream sockets keep the client's address and carry ``mark``."""
+    """``envoy.filters.listener.original_src``: upstream sockets use the client's address as source, and the socket
+    mark ``mark``.
+    """
 
     mark: int = 0
 
@@ -50,17 +52,17 @@ class SetDstAddress:
 
 @dataclass(frozen=True, slots=True)
 class TlsInspector:
-    """``envoy.filters.listener.tls_inspector``."""
+    """``envoy.filters.listener.tls_inspector``: detects TLS, and reads server name and ALPN."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpInspector:
-    """``envoy.filters.listener.http_inspector``."""
+    """``envoy.filters.listener.http_inspector``: detects cleartext HTTP."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProxyProtocol:
-    """``envoy.filters.listener.proxy_protocol``."""
+    """``envoy.filters.listener.proxy_protocol``: reads a PROXY header."""
 
     allow_without: bool = False
     disallowed_versions: tuple[int, ...] = ()
@@ -70,7 +72,7 @@ class ProxyProtocol:
 class WorkloadMetadata:
     """``envoy.filters.listener.workload_metadata``: looks up the client's baggage by its address.
 
-    ``baggage`` maps an address to the header value that travels with its tunnels.
+    ``baggage`` maps an address to the value of the header ``baggage`` in its tunnel requests.
     """
 
     baggage: Mapping[str, str]
@@ -82,7 +84,8 @@ class Discovered:
 
     Attributes:
         type_urls: full names of the accepted message types.
-        without_warming: the default is used until the configuration arrives; the listener does not wait for it.
+        without_warming: whether the listener uses the default until the configuration arrives, instead of waiting
+            for it.
     """
 
     name: str
@@ -154,7 +157,7 @@ class Rbac:
     Attributes:
         rules: the enforced rules. ``None`` permits every connection.
         shadow: rules that are evaluated and counted, but not enforced.
-        log_only: the action is LOG: permit, and set the access log hint.
+        log_only: whether the action is LOG: permit the connection, and set the access log hint.
     """
 
     stat_prefix: str
@@ -180,7 +183,9 @@ class ConnectionLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalRateLimit:
-    """``envoy.filters.network.local_ratelimit``: a chain's new connections, by a token bucket that begins full."""
+    """``envoy.filters.network.local_ratelimit``: limits a chain's rate of new connections by a token bucket, which
+    is full at first.
+    """
 
     stat_prefix: str
     most_tokens: int
@@ -190,7 +195,9 @@ class LocalRateLimit:
 
 
 class SharedWithUpstream(StrEnum):
-    """Whether a filter state object passes on through internal connections."""
+    """Whether internal connections inherit a filter state object: never, once, or through any number of
+    connections.
+    """
 
     NONE = "none"
     ONCE = "once"
@@ -201,7 +208,7 @@ class SharedWithUpstream(StrEnum):
 class FilterStateValue:
     """One filter state object that ``set_filter_state`` sets when a connection begins.
 
-    With ``omit_empty_values`` a missing value is empty. Otherwise it is ``-``.
+    With ``omit_empty_values``, a missing value is an empty text. Otherwise it is ``-``.
     """
 
     key: str
@@ -213,13 +220,13 @@ class FilterStateValue:
 
 @dataclass(frozen=True, slots=True)
 class SetFilterState:
-    """``envoy.filters.network.set_filter_state``."""
+    """``envoy.filters.network.set_filter_state``: sets filter state objects when a connection begins."""
 
     values: tuple[FilterStateValue, ...]
 
 
 class AppendAction(StrEnum):
-    """The action if a header to be added already exists."""
+    """What to do if a header that should be added already exists."""
 
     APPEND_IF_EXISTS_OR_ADD = "append"
     ADD_IF_ABSENT = "add_if_absent"
@@ -229,7 +236,7 @@ class AppendAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HeaderToAdd:
-    """One header of a tunnel request; lower-case name."""
+    """One header to add to a tunnel request. The name is lower case."""
 
     name: str
     value: FormatString
@@ -239,7 +246,7 @@ class HeaderToAdd:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tunneling:
-    """``TcpProxy.tunneling_config``: carry the bytes in a CONNECT request."""
+    """``TcpProxy.tunneling_config``: the filter carries the bytes in a CONNECT request."""
 
     hostname: FormatString
     headers: tuple[HeaderToAdd, ...] = ()
@@ -248,7 +255,7 @@ class Tunneling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpProxy:
-    """``envoy.filters.network.tcp_proxy``. A single cluster is one weighted cluster.
+    """``envoy.filters.network.tcp_proxy``. A single cluster is stored as one weighted cluster.
 
     An ``idle_timeout_s`` of 0 means no timeout.
     """
@@ -279,7 +286,8 @@ class DiscoveredChainFilter(Discovered):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterChain:
-    """A transport socket, filters to authorise or annotate, and the filter that receives the bytes.
+    """One filter chain: a transport socket, filters that authorise or annotate connections, and the terminal
+    filter, which receives the bytes.
 
     Attributes:
         discovered: filters from ECDS. They run after the inline filters of their kind.
@@ -309,7 +317,7 @@ class Listener:
 
     Attributes:
         addresses: the addresses to bind. Empty for an internal listener.
-        matcher: replaces the chains' ``match`` when present.
+        matcher: if present, it chooses the chain instead of the chains' ``match``.
         content: digest of the message without chains and matcher. A change of the digest needs a new listener;
             other changes are made in place.
     """
@@ -347,13 +355,13 @@ class Listener:
 
     @cached_property
     def chosen_by_addresses(self) -> bool:
-        """Whether no chain is chosen by the client's port."""
+        """Whether the choice of a chain never depends on the client's port."""
         if self.matcher is not None:
             return InputKind.SOURCE_PORT not in input_kinds(self.matcher)
         return not any(chain.match.source_ports for chain in self.chains)
 
     def chain_for(self, facts: ConnectionFacts) -> FilterChain | None:
-        """Return the chain for a connection; ``None`` if the connection must be closed.
+        """Return the filter chain for a connection, or ``None`` if the connection must be closed.
 
         If a matcher's action names no existing chain, the connection is closed, without a fallback to the default
         chain, like in Envoy.

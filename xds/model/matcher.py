@@ -19,7 +19,7 @@ from xds.model.string_match import StringMatch
 
 
 class InputKind(Enum):
-    """Inputs of ``envoy.extensions.matching.common_inputs.network.v3``."""
+    """The inputs of a matcher (``envoy.extensions.matching.common_inputs.network.v3``)."""
 
     DESTINATION_IP = "DestinationIPInput"
     DESTINATION_PORT = "DestinationPortInput"
@@ -37,7 +37,7 @@ class InputKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input. ``key`` is a filter state key or metadata namespace, and ``path`` the path inside the
+    """One input of a matcher. ``key`` is a filter state key or a metadata namespace, and ``path`` the path in the
     metadata.
     """
 
@@ -45,7 +45,8 @@ class Input:
     key: str = ""
     path: tuple[str, ...] = ()
     read: Callable[[ConnectionFacts], str | None] = field(init=False, repr=False, compare=False)
-    """Returns the input's text, or ``None`` if it has no value. The function is chosen once, not per connection.
+    """Returns the input's text for a connection, or ``None`` if there is no value. This function is chosen once,
+    not for each connection.
     """
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ def is_local(facts: ConnectionFacts) -> bool:
 class OnMatch:
     """The result of a match: the name of a filter chain, or the next matcher.
 
-    With ``keep_matching`` the action is skipped and the search continues.
+    With ``keep_matching``, the action is ignored and the search continues.
     """
 
     target: "str | Matcher"
@@ -101,7 +102,7 @@ class OnMatch:
 
 @dataclass(frozen=True, slots=True)
 class ExactMap:
-    """``exact_match_map``: the input's text is a key."""
+    """``exact_match_map``: the input's text is looked up as a key."""
 
     input: Input
     entries: Mapping[str, OnMatch]
@@ -109,8 +110,8 @@ class ExactMap:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMap:
-    """``prefix_match_map``: chooses by the longest key that is a prefix of the input, or by a shorter one if that
-    finds no chain.
+    """``prefix_match_map``: tries the keys that are prefixes of the input, from the longest, until one leads to a
+    chain.
     """
 
     input: Input
@@ -176,7 +177,7 @@ Predicate = Single | AllPredicates | AnyPredicate | NotPredicate
 
 @dataclass(frozen=True, slots=True)
 class MatcherList:
-    """``matcher_list``: the first predicate that holds."""
+    """``matcher_list``: the first predicate that holds decides."""
 
     matchers: tuple[tuple[Predicate, OnMatch], ...]
 
@@ -192,7 +193,7 @@ class Matcher:
     on_no_match: OnMatch | None = None
 
     def evaluate(self, facts: ConnectionFacts) -> str | None:
-        """Return the name of the chain for a connection; ``None`` if no action was reached."""
+        """Return the name of the filter chain for a connection, or ``None`` if no action was reached."""
         lookup = self.lookup
         if type(lookup) is ExactMap:  # the ambient tree's only kind: 3 instead of 7 microseconds per connection
             text = lookup.input.read(facts)
@@ -215,7 +216,7 @@ def _follow(hit: OnMatch, facts: ConnectionFacts) -> str | None:
 
 
 def hits(lookup: Lookup, facts: ConnectionFacts) -> list[OnMatch]:
-    """Return the entries that match an input, best first."""
+    """Return the entries of a look-up that match a connection, best first."""
     if isinstance(lookup, MatcherList):
         return [hit for predicate, hit in lookup.matchers if holds(predicate, facts)]
     text = lookup.input.read(facts)
@@ -242,7 +243,7 @@ def _ip_hits(ranges: tuple[IpRange, ...], text: str) -> list[OnMatch]:
         return []
     hits: list[OnMatch] = []
     for candidate in ranges:
-        # Like Envoy's trie matcher, the longest range always counts, exclusive or not.
+        # Like in Envoy's trie matcher, the longest matching range always counts, even if it is exclusive.
         if hits and candidate.exclusive:
             continue
         if candidate.network.version == address.version and address in candidate.network:

@@ -5,8 +5,8 @@ on the size of the mesh. Nothing here waits, reads a clock or draws a random num
 
 Its layout saves memory, which is the main cost of a large mesh:
 
-* A workload is stored as the value that the dialect's compiler made, and indexes hold this value instead of its
-  name. Nearly all keys of an index have a single value, which is stored without a list
+* A workload is stored as the value that the dialect's compiler made. Indexes refer to this value, not to its name.
+  Nearly all keys of an index have a single value, which is stored without a list
   (:class:`xds.model.mesh_index.Shared`).
 * A service and its endpoints share one :class:`xds.model.mesh_index.ServiceEntry`. The entry exists as soon as the
   service or an endpoint has arrived. Dumps call the endpoints of an unknown service staged.
@@ -41,7 +41,7 @@ _NOTHING: Mapping[WorkloadUid, "Endpoint"] = MappingProxyType({})
 
 @dataclass(slots=True)
 class Changes:
-    """The changes of one batch, passed to watchers.
+    """The changes that one batch of updates made to the mesh, passed to watchers.
 
     Attributes:
         workloads, services, policies: the keys that were put or removed.
@@ -94,7 +94,7 @@ class Mesh:
         *,
         removed_policies: Iterable[str] = (),
     ) -> Changes:
-        """Add or replace values, and remove others, as one batch, which watchers see as one change.
+        """Add, replace and remove values in one batch. Watchers are called once for the batch.
 
         Args:
             put: new values. Each replaces the value with the same name.
@@ -173,7 +173,7 @@ class Mesh:
         del self._workloads[workload.uid]
 
     def _unindex(self, old: Workload, new: Workload | None, changes: Changes) -> None:
-        """Remove a workload from every index entry that ``new`` will not replace."""
+        """Remove a workload from the indexes, except from entries that ``new`` will replace."""
         has_address = new is not None and new.network_mode is not NetworkMode.HOST_NETWORK
         if old.network_mode is not NetworkMode.HOST_NETWORK:
             kept = new.addresses if new is not None and has_address and new.network == old.network else ()
@@ -236,7 +236,7 @@ class Mesh:
             self._staged[key] = entry
 
     def _unindex_service(self, old: Service, new: Service | None) -> None:
-        """Remove a service from every index entry that ``new``, of the same key, will not replace."""
+        """Remove a service from the indexes, except from entries that ``new`` (with the same key) will replace."""
         if new is None:
             self._by_hostname.remove(old.hostname, old)
         for vip in dict.fromkeys(old.vips):
@@ -260,7 +260,9 @@ class Mesh:
         return self._workloads.get(WorkloadUid(uid))
 
     def workload_at(self, network: str, host: str) -> Workload | None:
-        """Return the workload at an address. If several share it, the most specific one wins, then the newest."""
+        """Return the workload at an address. If several workloads share it, the most specific one wins, then the
+        newest.
+        """
         of_network = self._by_address.get(network)
         found = of_network.get(host) if of_network is not None else None
         if not isinstance(found, list):
@@ -281,7 +283,9 @@ class Mesh:
         return self._authorization.policies.get(PolicyKey(key))
 
     def service_at(self, network: str, host: str, namespace: str | None = None) -> Service | None:
-        """Return the service at a virtual address, exact before CIDR, that a client of ``namespace`` can see."""
+        """Return the service at a virtual address that a client of ``namespace`` can see. Exact addresses win over
+        CIDR blocks.
+        """
         of_network = self._by_vip.get(network)
         found = of_network.get(host) if of_network is not None else None
         if found is not None:
@@ -355,14 +359,14 @@ class Mesh:
 
     @property
     def local_identities(self) -> Collection[SpiffeId]:
-        """Return the identities of tunnel-capable workloads on this node, whose certificates are worth requesting
-        in advance.
+        """Return the identities of workloads on this node that use tunnels. Their certificates are worth
+        requesting in advance.
         """
         return self._local_identities.keys()
 
 
 def _turn(identity: SpiffeId, there: set[SpiffeId], back: set[SpiffeId]) -> None:
-    """Record that an identity was added or removed. Both within one batch cancel each other out."""
+    """Record the change of an identity in ``there``. If ``back`` has the opposite change, the two cancel out."""
     if identity in back:
         back.remove(identity)
     else:
@@ -374,15 +378,15 @@ def _pod_of(workload: Workload) -> tuple[str, str, str]:
 
 
 def _wants_certificate(workload: Workload) -> bool:
-    """Return whether this proxy terminates tunnels for the workload. A workload that terminates them itself has
-    its own certificate.
+    """Return whether this proxy terminates tunnels for the workload. A workload that terminates its tunnels itself
+    has its own certificate.
     """
     return workload.protocol is Protocol.HBONE and not workload.native_tunnel
 
 
 def _specificity(workload: Workload) -> tuple[bool, bool]:
-    """Return the rank of a workload among those of one address. A pod outranks an entry that only refers to its
-    address.
+    """Return the rank of a workload among workloads with the same address. A pod outranks an entry that only
+    refers to the pod's address.
     """
     return "//Pod/" in workload.uid, workload.protocol is Protocol.HBONE
 
@@ -392,8 +396,8 @@ def _visible(service: Service, namespace: str | None) -> bool:
 
 
 def _best(candidates: Iterable[Service], namespace: str | None, preferred: str = "") -> Service | None:
-    """Return the best of several services with one name or address: the client's own namespace, then canonical,
-    then preferred, then the first.
+    """Return the best of several services with the same name or address. The order is: in the client's namespace,
+    canonical, in the preferred namespace, first.
     """
     first = canonical = wished = None
     for service in candidates:

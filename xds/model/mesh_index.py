@@ -1,5 +1,5 @@
-"""Indexes of :class:`xds.model.mesh.Mesh`: values by a key that is rarely shared, by address block, and a service
-with its endpoints.
+"""The indexes of :class:`xds.model.mesh.Mesh`: values by a key that mostly has one value, services by address
+block, and services with their endpoints.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
@@ -19,7 +19,7 @@ class Endpoint:
     """One workload as an endpoint of one service.
 
     Attributes:
-        ports: this endpoint's map of service port to target port.
+        ports: maps the service's ports to the ports of this endpoint.
     """
 
     uid: WorkloadUid
@@ -28,8 +28,8 @@ class Endpoint:
 
 
 class Shared(Generic[Key, Value]):
-    """Values by a key. Nearly every key has a single value, which is stored without a list. Several values of a
-    key are stored in order of arrival.
+    """An index of values by key. Nearly every key has a single value, which is stored without a list. Several
+    values of one key are stored in order of arrival.
     """
 
     __slots__ = ("_found",)
@@ -38,7 +38,7 @@ class Shared(Generic[Key, Value]):
         self._found: dict[Key, Value | list[Value]] = {}
 
     def put(self, key: Key, value: Value, before: Value | None) -> None:
-        """Add a value, replacing ``before`` if it is present."""
+        """Add a value for a key. If the key has the value ``before``, the new value replaces it."""
         found = self._found.get(key)
         if found is None or found is before:
             self._found[key] = value
@@ -52,12 +52,12 @@ class Shared(Generic[Key, Value]):
             self._found[key] = [found, value]
 
     def remove(self, key: Key, value: Value) -> None:
-        """Remove a value that is present."""
+        """Remove a value of a key. The value must be present."""
         found = self._found[key]
         if not isinstance(found, list):
             del self._found[key]
             return
-        # Compared by identity, because comparing values of this size takes longer than finding the right one.
+        # Values are compared by identity, because comparing their contents takes long.
         found[:] = [other for other in found if other is not value]
         if len(found) == 1:
             self._found[key] = found[0]
@@ -66,7 +66,7 @@ class Shared(Generic[Key, Value]):
         return self._found.get(key)
 
     def each(self, key: Key) -> Collection[Value]:
-        """Return all values of a key, in order of arrival."""
+        """Return all values of a key, in the order in which they were added."""
         found = self._found.get(key)
         if found is None:
             return ()
@@ -78,7 +78,7 @@ class Shared(Generic[Key, Value]):
 
 @dataclass(slots=True)
 class ServiceEntry:
-    """A service and its endpoints. ``service`` is None while the service itself is not known.
+    """A service and its endpoints. ``service`` is None while only endpoints have arrived.
 
     ``serving`` are the endpoints that can be chosen. ``unhealthy`` are all unhealthy endpoints, whether or not
     they can be chosen.
@@ -130,7 +130,7 @@ class ServiceEntry:
 
 
 class Blocks:
-    """Services by address blocks of one network, with a dictionary for each prefix length in use."""
+    """The services of one network by their address blocks. Each prefix length in use has a dictionary."""
 
     __slots__ = ("_lengths",)
 

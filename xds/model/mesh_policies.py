@@ -1,7 +1,7 @@
 """The authorization policies of a mesh by scope, and the policies of each workload, compiled for the engine.
 
-The compiled value of a workload depends on its namespace and on the policies that it names. It is cached until one
-of these policies changes, and all workloads with the same namespace and policies share it.
+A workload's compiled policies depend on its namespace and on the policies that it names. They are cached until one
+of these policies changes, and shared by all workloads with the same namespace and policies.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from xds.model.mesh_index import Key
 from xds.model.policy import Always, Policy, PolicyList, Tier, Verdict
 from xds.model.workload import PolicyKey, Workload
 
-#: The limit of remembered (namespace, selected policies) pairs. The workloads of one node have a few hundred. The
-#: limit bounds the memory of a mesh that keeps renaming its policies.
+#: The largest number of cached (namespace, selected policies) pairs. The workloads of one node have a few hundred
+#: pairs. The limit bounds the memory if a mesh keeps renaming its policies.
 _REMEMBERED_POLICIES = 4096
 
 
@@ -22,8 +22,8 @@ class WorkloadPolicies:
     """The policies that decide about connections to one workload.
 
     Attributes:
-        enforced: deny policies, then allow policies, in Istio's order. A missing policy is a rule that denies
-            every connection in its own name.
+        enforced: deny policies, then allow policies, in Istio's order. For a missing policy, it has a rule with
+            the policy's name that denies every connection.
         dry_run_deny, dry_run_allow: policies that are only reported.
         missing: policies named by the workload but not yet received. Until they arrive, no connection is allowed.
     """
@@ -35,7 +35,7 @@ class WorkloadPolicies:
 
     @property
     def arrived(self) -> PolicyList:
-        """``enforced`` without the rules that deny in the name of missing policies.
+        """``enforced`` without the rules that deny because a policy is missing.
 
         A DENY of a received policy is final even if another policy is missing. The final verdict of the list is
         not.
@@ -45,12 +45,13 @@ class WorkloadPolicies:
         return PolicyList(self.enforced.tiers[1:], self.enforced.end)
 
 
-#: A workload's namespace and the policies it names, which determine the policies that apply to it.
+#: A workload's namespace and the policies that it names. Together they determine which policies apply to the
+#: workload.
 _Pair = tuple[str, tuple[PolicyKey, ...]]
 
 
 class Authorization:
-    """The policies by scope, and their compiled values."""
+    """All authorization policies by scope, and the compiled policies of each workload."""
 
     def __init__(self) -> None:
         self.policies: dict[PolicyKey, AuthorizationPolicy] = {}
@@ -154,7 +155,7 @@ class Authorization:
         )
 
     def _tiers(self, scope: str | None) -> tuple[Tier, Tier]:
-        """Return the deny and the allow tier of a scope; all workloads in it share these objects."""
+        """Return the deny tier and the allow tier of a scope. All workloads in the scope share these objects."""
         found = self._shared.get(scope)
         if found is None:
             policies = self._by_scope.get(scope)

@@ -27,28 +27,28 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Every condition holds; true when empty."""
+    """True if all of the conditions are true, also if there are none."""
 
     conditions: tuple["Condition", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """At least one condition holds; false when empty."""
+    """True if at least one of the conditions is true."""
 
     conditions: tuple["Condition", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """The condition does not hold."""
+    """True if the given condition is false."""
 
     condition: "Condition"
 
 
 @dataclass(frozen=True, slots=True)
 class Authenticated:
-    """The connection uses TLS; with ``name``, one of the peer's names matches.
+    """The connection uses TLS and, if ``name`` is given, one of the peer's names matches it.
 
     Like in Envoy, this requires TLS but not a certificate. Names are tried in Envoy's order: each URI SAN, each
     DNS SAN, then the subject. The subject of a peer without a certificate is the empty string.
@@ -59,16 +59,18 @@ class Authenticated:
 
 @dataclass(frozen=True, slots=True)
 class PeerPrincipal:
-    """The peer has a mesh identity; with ``match``, its ``td/ns/N/sa/S`` (no ``spiffe://``) matches."""
+    """The peer has a mesh identity and, if ``match`` is given, ``td/ns/N/sa/S`` (without ``spiffe://``) matches
+    it.
+    """
 
     match: StringMatch | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class PeerNamespace:
-    """The namespace of the peer's mesh identity matches; without an identity it is the empty string.
+    """The namespace of the peer's mesh identity matches. Without an identity, it is the empty string.
 
-    Without ``match``: the peer has an identity, and so a namespace.
+    Without ``match``, the condition is that the peer has an identity.
     """
 
     match: StringMatch | None = None
@@ -76,7 +78,7 @@ class PeerNamespace:
 
 @dataclass(frozen=True, slots=True)
 class PeerServiceAccount:
-    """The peer's mesh identity has this namespace and service account, in any trust domain."""
+    """The peer's mesh identity has the given namespace and service account, in any trust domain."""
 
     namespace: str
     service_account: str
@@ -84,7 +86,9 @@ class PeerServiceAccount:
 
 @dataclass(frozen=True, slots=True)
 class SourceIp:
-    """The peer's address is in ``network``; ``direct`` looks past a PROXY header at the socket's peer."""
+    """The peer's address is in ``network``. ``direct`` means the socket's peer, even if a PROXY header names
+    another.
+    """
 
     network: IpNetwork
     direct: bool = False
@@ -127,12 +131,12 @@ Attributes = Mapping[str, Mapping[str, str | int | bool]]
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A CEL expression evaluates to true. An error, for example a missing attribute, is no match.
+    """A CEL expression evaluates to true. An error, for example a missing attribute, counts as false.
 
     Attributes:
         text: the expression in CEL's syntax, with each operation in parentheses. Equal texts are equal conditions.
-        read: the attributes that it reads, ``connection.mtls``.
-        evaluate: whether it is true of a connection's attributes.
+        read: the attributes that the expression reads, for example ``connection.mtls``.
+        evaluate: returns whether the expression is true for a connection's attributes.
     """
 
     text: str
@@ -160,7 +164,7 @@ Condition = (
 
 
 class Verdict(StrEnum):
-    """The result of a rule, of a tier's default, or of a list's end."""
+    """The result of a policy rule, of the default of a tier, or of the end of a policy list."""
 
     ALLOW = "allow"
     DENY = "deny"
@@ -184,7 +188,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Policies in order; the first match decides. Without a match, ``default`` decides.
+    """A tier: policies in order, of which the first match decides. Without a match, ``default`` decides.
 
     Attributes:
         prepared: see :class:`Policy`.
@@ -197,7 +201,9 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class PolicyList:
-    """Tiers in order. A tier that passes is followed by the next tier, and the last one by ``end``."""
+    """A policy list: tiers in order. If a tier passes, the next tier decides. If the last tier passes, ``end``
+    decides.
+    """
 
     tiers: tuple[Tier, ...]
     end: Verdict

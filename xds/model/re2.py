@@ -1,8 +1,8 @@
 """Regular expressions in RE2's syntax, matched by RE2 itself, like in Envoy.
 
-RE2 matches in time linear in the text. Python's ``re`` can take seconds for 26 characters, during which the event
-loop stops, and has another syntax: ``[[:alpha:]]`` is a set of six characters and a bracket to Python, and
-``\\w`` and ``\\d`` match letters and digits of any script.
+RE2's time is linear in the length of the text. Python's ``re`` can take seconds for 26 characters, during which
+the event loop stops. Its syntax also differs: to Python, ``[[:alpha:]]`` is a set of six characters and a bracket,
+and ``\\w`` and ``\\d`` match letters and digits of any script.
 
 The package ``google-re2`` is imported with the first expression (3 MiB, 5 ms): most configurations have none.
 """
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 
 class Re2Error(ValueError):
-    """RE2 refuses the expression. The text is RE2's own, like Envoy's."""
+    """RE2 refuses the expression. The error text is RE2's, as in Envoy."""
 
 
 class Pattern:
@@ -46,7 +46,7 @@ class Pattern:
 
 @lru_cache(maxsize=4096)
 def compiled(expression: str) -> Pattern:
-    """Return the pattern of an expression in a configuration, where expressions recur.
+    """Return the compiled pattern of an expression. Cached, because expressions recur in configurations.
 
     Raises:
         Re2Error: see :class:`Pattern`.
@@ -55,5 +55,5 @@ def compiled(expression: str) -> Pattern:
 
 
 def _utf8(text: str) -> bytes:
-    """Encode a text, also one with surrogates, which RE2 reads as characters."""
+    """Encode a text as UTF-8. Surrogates are encoded, too, and RE2 reads them as characters."""
     return text.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""Key material as SDS delivers it. ``repr`` never shows a key."""
+"""Secrets as SDS delivers them: certificates with keys, and validation contexts. ``repr`` never shows a key."""
 
 from dataclasses import dataclass, field
 
@@ -7,9 +7,9 @@ from xds.model.string_match import StringMatch
 
 @dataclass(frozen=True, slots=True)
 class SanMatch:
-    """A subject alternative name of type ``uri``, ``dns``, ``ip``, ``email`` or ``other`` matches.
+    """A matcher for subject alternative names of one type: ``uri``, ``dns``, ``ip``, ``email`` or ``other``.
 
-    ``any`` is Envoy's deprecated untyped form.
+    ``any`` is Envoy's deprecated form without a type.
     """
 
     san_type: str
@@ -21,7 +21,7 @@ class Certificate:
     """A certificate chain, leaf first, with its private key; both PEM.
 
     Attributes:
-        chain_file, key_file, password_file: the files they were read from, for error messages. Empty means inline.
+        chain_file, key_file, password_file: the source files, for error messages. Empty means inline.
     """
 
     chain_pem: bytes
@@ -39,10 +39,10 @@ class Validation:
     Attributes:
         trusted_ca_pem: trusted roots. ``None`` disables chain verification (like the Envoy of 2022 towards
             servers).
-        san_matches: unless empty, at least one of these must match a SAN.
+        san_matches: unless empty, at least one of these matchers must match a SAN.
         certificate_hashes: lower-case hex SHA-256 of acceptable leaf certificates (DER).
         spki_hashes: base64 SHA-256 of acceptable public keys (SubjectPublicKeyInfo).
-        trusted_ca_file, crl_file: the files they were read from, for error messages. Empty means inline.
+        trusted_ca_file, crl_file: the source files, for error messages. Empty means inline.
     """
 
     trusted_ca_pem: bytes | None = None
@@ -65,7 +65,9 @@ class Validation:
         return self.pins or bool(self.san_matches)
 
     def merged(self, dynamic: "Validation") -> "Validation":
-        """Merge ``dynamic`` (SDS) into this default, for ``combined_validation_context``; join repeated fields."""
+        """Merge ``dynamic`` (from SDS) into this default for a ``combined_validation_context``. Repeated fields
+        are joined.
+        """
         return Validation(
             trusted_ca_pem=dynamic.trusted_ca_pem or self.trusted_ca_pem,
             crl_pem=dynamic.crl_pem or self.crl_pem,

@@ -1,8 +1,8 @@
 """Calico's selector language: parses, prints canonically, identifies and evaluates expressions over labels.
 
 ``app == 'db' && has(owner)`` selects the objects with these labels. The same language selects endpoints,
-namespaces and service accounts. Spaces and tabs separate; strings have no escapes; ``&&`` binds tighter than
-``||``.
+namespaces and service accounts. Spaces and tabs separate tokens. Strings have no escapes. ``&&`` binds tighter
+than ``||``.
 """
 
 import base64
@@ -15,8 +15,8 @@ from typing import Final, TypeAlias, assert_never
 
 from xds.errors import XdsError
 
-#: The nesting limit of parentheses. People nest at most three. Hostile texts must not reach Python's recursion
-#: limit.
+#: The nesting limit of parentheses, so that hostile texts do not reach Python's recursion limit. People nest at
+#: most three levels.
 MAX_DEPTH: Final = 64
 
 Labels: TypeAlias = Mapping[str, str]
@@ -27,7 +27,7 @@ class SelectorError(XdsError):
 
     Attributes:
         selector: the text.
-        at: index of the character that cannot be read.
+        at: the index of the first character that cannot be parsed.
     """
 
     def __init__(self, selector: str, at: int, expected: str) -> None:
@@ -47,7 +47,9 @@ class All:
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """In compiled form, selects the objects outside of namespaces. An evaluation of labels alone returns true."""
+    """``global()``: selects the objects that have no namespace. Labels do not show this, so an evaluation of
+    labels returns true.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Has:
 
 @dataclass(frozen=True, slots=True)
 class Compare:
-    """A comparison of a label with a string; ``operator`` as the canonical text spells it.
+    """A comparison of a label's value with a string. ``operator`` is spelled as in the canonical text.
 
     A missing label differs from every string (``!=``). Every other comparison with a missing label is false.
     """
@@ -71,7 +73,7 @@ class Compare:
 
 @dataclass(frozen=True, slots=True)
 class In:
-    """The label exists and its value is in the list; with ``negated``, the opposite."""
+    """The label exists and its value is in the list. With ``negated``, the opposite is true."""
 
     label: str
     values: tuple[str, ...]
@@ -80,21 +82,21 @@ class In:
 
 @dataclass(frozen=True, slots=True)
 class Not:
-    """The operand is false; the operand is not itself a negation."""
+    """True if the operand is false. The operand is never itself a negation."""
 
     operand: "Node"
 
 
 @dataclass(frozen=True, slots=True)
 class And:
-    """Every operand is true; at least two."""
+    """True if all operands are true. There are at least two."""
 
     operands: tuple["Node", ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Or:
-    """One operand is true; at least two."""
+    """True if at least one operand is true. There are at least two operands."""
 
     operands: tuple["Node", ...]
 
@@ -112,7 +114,7 @@ _COMPARISONS: Final[Mapping[str, Callable[[str | None, str], bool]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """A parsed selector; equal when the canonical texts are."""
+    """A parsed selector. Selectors are equal if their canonical texts are equal."""
 
     root: Node
 
@@ -125,11 +127,15 @@ class Selector:
 
     @property
     def identity(self) -> str:
-        """The id of the IP set of this selector. Like in Calico, it is computed from the canonical text."""
+        """The id of the IP set with the objects that this selector selects. Like in Calico, it is computed from
+        the canonical text.
+        """
         return hashed_id("s:", str(self))
 
     def prefixed(self, prefix: str) -> "Selector":
-        """Return the selector with ``prefix`` before every label name, such as ``pcns.`` for namespaces."""
+        """Return the selector with a prefix before every label name, such as ``pcns.`` for labels of
+        namespaces.
+        """
         return Selector(_prefixed(self.root, prefix))
 
 
@@ -157,7 +163,8 @@ _LABEL = re.compile(r"[A-Za-z0-9_./-]+")
 _HAS = re.compile(r"has\([ \t]*([A-Za-z0-9_./-]+)[ \t]*\)")
 _WORD = re.compile(r"(all|global)\([ \t]*\)")
 _STRING = re.compile(r'"([^"]*)"|\'([^\']*)\'')
-# A word operator must be followed by a character that no label can have: "a inside" is not a comparison.
+# An operator that is a word must be followed by a character that labels cannot have: "a inside" is not a
+# comparison with "in".
 _OPERATOR = re.compile(
     r"(==|!=)|(?:(contains)|(starts[ \t]*with)|(ends[ \t]*with)|(not[ \t]*in)|(in))(?![A-Za-z0-9_./-])"
 )
@@ -165,8 +172,8 @@ _OPERATORS: Final = ("", "", "contains", "starts with", "ends with", "not in", "
 
 
 class _Parser:
-    """Recursive descent, with one method per rule of the grammar. Each method leaves ``at`` after the text that it
-    has read.
+    """A recursive descent parser, with one method per grammar rule. Each method moves ``at`` behind the text that
+    it has read.
     """
 
     def __init__(self, text: str) -> None:
@@ -257,7 +264,7 @@ class _Parser:
         return found[1] if found[1] is not None else found[2]
 
     def skip(self, token: str) -> bool:
-        """Read ``token`` if it is next, with the space around it."""
+        """If ``token`` comes next, skip it with the space around it, and return true."""
         self.space()
         if not self.text.startswith(token, self.at):
             return False

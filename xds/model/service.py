@@ -9,7 +9,7 @@ from xds.model.workload import GatewayAddress, NetworkAddress, ServiceKey
 
 
 class Scope(StrEnum):
-    """The parts of a locality that workloads can share, for locality-aware balancing."""
+    """The levels at which the localities of two workloads can be equal, for locality-aware balancing."""
 
     REGION = "Region"
     ZONE = "Zone"
@@ -36,7 +36,7 @@ class HealthPolicy(StrEnum):
 
 
 class IpFamilies(StrEnum):
-    """The address families to use for endpoints. No value means any family."""
+    """The IP versions that can be used for the addresses of endpoints. No value means any."""
 
     IPV4 = "IPv4"
     IPV6 = "IPv6"
@@ -52,7 +52,7 @@ class Visibility(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoadBalancing:
-    """How the endpoint of a service is chosen."""
+    """The load balancing settings of a service: how an endpoint is chosen."""
 
     preferences: tuple[Scope, ...] = ()
     mode: BalancerMode = BalancerMode.STANDARD
@@ -61,7 +61,7 @@ class LoadBalancing:
 
 @dataclass(frozen=True, slots=True)
 class CidrAddress:
-    """A block of virtual addresses of one network."""
+    """A block of virtual addresses in one network."""
 
     network: str
     block: IpNetwork
@@ -69,7 +69,7 @@ class CidrAddress:
 
 @dataclass(frozen=True, slots=True)
 class WeightedWaypoint:
-    """One of several waypoints, chosen per connection."""
+    """One of several weighted waypoints of a service. A waypoint is chosen for each connection."""
 
     destination: GatewayAddress
     weight: int
@@ -83,8 +83,8 @@ class Service:
         hostname: the full name, which can be a wildcard such as ``*.example.net``.
         vips: virtual addresses. ``cidr_vips`` are blocks of addresses.
         ports: service port to target port. A target of 0 stands for a named port, which each endpoint defines.
-        subject_alt_names: SPIFFE identities that its endpoints can present besides their own.
-        canonical: preferred when several services share a name or an address.
+        subject_alt_names: SPIFFE identities that the service's endpoints can present besides their own.
+        canonical: whether this service is preferred if several share a name or an address.
     """
 
     name: str

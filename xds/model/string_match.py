@@ -14,11 +14,11 @@ def ascii_lower(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StringMatch:
-    """One predicate on a string; exactly one of the kinds below.
+    """One condition on a string.
 
     Attributes:
         kind: ``exact``, ``prefix``, ``suffix``, ``contains`` or ``regex`` (full match, as RE2's FullMatch).
-        value: what to compare with; already lower-cased (:func:`ascii_lower`) when ``ignore_case``.
+        value: the text to compare with. With ``ignore_case``, it is already lower case (:func:`ascii_lower`).
     """
 
     kind: str

@@ -28,7 +28,7 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True)
 class GrpcSource:
-    """Resources are received on a stream of their own to ``cluster``. ``delta`` selects the protocol variant."""
+    """Resources are received on a separate stream to ``cluster``. ``delta`` selects the incremental protocol."""
 
     cluster: str
     delta: bool = False
@@ -48,7 +48,7 @@ class SecretRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsContext:
-    """The parameters of a handshake, except for the secrets that the references name.
+    """The parameters of TLS handshakes. Secrets can be inline, or references to be resolved.
 
     Attributes:
         certificate: our certificate, inline or by reference; ``None`` presents none (clients only).

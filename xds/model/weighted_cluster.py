@@ -1,4 +1,4 @@
-"""One of several clusters that share connections by weight, for TCP proxies and routes."""
+"""Weighted clusters of TCP proxies and routes: connections are distributed among the clusters by weight."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class WeightedCluster:
-    """One choice of ``weighted_clusters``."""
+    """One of the clusters in ``weighted_clusters``, with its weight."""
 
     name: str
     weight: int

@@ -13,7 +13,7 @@ from xds.model.identity import SpiffeId
 WorkloadUid = NewType("WorkloadUid", str)
 #: ``namespace/hostname``.
 ServiceKey = NewType("ServiceKey", str)
-#: ``namespace/name`` of a policy.
+#: The key of an authorization policy, ``namespace/name``.
 PolicyKey = NewType("PolicyKey", str)
 
 
@@ -25,7 +25,7 @@ class Protocol(StrEnum):
 
 
 class NetworkMode(StrEnum):
-    """Whether the workload has addresses of its own."""
+    """Whether the workload has its own addresses or those of its host."""
 
     STANDARD = "Standard"
     HOST_NETWORK = "HostNetwork"
@@ -70,7 +70,7 @@ class GatewayAddress:
 
 @dataclass(frozen=True, slots=True)
 class Locality:
-    """The locality of a workload; unknown parts are empty strings."""
+    """The locality of a workload. Unknown parts are empty strings."""
 
     region: str = ""
     zone: str = ""
@@ -78,7 +78,7 @@ class Locality:
 
 
 class AppProtocol(StrEnum):
-    """The protocol of an application tunnel."""
+    """The protocol by which a proxy passes tunnelled connections to an application."""
 
     NONE = "NONE"
     PROXY = "PROXY"
@@ -86,7 +86,7 @@ class AppProtocol(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ApplicationTunnel:
-    """An application that accepts the content of tunnels itself, optionally after a PROXY header.
+    """The settings of an application that itself accepts the content of tunnels, optionally after a PROXY header.
 
     Attributes:
         port: the application tunnel's port. 0 means the requested port.
@@ -104,9 +104,9 @@ class Workload:
         uid: primary key, such as ``cluster//Pod/ns/name``.
         hostname: a name that is resolved by DNS if the workload has no addresses.
         services: for each service with this workload as an endpoint, the map of service port to target port.
-        authorization_policies: selector-scoped policies that apply to it.
+        authorization_policies: the policies with a workload selector that apply to this workload.
         workload_type: ``deployment``, ``cronjob``, ``pod`` or ``job``.
-        capacity: weight among the endpoints of a service.
+        capacity: the weight of the workload among the endpoints of a service.
     """
 
     uid: WorkloadUid

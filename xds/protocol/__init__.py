@@ -1,4 +1,4 @@
-"""The xDS protocol without its transport, as values and state machines. It uses neither gRPC nor a clock.
+"""The xDS protocol as values and state machines, without gRPC, other I/O or a clock.
 
 ``resource``  the values of a source, and the interfaces of sources and receivers: START HERE
 ``types``     type URLs, and the gRPC methods that carry them

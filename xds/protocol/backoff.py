@@ -1,6 +1,6 @@
 """The waits before a client connects to its control plane again, and the reasons why a stream ended.
 
-The owner of a client half (``xds/aio/client.py``) does the waiting.
+These classes only compute the waits. ``xds/aio/client.py`` waits.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class StreamEnd(StrEnum):
-    """Why a stream ended, as metrics name it."""
+    """Why an xDS stream ended, in the words of the metrics."""
 
     CONNECTION_ERROR = "ConnectionError"
     RECONNECT = "Reconnect"
@@ -16,7 +16,8 @@ class StreamEnd(StrEnum):
     COMPLETE = "Complete"
 
 
-#: The texts of gRPC's Go and C servers, and of proxies in between, when they close a connection on purpose.
+#: Parts of status texts that gRPC's Go and C servers, and proxies in between, produce when they close a connection
+#: on purpose.
 _GOODBYES = (
     "transport is closing",
     "received prior goaway",
@@ -48,7 +49,7 @@ def stream_end(status: str, details: str, *, answered: bool) -> StreamEnd:
 
 @dataclass(slots=True)
 class JitteredBackoff:
-    """Envoy's jittered exponential back-off: uniform below a ceiling that doubles up to a maximum."""
+    """Envoy's jittered exponential back-off: a random wait below a ceiling, which doubles up to a maximum."""
 
     base_s: float = 0.5
     max_s: float = 30.0
@@ -60,20 +61,20 @@ class JitteredBackoff:
         return self._ceiling_s * random
 
     def reset(self) -> None:
-        """Begin again at the base, after a stream that worked."""
+        """Reset the ceiling to the base, because a stream has worked."""
         self._ceiling_s = 0.0
 
     def ended(self, end: StreamEnd) -> None:
-        """Record that a stream has ended. This has no effect here; see :meth:`reset`."""
+        """Do nothing: here only :meth:`reset` affects the next wait, not the end of a stream."""
 
 
 @dataclass(slots=True)
 class DoublingBackoff(JitteredBackoff):
-    """Waits that double while streams fail, like in the Rust ztunnel: only an orderly end resets them, a response
-    does not.
+    """Waits that double while streams fail, like in the Rust ztunnel. Only the orderly end of a stream resets the
+    wait.
 
-    The only difference is that the shortest wait, and not no wait, follows an orderly end, so that a server which
-    ends every stream at once does not cause a busy loop.
+    The only difference is the wait after an orderly end: the shortest wait here, none in the Rust ztunnel. So a
+    server that ends every stream at once does not cause a busy loop.
     """
 
     base_s: float = 0.01
@@ -85,10 +86,10 @@ class DoublingBackoff(JitteredBackoff):
         return self._wait_s
 
     def reset(self) -> None:
-        """Do nothing, because a stream that worked and then failed counts as a failure."""
+        """Do nothing: a stream that first worked and then failed still counts as a failure."""
 
     def ended(self, end: StreamEnd) -> None:
-        """Double the wait, or begin again."""
+        """Double the wait, or after an orderly end reset it."""
         if end in (StreamEnd.RECONNECT, StreamEnd.COMPLETE):
             self._wait_s = self.base_s
         else:

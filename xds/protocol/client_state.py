@@ -1,4 +1,5 @@
-"""The common parts of both client halves of the protocol: their interface, their events, and times to live.
+"""The common parts of the two xDS client variants (state of the world and delta): interface, events, and times to
+live.
 
 A client half is a state machine without I/O. Its owner passes in the requested names (:meth:`ClientState.want`),
 the opening and closing of streams, and the received messages. The client half returns events, and after every call
@@ -18,7 +19,7 @@ from xds.proto.google.rpc.status_pb2 import Status
 from xds.proto.well_known import Duration
 from xds.protocol.resource import Resource, Update
 
-#: google.rpc.Code.INTERNAL, which Envoy puts into every NACK.
+#: The error code google.rpc.Code.INTERNAL, which Envoy puts into every NACK.
 INTERNAL = 13
 
 Request = TypeVar("Request", bound=Message)
@@ -31,12 +32,13 @@ class Received:
 
     Attributes:
         nonces: the nonces of all merged responses, oldest first.
-        stream: the stream of the response. An answer after a reconnect changes the state but sends no request.
+        stream: the number of the response's stream. An answer after a reconnect changes the state, but sends no
+            request.
         arrived_s: the arrival time of the newest response; times to live count from then.
         versions: the resources' versions by name, if they were already collected. A large response is collected in
             steps.
-        serial: the serial of the newest response included. Responses of the same type with a smaller serial are
-            part of this one or were answered.
+        serial: the serial number of the newest merged response. Responses of the same type with smaller numbers
+            are merged into this one, or were answered.
     """
 
     update: Update
@@ -49,8 +51,8 @@ class Received:
     def then(self, newer: "Received") -> "Received":
         """Merge a later response into this one, and return the result.
 
-        Servers push without waiting for an ACK while a receiver warms. Merging keeps queued responses as small as
-        the configuration itself.
+        While a receiver warms, servers send further responses without waiting for an ACK. Merging keeps the queue
+        as small as the configuration itself.
         """
         return Received(
             update=_merged(self.update, newer.update),
@@ -80,7 +82,7 @@ def _merged(older: Update, newer: Update) -> Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A response that was answered with NACK at once, because it breaks a rule of the protocol."""
+    """A response that breaks a rule of the protocol, so that it was answered with a NACK at once."""
 
     type_url: str
     version: str
@@ -88,15 +90,15 @@ class Refused:
 
 
 class ClientState(Protocol[Request, Response]):
-    """One client half, state of the world or delta."""
+    """The client half of xDS, in one of the variants state of the world and delta."""
 
     control_plane: str
-    """The identifier that the server sent for itself, or empty."""
+    """The identifier by which the server has named itself, or an empty text."""
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
         """Replace the requested names of one type. ``None`` subscribes to all names, an empty set to none.
 
-        ``again`` has the names of resources that the server must send once more.
+        ``again`` has the names of resources that the server must send another time.
         """
 
     def change(
@@ -104,14 +106,14 @@ class ClientState(Protocol[Request, Response]):
     ) -> None:
         """Add and remove requested names. The cost depends on the change, not on the number of requested names.
 
-        Not for a type whose wildcard is requested.
+        Must not be called for a type whose wildcard is requested.
         """
 
     def stream_opened(self) -> None:
-        """Subscribe to all types again on a new stream, in the order of their first subscription."""
+        """A new stream is open: subscribe to all types again, in the order of their first subscription."""
 
     def stream_closed(self) -> None:
-        """Send nothing until the next stream. Versions, names and lifetimes are kept."""
+        """The stream has ended: send nothing until the next stream. Versions, names and times to live are kept."""
 
     def receive(self, response: Response, now_s: float) -> Received | Refused | None:
         """Process one response. Return None for a response without resources to apply (heartbeats, types without a
@@ -122,7 +124,7 @@ class ClientState(Protocol[Request, Response]):
         """The update is applied."""
 
     def reject(self, received: Received, reason: str, rejected: Collection[str] | None = None) -> None:
-        """Refuse an update, in part or whole; the previous one stays current.
+        """Refuse an update, in part or as a whole. Refused resources keep their previous versions.
 
         ``rejected`` names the refused resources if all others of the update were accepted.
         """
@@ -134,11 +136,11 @@ class ClientState(Protocol[Request, Response]):
         """Return the next time at which :meth:`expire` must be called, by the clock given to :meth:`receive`."""
 
     def expire(self, now_s: float) -> list[Update]:
-        """Return the removal of every resource whose time to live has passed without renewal."""
+        """Return updates that remove the resources whose time to live has passed without renewal."""
 
 
 class BadResponse(Exception):
-    """A response breaks a rule of the protocol. The text is the reason for the NACK."""
+    """A response breaks a rule of the protocol. The error's text is sent in the NACK."""
 
 
 @dataclass(slots=True)
@@ -151,8 +153,8 @@ class Lifetimes:
         self._held = {}
 
     def started(self, type_url: str, resource: Resource, now_s: float) -> None:
-        """Record a received resource. If it has no time to live, an earlier one of the same name no longer
-        applies.
+        """Record the time to live of a received resource. If it has none, an earlier time to live of the same name
+        is dropped.
         """
         if resource.ttl_s is None:
             self._held.pop((type_url, resource.name), None)
@@ -160,7 +162,9 @@ class Lifetimes:
             self._held[type_url, resource.name] = now_s + resource.ttl_s, resource
 
     def renewed(self, type_url: str, name: str, ttl_s: float | None, now_s: float) -> Resource | None:
-        """Process a heartbeat. Return its resource, or None if the resource has no time to live here."""
+        """Process a heartbeat, which renews a time to live. Return the renewed resource, or None if it has no time
+        to live here.
+        """
         held = self._held.get((type_url, name))
         if held is None:
             return None
@@ -173,7 +177,7 @@ class Lifetimes:
             self._held.pop((type_url, name), None)
 
     def names(self, type_url: str) -> set[str]:
-        """Return the names of one type that have a time to live."""
+        """Return the names of one type's resources that have a time to live."""
         return {name for held_type, name in self._held if held_type == type_url}
 
     def next_expiry_s(self) -> float | None:
@@ -196,22 +200,22 @@ def _with_ttl(resource: Resource, ttl_s: float | None) -> Resource:
 
 
 def ttl_of(duration: Duration) -> float:
-    """Return a duration in seconds."""
+    """Return a protobuf duration in seconds."""
     return duration.seconds + duration.nanos / 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """The differences of a control plane's use of the protocol from Envoy's.
+    """How a control plane's use of the xDS protocol differs from Envoy's.
 
     Attributes:
         nack_code: the error detail's code.
-        node_per_type: the first request of each type carries the node, not only the first of the stream.
-        one_by_one: resources are checked separately: types of bodies are not compared with the response's type, a
-            resource without a body is passed to the receiver, and there are no times to live.
+        node_per_type: whether the first request of each type contains the node, not only the first of the stream.
+        one_by_one: whether resources are checked separately: types of bodies are not compared with the response's
+            type, a resource without a body is passed to the receiver, and there are no times to live.
         on_demand: for these types the server sends requested names only (``*`` subscribed and unsubscribed in one
             request).
-        keeps_bodies: accepted resources are kept for later subscriptions.
+        keeps_bodies: whether accepted resources are kept for later subscriptions.
         response_limit_bytes: the longest accepted response. None allows any length.
     """
 
@@ -225,20 +229,20 @@ class Dialect:
 
 ENVOY = Dialect()
 
-#: The protocol between the Rust ztunnel and istiod. Istiod is tested with no other.
+#: The protocol between the Rust ztunnel and istiod, the only one that istiod is tested with.
 ISTIO = Dialect(
     nack_code=0, node_per_type=True, one_by_one=True, keeps_bodies=False, response_limit_bytes=200 * 2**20
 )
 
 
 def failure(reason: str, code: int = INTERNAL) -> Status:
-    """Return the error detail of a NACK."""
+    """Return the error detail for a NACK with this reason."""
     return Status(code=code, message=reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientOptions:
-    """Settings for the content of requests besides names and versions.
+    """Settings that affect the content of requests, besides names and versions.
 
     Attributes:
         node_on_first_only: send ``node`` only in the first request of a stream (Envoy's

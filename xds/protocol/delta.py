@@ -2,8 +2,8 @@
 
 The rules for each type on a stream:
 
-* The first request subscribes to all requested names, or to no name if all resources are requested. On a stream
-  that replaces another, it lists the versions of all held resources, and the server sends differences only.
+* The first request subscribes to all requested names, or to no name if all resources are requested. After a
+  reconnect, it lists the versions of all held resources, and the server sends only the differences.
 * A later request changes the subscription, with an empty nonce, or answers a response with its nonce and, for a
   refusal, an error. One request can do both.
 * Versions come from accepted responses: after a NACK the old versions are still sent, except for the accepted
@@ -29,7 +29,7 @@ from xds.protocol.resource import Resource, Update
 from xds.protocol.types import varint
 
 _RESOURCES = DeltaDiscoveryResponse.RESOURCES_FIELD_NUMBER
-#: Resources unpacked per step: some three milliseconds.
+#: The number of resources unpacked per step, which takes about three milliseconds.
 _STEP = 500
 
 
@@ -38,31 +38,35 @@ class _Type:
     type_url: str
     wanted: set[str] | None = field(default_factory=set)
     held: dict[str, str] = field(default_factory=dict)
-    """Name -> version of all accepted resources."""
+    """The versions of all accepted resources, by name."""
     version: str = ""
     opened: bool = False
     subscribed: set[str] = field(default_factory=set)
-    """The names that this stream requested. The wildcard is ``*`` if it was not the first request."""
+    """The names that this stream has requested. ``*`` means that a request after the first has subscribed to all
+    names.
+    """
     replaced: bool = False
-    """Whether to compare all of ``wanted`` with ``subscribed``, or only ``touched``."""
+    """Whether the next request must compare all of ``wanted`` with ``subscribed``, instead of only the names in
+    ``touched``.
+    """
     touched: set[str] = field(default_factory=set)
     again: set[str] = field(default_factory=set)
     on_demand: bool = False
     asked: dict[str, None] = field(default_factory=dict)
-    """On demand: the requested names that no response has contained."""
+    """For on-demand types: the requested names that no response has contained yet."""
     asking: list[str] = field(default_factory=list)
     """The wanted names that this stream has not requested yet."""
     unanswered: int = 0
     undecided: dict[int, Update] = field(default_factory=dict)
-    """The updates that were passed to the owner and are not yet answered, by serial."""
+    """The updates that the owner has got and not yet accepted or rejected, by serial number."""
     answers: list[tuple[str, Status | None]] = field(default_factory=list)
 
     def claims(self) -> dict[str, str]:
         """Return the versions that a new stream's first request reports as held, by name.
 
-        An update of an older stream can still be in progress. The resources that it removes are not reported. The
-        resources that it contains can be held in any version, so they are reported with an empty version. The
-        server then sends them or reports their removal.
+        An update of an older stream can still be in progress. The resources that it removes are not reported. For
+        the resources that it contains, the held version is uncertain, so they are reported with an empty version.
+        The server then sends them or reports their removal.
         """
         if not self.undecided:
             return self.held
@@ -81,7 +85,9 @@ class _Type:
 
 
 class DeltaClient:
-    """State of all types of one stream of :class:`DeltaDiscoveryRequest` and :class:`DeltaDiscoveryResponse`."""
+    """The delta client's state of all types on one stream of :class:`DeltaDiscoveryRequest` and
+    :class:`DeltaDiscoveryResponse`.
+    """
 
     def __init__(self, options: ClientOptions) -> None:
         self.control_plane = ""
@@ -101,7 +107,7 @@ class DeltaClient:
         return state
 
     def ask(self, type_url: str, names: Iterable[str]) -> None:
-        """Request names of an on-demand type, also names that were requested before."""
+        """Request resources of an on-demand type by name, even if they were requested before."""
         state = self._type(type_url)
         for name in names:
             state.asked[name] = None
@@ -109,11 +115,11 @@ class DeltaClient:
                 state.asking.append(name)
 
     def resume(self, type_url: str, versions: Mapping[str, str]) -> None:
-        """Store the resources of an earlier process, by name. The first request lists their versions."""
+        """Treat the resources of an earlier process as held. The first request lists their versions."""
         self._type(type_url).held = dict(versions)
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
-        """Implement :meth:`ClientState.want`. ``again`` subscribes to names a second time."""
+        """Implement :meth:`ClientState.want`. For ``again``, the names are subscribed to a second time."""
         state = self._type(type_url)
         state.wanted = None if names is None else set(names)
         state.replaced = True
@@ -179,8 +185,8 @@ class DeltaClient:
         """Process one large packed response in steps. Each step yields; the last one yields the result of
         :meth:`receive`.
 
-        A mesh of 200,000 workloads arrives as one response of 60 MB. Unpacking it in one call into protobuf blocks
-        the process for a quarter of a second, and no thread can interrupt it.
+        A mesh of 200,000 workloads arrives as one response of 60 MB. Unpacking it in one call of protobuf blocks
+        the process for a quarter of a second, including all other threads.
 
         Raises:
             DecodeError: the bytes are not a response.
@@ -357,8 +363,8 @@ class DeltaClient:
     def _contents(
         self, response: DeltaDiscoveryResponse, state: _Type
     ) -> tuple[list[Resource], list[tuple[str, float | None]], list[str]]:
-        """Split a response into the resources, the heartbeats as (name, time to live), and the names of removed
-        resources. Parts that were not requested are omitted.
+        """Split a response into resources, heartbeats as (name, time to live), and names of removed resources.
+        Names that were not requested are omitted.
         """
         resources: list[Resource] = []
         heartbeats: list[tuple[str, float | None]] = []
@@ -395,7 +401,8 @@ class DeltaClient:
 
 
 def _pieces(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the fields of a packed response: numbers, the contents of resources, and other fields unchanged.
+    """Yield the fields of a packed response: field numbers with the contents of resources, and other fields
+    unchanged.
 
     Raises:
         DecodeError: the bytes are not a message.

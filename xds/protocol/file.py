@@ -22,7 +22,7 @@ class FileContent:
     """A parsed file.
 
     Attributes:
-        unknown_fields: fields that our messages lack. They cause the file to be refused.
+        unknown_fields: fields that our version of the messages lacks. The file is refused because of them.
     """
 
     response: DiscoveryResponse
@@ -62,7 +62,7 @@ def parse_file(name: str, data: bytes) -> FileContent:
 
 
 def update_of(response: DiscoveryResponse, type_url: str, names: frozenset[str] | None) -> Update:
-    """Return the part of a file that one subscription requests. ``names`` of None requests all.
+    """Return the part of a file that one subscription requests. If ``names`` is None, it requests all resources.
 
     A file for secrets must contain exactly the requested one.
 

@@ -6,7 +6,7 @@ resource from this class. So accepted resources are kept while a subscription in
 shared with the receivers' dumps, not copied.
 
 A mesh can have a subscription per cluster. So the cost of each operation except :meth:`Interest.union` is
-proportional to the names that it concerns.
+proportional to the number of names that it affects.
 """
 
 from collections.abc import Hashable, Iterable
@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(slots=True)
 class Change:
-    """Names added to and removed from the request since the last one was sent.
+    """The names to add to and to remove from the requested names, since the last request was sent.
 
     Attributes:
         everything: True if the wildcard was added or removed. :meth:`Interest.union` returns the names requested
@@ -37,7 +37,7 @@ class Change:
 
 
 class Interest(Generic[Key]):
-    """The subscriptions of one type, and their names."""
+    """All subscriptions to one resource type on one stream, with the names that they request."""
 
     def __init__(self, type_url: str) -> None:
         self.type_url = type_url
@@ -93,7 +93,7 @@ class Interest(Generic[Key]):
 
     @property
     def wants_all(self) -> bool:
-        """Return whether a subscriber has asked for the wildcard."""
+        """Return whether a subscriber has requested all resources of the type."""
         return bool(self._all)
 
     def union(self) -> frozenset[str] | None:
@@ -101,10 +101,10 @@ class Interest(Generic[Key]):
         return None if self._all else frozenset(self._by_name)
 
     def tell(self) -> Change:
-        """Return the changes for the next request and record them as sent. Names without a subscription are
-        forgotten.
+        """Return the changes for the next request and record them as sent. The resources of names without a
+        subscription are dropped.
 
-        Call it when the request is written, not before. A subscription that was closed and reopened in between
+        Call this when the request is written, not before. A subscription that was closed and reopened in between
         gets its resources from this object, because the server sees no change and sends no response.
         """
         change = Change(everything=bool(self._all) != self._told_all)
@@ -129,7 +129,9 @@ class Interest(Generic[Key]):
         return change
 
     def known(self, key: Key) -> Update | None:
-        """Return the known resources of the names requested by ``key``, or None if none is known."""
+        """Return the known resources among those that the subscriber ``key`` requests, or None if none is
+        known.
+        """
         if key not in self._wants:
             return None
         wanted = self._wants[key]
@@ -138,7 +140,7 @@ class Interest(Generic[Key]):
         return Update(type_url=self.type_url, version=self._version, resources=resources) if resources else None
 
     def split(self, update: Update) -> list[tuple[Key, Update]]:
-        """Return each subscriber's part of an update, without subscribers that it does not concern."""
+        """Split an update by subscriber. Subscribers that it does not affect are omitted."""
         parts: list[tuple[Key, Update]] = [(key, update) for key in self._all]
         mine: dict[Key, tuple[list[Resource], list[str]]] = {}
         if update.complete:

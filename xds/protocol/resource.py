@@ -13,12 +13,12 @@ from xds.proto.well_known import Any as AnyMessage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resource:
-    """One named resource as its source sent it.
+    """One named resource as received from its source.
 
     ``name`` comes from the wrapper if there is one (delta, ``envoy.service.discovery.v3.Resource``), otherwise
     from the message's own name field. ``version`` is the resource's own version in delta, and the response's
-    version in state of the world. ``body`` is stored as sent: dumps print it, and its unknown fields survive.
-    ``aliases`` are other names for requesting the resource (delta).
+    version in state of the world. ``body`` is stored as sent, with unknown fields, so that dumps can print it
+    unchanged. ``aliases`` are other names for requesting the resource (delta).
     """
 
     name: str
@@ -34,8 +34,9 @@ class Update:
 
     Attributes:
         version: ``version_info`` (state of the world) or ``system_version_info`` (delta).
-        complete: resources missing from ``resources`` were removed. True for state-of-the-world LDS and CDS only.
-        removed: names deleted by the server, expired by TTL, or subscribed and not existing (delta).
+        complete: whether resources missing from ``resources`` were removed. True for state-of-the-world LDS and
+            CDS only.
+        removed: names deleted by the server, expired by TTL, or subscribed but not existing (delta).
     """
 
     type_url: str
@@ -46,7 +47,7 @@ class Update:
 
 
 class UpdateRejected(Exception):
-    """A receiver refuses (part of) an update; the source answers NACK with this text.
+    """A receiver refuses an update or a part of it. The source answers with a NACK that has this text.
 
     Raised after all valid resources of the update were applied if the type allows that (LDS, CDS). For other types
     (EDS, SDS, RDS, ECDS) it is raised before any resource was applied.
@@ -62,24 +63,22 @@ class UpdateRejected(Exception):
 
 
 class Settling(Protocol):
-    """An applied update, some of whose resources are still warming."""
+    """Stands for an applied update with resources that are still warming."""
 
     def then(self, call: Callable[[], None], /) -> None:
-        """Call ``call`` once, when no resource of the update is warming any longer, or at once if none is warming
-        now.
-        """
+        """Call ``call`` once, as soon as no resource of the update is warming. This can be immediately."""
 
 
-#: Applies one update. Returning is the ACK, :class:`UpdateRejected` the NACK. Calls for one subscription never
-#: overlap, and until a call returns, no other update of its type is delivered. So a receiver never waits for
-#: warming resources. It returns :class:`Settling`, and its source delays the ACK for a limited time. A resource
-#: that never warms thus delays no update.
+#: Applies one update. Returning causes an ACK, and raising :class:`UpdateRejected` a NACK. Calls for one
+#: subscription never overlap, and until a call returns, no other update of the type is delivered. So a receiver
+#: must not wait for warming resources. It returns :class:`Settling` instead, and the source delays the ACK for a
+#: limited time. Thus a resource that never warms delays no update.
 Receive = Callable[[Update], Awaitable[Settling | None]]
 
 
 @dataclass(slots=True)
 class SubscriptionStats:
-    """Counters of one subscription, with Envoy's names (``<scope>.update_attempt`` ...)."""
+    """The counters of one subscription, named as in Envoy (``<scope>.update_attempt`` and so on)."""
 
     update_attempt: int = 0
     update_success: int = 0
@@ -91,14 +90,14 @@ class SubscriptionStats:
     """The time of the last accepted update, in milliseconds since 1970."""
 
     def accepted(self, version_text: str, at_s: float) -> None:
-        """Count an update that was applied; ``at_s`` are seconds since 1970."""
+        """Count an update that was applied at the time ``at_s``, in seconds since 1970."""
         self.update_success += 1
         self.version_text = version_text
         self.update_time = int(at_s * 1000)
 
     @property
     def version(self) -> int:
-        """XxHash64 (seed 0) of :attr:`version_text`; 0 before the first accepted update."""
+        """The XxHash64 (seed 0) of :attr:`version_text`, or 0 before the first accepted update."""
         import xxhash
 
         return xxhash.xxh64_intdigest(self.version_text.encode()) if self.update_success else 0
@@ -113,7 +112,7 @@ class Subscription(Protocol):
         """Replace the requested names. Not valid for wildcard subscriptions."""
 
     def close(self) -> None:
-        """Unsubscribe; ``receive`` is not called again."""
+        """Unsubscribe. ``receive`` is not called again."""
 
 
 class ResourceSource(Protocol):
@@ -131,8 +130,8 @@ class ResourceSource(Protocol):
         """Subscribe to ``names`` of ``type_url``, or to all (``None``, the wildcard of LDS and CDS).
 
         Args:
-            type_url: full, ``type.googleapis.com/...``.
-            names: resource names; ``None`` means wildcard.
+            type_url: the full type URL, ``type.googleapis.com/...``.
+            names: resource names. ``None`` means the wildcard.
             receive: see :data:`Receive`.
             initial_fetch_timeout_s: the time limit for the first update. 0: no limit.
             on_initial_timeout: called once if no update arrived in that time.

@@ -3,7 +3,8 @@
 A :class:`Snapshot` has all resources of one node. A stream's state compares it with the resources sent so far, and
 returns the next response. Its rules:
 
-* One response per type is unanswered at a time. Changes made in the meantime are sent once, after its ACK or NACK.
+* At most one response per type is unanswered. Changes made in the meantime are sent together, after its ACK or
+  NACK.
 * A resource that the client refused is not sent again until it changes.
 * Requests with a stale nonce get no response. In the incremental variant their subscriptions still count.
 * Types are sent in the order CDS, EDS, LDS, RDS, SDS, so that referenced resources come first.
@@ -40,10 +41,11 @@ from xds.protocol.types import NAMED_TYPES, PUSH_ORDER, name_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """A message without its own name, such as the resources of Istio's node proxies (incremental variant only).
+    """A message with a separate name, because it contains none, such as the resources of Istio's node proxies
+    (incremental variant only).
 
     Attributes:
-        aliases: other names for requesting it. Several resources can share one.
+        aliases: other names by which the resource can be requested. Several resources can share an alias.
         companions: names of resources that are sent together with this one.
     """
 
@@ -55,12 +57,13 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Resources by type URL and name. :meth:`of` builds it.
+    """All resources for one node, by type URL and name. :meth:`of` builds a snapshot.
 
     Attributes:
         aliases: per type URL, names of resources by alias.
         companions: per type URL, see :class:`Named`.
-        own: by type URL, the resources of the client's own node, which a client gets without requesting names.
+        own: by type URL, the names of the resources of the client's own node. A client gets these without
+            requesting them.
     """
 
     resources: Mapping[str, Mapping[str, Resource]] = field(default_factory=dict)
@@ -102,19 +105,19 @@ class Snapshot:
         return self.resources.get(type_url, {})
 
     def carried(self, type_url: str, names: AbstractSet[str] | None = None) -> list[Resource]:
-        """Return the resources of a state-of-the-world response: the existing ones among ``names``, or for None
-        all of the type.
+        """Return the resources of a state-of-the-world response: those with one of ``names``, or all of the type
+        for None.
         """
         of_type = self.of_type(type_url)
         return [of_type[name] for name in sorted(of_type if names is None else names & of_type.keys())]
 
     def version(self, type_url: str, names: AbstractSet[str] | None = None) -> str:
-        """Return the version of a state-of-the-world response with these resources."""
+        """Return the version of a state-of-the-world response for ``names``: a hash of its resources."""
         carried = self.carried(type_url, names)
         return _digest(part.encode() for resource in carried for part in (resource.name, resource.version))
 
     def asked(self, type_url: str, names: AbstractSet[str]) -> set[str]:
-        """Return the names of the resources that a client gets for requesting ``names``, which can be aliases."""
+        """Return the names of the resources that a client gets if it requests ``names``, which can be aliases."""
         of_type = self.of_type(type_url)
         found = {name for name in names if name in of_type}
         if type_url in self.aliases:
@@ -138,7 +141,7 @@ class Answered:
     """A client's ACK or NACK of a response.
 
     Attributes:
-        error: the text of its NACK, None for an ACK.
+        error: the error text of a NACK. None for an ACK.
     """
 
     type_url: str
@@ -147,7 +150,7 @@ class Answered:
 
 
 class ServerState(Protocol[Request, Response]):
-    """One stream, either variant; ``node`` is None before its first request."""
+    """The server's state of one stream, in either variant. ``node`` is None before the first request."""
 
     node: Node | None
 
@@ -171,16 +174,16 @@ class _SotwType:
     names: frozenset[str] | None
     nonce: str = ""
     version: str = ""
-    """The version sent last, or empty before the first response."""
+    """The version of the last sent response. Empty before the first response."""
     sent_names: frozenset[str] | None = frozenset()
     again: bool = False
-    """Whether a response is due without a change."""
+    """Whether a response must be sent even if nothing has changed."""
     waiting: bool = False
     """Whether the ACK or NACK of the last response is still pending."""
 
 
 class SotwServer:
-    """The state of one stream in the state-of-the-world variant."""
+    """The server's state of one stream in the state-of-the-world variant."""
 
     def __init__(self, identifier: str = "", snapshot: Snapshot | None = None) -> None:
         self.node: Node | None = None
@@ -201,15 +204,16 @@ class SotwServer:
         if request.response_nonce != state.nonce:
             return None
         before = state.names
-        # If the client subscribed to all resources, an empty list still means all. After a list of names it means
-        # none.
+        # An empty list of names means all resources if the client has subscribed to all. After a list of names, it
+        # means none.
         if "*" in names:
             state.names = None
         elif names or state.names is not None:
             state.names = names
         if state.names is not None and before is not None:
-            # Names that are new since the last request can have been subscribed before: the client dropped their
-            # resources. The same names again, without an answer, mean that the client lost the resources.
+            # Send the resources again if the list has new names: the client can have had them earlier and dropped
+            # their resources. Also send them if the client repeats the names without answering a response, because
+            # it then has lost the resources.
             repeated = state.names == before and not state.waiting
             state.again = state.again or repeated or not state.names <= before
         if not state.waiting:
@@ -270,11 +274,13 @@ class _DeltaType:
     wildcard: bool
     names: set[str] = field(default_factory=set)
     known: dict[str, str] = field(default_factory=dict)
-    """Name -> the version that the client has or was sent."""
+    """For each name, the version of the resource that the client has, or that was sent to it."""
     missing: set[str] = field(default_factory=set)
-    """Requested names that do not exist and were not yet answered."""
+    """Requested names without a resource, about which no response was sent yet."""
     brought: set[str] = field(default_factory=set)
-    """All resources sent to an on-demand client, for any reason. They are kept up to date."""
+    """The names of all resources that were sent to an on-demand client for any reason. Later changes of these are
+    sent, too.
+    """
     nonce: str = ""
     version: str = ""
     waiting: bool = False
@@ -283,7 +289,7 @@ class _DeltaType:
 
 
 class DeltaServer:
-    """The state of one stream in the incremental variant."""
+    """The server's state of one stream in the incremental variant."""
 
     def __init__(self, identifier: str = "", snapshot: Snapshot | None = None) -> None:
         self.node: Node | None = None
@@ -347,7 +353,7 @@ class DeltaServer:
         return responses
 
     def _names(self, type_url: str, state: _DeltaType) -> set[str]:
-        """Return the names for a client that did not request all."""
+        """Return the names of the resources for a client that did not request all."""
         names = self._snapshot.asked(type_url, state.names)
         if type_url in self._snapshot.aliases:
             state.brought |= names | self._snapshot.own.get(type_url, frozenset())
@@ -368,8 +374,8 @@ class DeltaServer:
             if name == "*":
                 state.wildcard = False
                 if name in request.resource_names_subscribe:
-                    # The start of Istio's node proxies in on-demand mode: they request the resources known from an
-                    # earlier stream, and unanswered names with an empty version.
+                    # Istio's node proxies in on-demand mode begin a stream in this way. Their initial versions
+                    # list the resources known from an earlier stream, and unanswered names with an empty version.
                     state.names.update(request.initial_resource_versions)
                     state.missing.update(request.initial_resource_versions)
                 state.known = {known: version for known, version in state.known.items() if known in state.names}

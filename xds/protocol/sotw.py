@@ -35,13 +35,17 @@ class _Type:
     version: str = ""
     nonce: str = ""
     opened: bool = False
-    """Whether this stream has carried a request of the type."""
+    """Whether a request for this type was already sent on this stream."""
     dirty: bool = False
-    """Whether a request is due because the names changed."""
+    """Whether a request must be sent because the requested names have changed."""
     repeat: bool = False
-    """Whether the change needs a separate request, because servers ignore known names in an ACK or NACK."""
+    """Whether a separate request must be sent besides an ACK or NACK, because servers ignore known names in
+    those.
+    """
     named: bool = False
-    """Whether this stream has carried names of the type, so that an empty list no longer means all."""
+    """Whether names of this type were already sent on this stream. After that, an empty list no longer means all
+    resources.
+    """
     unanswered: int = 0
     answers: list[DiscoveryRequest] = field(default_factory=list)
 
@@ -55,7 +59,9 @@ class _Type:
 
 
 class SotwClient:
-    """State of all types of one stream of :class:`DiscoveryRequest` and :class:`DiscoveryResponse`."""
+    """The state-of-the-world client's state of all types on one stream of :class:`DiscoveryRequest` and
+    :class:`DiscoveryResponse`.
+    """
 
     def __init__(self, options: ClientOptions) -> None:
         self.control_plane = ""
@@ -67,12 +73,12 @@ class SotwClient:
         self._node_due = True
 
     def want(self, type_url: str, names: frozenset[str] | None, *, again: Iterable[str] = ()) -> None:
-        """Implement :meth:`ClientState.want`. ``again`` repeats the request unchanged, like Envoy."""
+        """Implement :meth:`ClientState.want`. For ``again``, the request is repeated unchanged, like in Envoy."""
         state = self._types.setdefault(type_url, _Type(type_url))
         if names is not None and state.wanted is not None:
             self._lifetimes.ended(type_url, state.wanted - names)
-        # A wildcard subscription cannot be withdrawn on a stream, and its resources cannot be requested again. So
-        # unwanted resources are ignored when they arrive.
+        # No request is possible that ends a wildcard subscription, or that requests its resources again. So
+        # resources that are no longer wanted are ignored when they arrive.
         state.repeat = state.repeat or any(True for _ in again)
         if names != state.wanted or state.repeat:
             state.dirty = True
@@ -132,7 +138,8 @@ class SotwClient:
             self._answer(state, response.nonce)
             return None
         if complete:
-            # A heartbeat counts as its resource, which otherwise would count as removed.
+            # A heartbeat has no body. Add its resource to the complete list, so that the resource does not count
+            # as removed.
             resources.extend(renewed)
         state.unanswered += 1
         update = Update(
@@ -168,14 +175,15 @@ class SotwClient:
                 continue
             requests.extend(state.answers)
             if state.answers:
-                # The newest ACK or NACK has the current names.
+                # Put the current names into the newest ACK or NACK.
                 del requests[-1].resource_names[:]
                 requests[-1].resource_names.extend(state.names())
                 state.answers.clear()
                 state.dirty = state.repeat
             if state.dirty and not state.unanswered:
                 state.dirty = state.repeat = False
-                # For a server, an empty list means all resources unless this stream has requested names before.
+                # The names are sent even if the list is empty: to a server it means all resources, unless this
+                # stream has requested names before.
                 requests.append(self._request(state, state.nonce))
         for request in requests:
             if self._node_due or not self._options.node_on_first_only:
@@ -203,7 +211,7 @@ class SotwClient:
     def _answered(self, state: _Type, received: Received, reason: str | None) -> None:
         if received.stream == self._stream:
             state.unanswered -= len(received.nonces)
-            # Every nonce except the newest is stale. Servers ignore answers with a stale nonce.
+            # Answer only the newest of the merged responses, because servers ignore answers with older nonces.
             self._answer(state, received.nonces[-1], reason)
 
     def _answer(self, state: _Type, nonce: str, reason: str | None = None) -> None:
@@ -219,7 +227,7 @@ def resources_of(
     """Unwrap a response. Return its resources, and the names and times to live of heartbeats.
 
     Raises:
-        BadResponse: duplicates, other types, malformed resources.
+        BadResponse: the response has duplicates, resources of other types, or malformed resources.
     """
     resources: list[Resource] = []
     heartbeats: list[tuple[str, float | None]] = []
@@ -237,7 +245,7 @@ def resources_of(
 
 
 def _unwrap(packed: AnyMessage, type_url: str) -> tuple[str, AnyMessage | None, float | None]:
-    """Return name, body (None for a heartbeat) and time to live."""
+    """Return a resource's name, body (None for a heartbeat) and time to live."""
     name, ttl_s = "", None
     try:
         if packed.type_url == _WRAPPER:

@@ -19,13 +19,13 @@ RTDS: Final = _PREFIX + "envoy.service.runtime.v3.Runtime"
 ADDRESS: Final = _PREFIX + "istio.workload.Address"
 AUTHORIZATION: Final = _PREFIX + "istio.security.Authorization"
 
-#: A state-of-the-world response of these types is complete; missing resources were removed.
+#: State-of-the-world responses of these types are complete: resources that they lack were removed.
 COMPLETE_TYPES: Final = frozenset((LDS, CDS))
 
-#: These types are requested by name. An empty list of names requests none, not all.
+#: Resources of these types are requested by name, and an empty list of names requests none.
 NAMED_TYPES: Final = frozenset((EDS, RDS, SDS, ECDS, RTDS))
 
-#: Make before break: referenced resources are sent first.
+#: The order in which types are sent. Referenced resources are sent first ("make before break").
 PUSH_ORDER: Final = (CDS, EDS, LDS, RDS, SDS, ECDS, RTDS)
 
 _SERVICES = {
@@ -71,12 +71,12 @@ _METHODS = {
 def name_of(body: AnyMessage) -> str:
     """Return the resource's own name, which every type of this API has in field 1.
 
-    Only the outermost fields are read, not the messages in them: a state-of-the-world response repeats every
-    resource of a mesh, and most turn out to be known. Compiling a resource finds the rest of its faults.
+    Only the outermost fields are read, not the messages in them, because a state-of-the-world response repeats
+    every resource of a mesh, and most are known. Deeper faults are found when the resource is compiled.
 
     Raises:
-        registry.UnknownType: its type is not known.
-        registry.MalformedMessage: its bytes do not parse.
+        registry.UnknownType: the resource's type is not known.
+        registry.MalformedMessage: the bytes do not parse.
     """
     registry.message_for(body.type_url)
     try:
@@ -86,7 +86,7 @@ def name_of(body: AnyMessage) -> str:
 
 
 def _first_field(data: bytes) -> bytes:
-    """Return field 1 of a message, a string; the last one counts.
+    """Return field 1 of a message, a string. If it occurs repeatedly, the last one counts.
 
     Raises:
         IndexError: the message is cut short.

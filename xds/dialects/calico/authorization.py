@@ -18,13 +18,13 @@ _MOST_PORT = 65_535
 
 
 def decode_request(data: bytes) -> c.Flow:
-    """Read a ``CheckRequest``.
+    """Decode a ``CheckRequest``.
 
-    In a request without HTTP, such as that of Envoy's network filter, method and path are None. An absent peer
+    In a request without HTTP, for example from Envoy's network filter, method and path are None. An absent peer
     becomes a peer without address and principal.
 
     Raises:
-        ConfigError: the bytes are not such a message, or a port is above 65535, which Envoy's API forbids.
+        ConfigError: the bytes are not a ``CheckRequest``, or a port is above 65535, which Envoy's API forbids.
     """
     request = CheckRequest()
     try:
@@ -110,10 +110,10 @@ def encode_response(
 
 
 def decode_response(data: bytes) -> tuple[int, str]:
-    """Return code and message of a ``CheckResponse``.
+    """Return the status code and the message of a ``CheckResponse``.
 
     Raises:
-        ConfigError: the bytes are no such message.
+        ConfigError: the bytes are not a ``CheckResponse``.
     """
     try:
         response = CheckResponse.FromString(data)

@@ -2,7 +2,7 @@
 
 Calico's releases differ in how a tier lists its policies: by name until 3.31, as messages since 3.32, with the
 same field numbers (see :class:`PolicyForm`). The reader accepts both. A rule with an unknown part gets an unknown
-action. A flow that reaches such a rule causes an error and is not matched too widely.
+action. A flow that reaches such a rule causes an error. So the rule never matches too many flows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,22 +27,22 @@ _ACTIONS: Final = {
 
 
 class PolicyForm(Enum):
-    """How a tier lists its policies, and how a policy's id is written."""
+    """How PolicySync messages list the policies of a tier, and how they write a policy's id."""
 
     MESSAGES = "messages"
-    """Since Calico 3.32: a PolicyID with kind, namespace and name."""
+    """Since Calico 3.32, a policy's id is a PolicyID with kind, namespace and name."""
     NAMES = "names"
-    """Until Calico 3.31: the policy's name; ids have tier and name."""
+    """Until Calico 3.31, tiers list policies by name, and a policy's id has tier and name."""
 
 
 def decode(data: bytes) -> c.Update | None:
-    """Read one ``ToDataplane`` message.
+    """Decode one ``ToDataplane`` message.
 
     Returns:
         The update, or None for an unknown payload that changes no policy.
 
     Raises:
-        ConfigError: the bytes are not such a message, or the object has no id.
+        ConfigError: the bytes are not a ``ToDataplane`` message, or the object has no id.
     """
     message = pb.ToDataplane()
     try:
@@ -69,8 +69,8 @@ def _ip_set(message: pb.IPSetUpdate) -> c.Update:
     try:
         kind = c.IpSetType(message.type)
     except ValueError:
-        # A set of an unknown type is not stored. Clauses that name it fail, and a rule with such a clause allows
-        # no connection.
+        # An IP set of an unknown type is not stored. Clauses that name the set fail, and a rule with such a clause
+        # allows no connection.
         return c.IpSetRemove(_id(message.id))
     return c.IpSetUpdate(_id(message.id), kind, tuple(message.members))
 
@@ -148,8 +148,8 @@ def _policy_id(message: pb.PolicyID) -> c.PolicyId:
 
 
 def _tier(message: pb.TierInfo) -> c.Tier:
-    # Only the API's own spelling passes; any other action denies, as does a missing one. Felix sends no action for
-    # a missing tier.
+    # Only the exact action "Pass" passes. Any other action denies, and so does a missing action. Felix sends no
+    # action for a missing tier.
     passes = message.default_action == "Pass"
     ingress, egress = (
         tuple(_listed(message.name, item) for item in items)
@@ -159,10 +159,10 @@ def _tier(message: pb.TierInfo) -> c.Tier:
 
 
 def _listed(tier: str, item: bytes) -> c.PolicyId:
-    """Read one policy of a tier in either form.
+    """Read one policy of a tier, given as a name or as a message.
 
-    A name cannot be mistaken for a message, because it would have to begin with a field's tag, and these are
-    control characters.
+    A name cannot be mistaken for a message, because messages begin with a field's tag, which is a control
+    character.
     """
     message = pb.PolicyID()
     try:
@@ -190,7 +190,8 @@ def _rule(message: pb.Rule) -> c.Rule:
             for path in message.http_match.paths
         ),
     )
-    # An unknown clause, or a path of an unknown kind, narrows the rule in a way that cannot be evaluated here.
+    # The rule gets an unknown action, because an unknown clause or path match narrows the rule in a way that
+    # cannot be evaluated here.
     if unknown_fields(message) or any(not path.path for path in http.paths) or message.ip_version not in (0, 4, 6):
         action = c.Action.UNKNOWN
     return c.Rule(
@@ -465,10 +466,11 @@ def encode_report(report: c.FlowReport) -> bytes:
 
 
 def decode_report(data: bytes) -> c.FlowReport:
-    """Read one ``DataplaneStats`` message. The last rule of its trace decided. Absolute counts are ignored.
+    """Decode one ``DataplaneStats`` message. The last rule in its rule trace is the rule that decided. Absolute
+    counts are ignored.
 
     Raises:
-        ConfigError: the bytes are not such a message.
+        ConfigError: the bytes are not a ``DataplaneStats`` message.
     """
     message = pb.DataplaneStats()
     try:

@@ -1,8 +1,8 @@
 """Envoy's dialect: compiles LDS, CDS, EDS, RDS, SDS and ECDS messages to model values.
 
 Every compiler either returns a value that the proxy obeys in full, or raises ``ConfigError`` with the path of the
-offending field. Fields that this proxy does not obey are refused by name (:func:`reading.only`), except fields
-without an effect here. A new field in a message is therefore an error until a developer has decided what it means.
+offending field. Fields that this proxy does not implement are refused by name (:func:`reading.only`), except
+fields without an effect here. A new field in a message is therefore an error until a developer has handled it.
 
 Three generations of the ambient configuration (2022) are supported. They differ only in names, except for
 ``set_dst_address`` and SAN lists (see ``listener_filters`` and ``tls``).

@@ -43,14 +43,14 @@ from xds.proto.envoy.extensions.access_loggers.grpc.v3 import als_pb2 as als
 from xds.proto.envoy.extensions.access_loggers.stream.v3.stream_pb2 import StderrAccessLog, StdoutAccessLog
 from xds.proto.well_known import Struct
 
-#: Envoy's format for a logger without one.
+#: Envoy's default format, for loggers that configure no format.
 DEFAULT_FORMAT = (
     '[%START_TIME%] "%REQ(:METHOD)% %REQ(X-ENVOY-ORIGINAL-PATH?:PATH)% %PROTOCOL%" %RESPONSE_CODE% '
     "%RESPONSE_FLAGS% %BYTES_RECEIVED% %BYTES_SENT% %DURATION% %RESP(X-ENVOY-UPSTREAM-SERVICE-TIME)% "
     '"%REQ(X-FORWARDED-FOR)%" "%REQ(USER-AGENT)%" "%REQ(X-REQUEST-ID)%" "%REQ(:AUTHORITY)%" '
     '"%UPSTREAM_HOST%"\n'
 )
-#: Envoy's names of response flags, including flags that this proxy never sets.
+#: Envoy's names of response flags, for filters. They include flags that this proxy never sets.
 _FLAGS = frozenset(
     {
         "LH",
@@ -97,7 +97,7 @@ def _access_log(message: config.AccessLog, surroundings: Surroundings) -> AnyAcc
 
 
 def _filter(message: config.AccessLogFilter) -> LogFilter:
-    """Return a filter.
+    """Compile an access log filter.
 
     Raises:
         Unsupported: the filter needs sampling, traces or extensions, which this proxy does not have.
@@ -128,7 +128,7 @@ def _comparison(message: config.StatusCodeFilter | config.DurationFilter) -> tup
         raise constraint(message, "comparison", "value is required")
     comparison = message.comparison
     with at("comparison"):
-        # There is no runtime configuration, so the key always has its default value.
+        # This proxy has no runtime configuration, so a runtime key always has its default value.
         if comparison.HasField("value"):
             with at("value"):
                 required(comparison.value, "runtime_key")

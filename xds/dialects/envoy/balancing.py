@@ -19,7 +19,7 @@ from xds.proto.envoy.extensions.load_balancing_policies.random.v3.random_pb2 imp
 from xds.proto.envoy.extensions.load_balancing_policies.ring_hash.v3.ring_hash_pb2 import RingHash
 from xds.proto.envoy.extensions.load_balancing_policies.round_robin.v3.round_robin_pb2 import RoundRobin
 
-#: Envoy's limits of ring_hash and maglev.
+#: Envoy's limits for the sizes of ring_hash rings and maglev tables.
 _LARGEST_RING: Final = 8_388_608
 _LARGEST_TABLE: Final = 5_000_011
 
@@ -28,7 +28,7 @@ def compile_balancing(message: proto.Cluster, discovery: Discovery) -> Balancing
     """Compile the load balancing of a cluster.
 
     Raises:
-        ConfigError: a setting is not supported or not valid. The error has its place.
+        ConfigError: a setting is not supported or not valid. The error contains its field path.
     """
     panic = 50.0
     if message.common_lb_config.HasField("healthy_panic_threshold"):
@@ -73,9 +73,9 @@ def _own(message: proto.Cluster, panic: float) -> Balancing:
 
 
 def _extension(message: proto.Cluster, panic: float) -> Balancing:
-    """Return the first policy of the list whose type is known. Control planes list policies for this purpose.
+    """Return the first load balancing policy in the list whose type is known. Control planes list alternatives.
 
-    A known extension with unsupported settings is refused, not ignored.
+    A policy of a known type with unsupported settings is refused, not skipped.
     """
     policies = message.load_balancing_policy.policies
     if message.common_lb_config.HasField("locality_weighted_lb_config"):
@@ -104,7 +104,7 @@ def _policy(found: Message, panic: float) -> Balancing:
         case LeastRequest():
             return Balancing(
                 policy=LbPolicy.LEAST_REQUEST,
-                # with one choice the host is random; Envoy accepts that, too
+                # a choice count of 1 means a random host, which Envoy accepts, too
                 choice_count=max(1, wrapped(found, "choice_count", 2)),
                 active_request_bias=_bias(found),
                 slow_start=_slow_start(found.slow_start_config),
@@ -154,7 +154,7 @@ def _is_prime(number: int) -> bool:
     return number > 1 and all(number % divisor for divisor in range(2, int(number**0.5) + 1))
 
 
-# Parts. Runtime keys cannot be set (see the bootstrap), so their default values apply.
+# Settings of load balancing. Runtime keys cannot be set (see the bootstrap), so their default values apply.
 
 
 def _choices(least: proto.Cluster.LeastRequestLbConfig) -> int:

@@ -1,12 +1,12 @@
-"""Compiles the CEL conditions of RBAC policies. Each part of an expression is checked by name; cel-cpp then
-evaluates the whole.
+"""Compiles the CEL conditions of RBAC policies. Every part of an expression is checked by name here. cel-cpp then
+evaluates the expression.
 
 Envoy's configuration contains expressions as trees (``google.api.expr.v1alpha1.Expr``). They are evaluated by the
 same library as in Envoy, from the package ``cel-expr-python``. It is an optional dependency (the extra ``cel``),
 imported with the first condition. The import takes 12 MiB and 50 ms, and an evaluation 8 microseconds.
 
-An expression that fails during evaluation is no match, in Envoy and here. A ``DENY`` policy with a misspelt
-attribute would then admit every peer. So attributes, functions and literals are checked here.
+An expression that fails during evaluation does not match, in Envoy and here. So a ``DENY`` policy with a misspelt
+attribute would admit every peer. To prevent this, attributes, functions and literals are checked here.
 """
 
 import json
@@ -20,7 +20,7 @@ from xds.model.policy import Attributes, Expression
 from xds.proto.google.api.expr.v1alpha1 import syntax_pb2 as syntax
 from xds.proto.well_known import Any as AnyMessage
 
-#: Envoy's attributes of a connection that exist before its upstream connection is opened.
+#: Envoy's CEL attributes of a connection that are known before the upstream connection is opened.
 ATTRIBUTES: Final = {
     "source": ("address", "port"),
     "destination": ("address", "port"),
@@ -32,9 +32,9 @@ ATTRIBUTES: Final = {
         "subject_peer_certificate",
     ),
 }
-#: How each supported function is printed; the target of a method call is the first operand. Comprehensions,
-#: concatenation and conversion to strings are missing, like in Envoy, and so is arithmetic: the only number is a
-#: port.
+#: The supported functions, with the syntax in which each is printed. The target of a method call is the first
+#: operand. Comprehensions, concatenation and conversion to strings are not supported, like in Envoy. Neither is
+#: arithmetic, because the only number is a port.
 FUNCTIONS: Final = {
     **{f"_{operator}_": f"({{}} {operator} {{}})" for operator in ("&&", "||", "==", "!=", "<", "<=", ">", ">=")},
     **{name: f"{{}}.{name}({{}})" for name in ("startsWith", "endsWith", "contains", "matches")},
@@ -51,7 +51,8 @@ def compile_expression(message: syntax.Expr) -> Expression:
 
     Raises:
         ConfigError: the text is not an expression.
-        Unsupported: it has parts that are not evaluated here, or the package of the evaluator is not installed.
+        Unsupported: the expression has parts that are not evaluated here, or the evaluator's package is not
+            installed.
     """
     attributes: dict[str, None] = {}
     text = _read(message, attributes)
@@ -66,8 +67,8 @@ def _program(message: syntax.Expr) -> Callable[[Attributes], bool]:
         raise ConfigError(f"not an expression: {error}") from None
 
     def evaluate(attributes: Attributes) -> bool:
-        # CEL errors are returned as values. A Python exception is a bug, which must end the connection and not
-        # skip a policy.
+        # The library returns CEL errors as values. A Python exception is a bug: it is not caught here, so that it
+        # ends the connection instead of skipping a policy.
         return expression.eval(data=attributes).value() is True
 
     return evaluate
@@ -83,7 +84,7 @@ def _environment() -> Any:
 
 
 def _read(message: syntax.Expr, attributes: dict[str, None]) -> str:
-    """Return an expression in CEL's syntax, and add the attributes that it reads.
+    """Return an expression in CEL's syntax. The attributes that it reads are added to ``attributes``.
 
     Raises:
         ConfigError: a part is missing; Unsupported: a part is not supported here.

@@ -64,7 +64,7 @@ def compile_cluster(
 
     Args:
         message: the cluster.
-        surroundings: files, variables and the like outside of the message, which it can refer to.
+        surroundings: the files and environment variables that the message can refer to.
         packed: the packed form that the message was parsed from.
 
     Raises:
@@ -82,7 +82,8 @@ def compile_cluster(
 
 
 def renamed_cluster(packed: bytes, name: str) -> model.Cluster | None:
-    """Return the cluster encoded in ``packed``, if a cluster with another name and equal fields was compiled.
+    """Return the compiled cluster for ``packed``, if a cluster with another name but equal fields was compiled
+    before.
 
     Return None for bytes with unknown fields, or bytes that are not a deterministic encoding.
     """
@@ -95,9 +96,9 @@ def renamed_cluster(packed: bytes, name: str) -> model.Cluster | None:
 
 
 def _follows_from_shape(compiled: model.Cluster) -> bool:
-    """Return whether a cluster with the same message under another name compiles to the same values.
+    """Return whether a cluster message that differs only in its name compiles to the same values.
 
-    False if its TLS context reads files, whose content can change.
+    False with a TLS context, because it can read files whose contents change.
     """
     secured = any(isinstance(model.security_of(socket), TlsContext) for socket in compiled.sockets)
     eds = compiled.discovery is model.Discovery.EDS and compiled.eds_name == compiled.name
@@ -206,7 +207,7 @@ def _check_can_be_checked(message: proto.Cluster, discovery: model.Discovery) ->
     """Raise if the hosts of a cluster cannot be health-checked.
 
     Raises:
-        Unsupported: the hosts exist only while connections do, or are listeners of this process.
+        Unsupported: the hosts exist only during connections (ORIGINAL_DST), or are internal listeners.
     """
     with at("health_checks"):
         if discovery is model.Discovery.ORIGINAL_DST:
@@ -378,8 +379,8 @@ def _proxy_header(
 
 
 def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float, int]:
-    """Return the HTTP/2 settings if requests travel as HTTP/2, and a connection's idle timeout and maximum number
-    of requests.
+    """Return the HTTP/2 settings (if requests are sent by HTTP/2), the idle timeout of connections, and their
+    maximum number of requests.
     """
     http2 = None
     requests = wrapped(message, "max_requests_per_connection", 0)
@@ -405,8 +406,8 @@ def _http(message: proto.Cluster) -> tuple[Http2Settings | None, float, int]:
             )
             with at("common_http_protocol_options"):
                 idle_s, requests = _connection_limits(options.common_http_protocol_options, idle_s, requests)
-            # use_downstream_protocol_config matters to HTTP traffic only, which this proxy does not carry. Its
-            # content is checked nevertheless.
+            # use_downstream_protocol_config has no effect, because it concerns only HTTP traffic, which this proxy
+            # does not carry. Its content is still checked.
             with at("use_downstream_protocol_config", "http2_protocol_options"):
                 compile_http2(options.use_downstream_protocol_config.http2_protocol_options)
             if options.explicit_http_config.HasField("http2_protocol_options"):

@@ -18,7 +18,7 @@ _PORT = 53
 
 
 def compile_cluster_resolver(message: Cluster) -> DnsResolver | None:
-    """Return a cluster's own resolver; ``None`` if it uses the bootstrap's.
+    """Return the DNS resolver that a cluster configures, or ``None`` if it uses the bootstrap's resolver.
 
     Like in Envoy, the newest field wins, and ``use_tcp_for_dns_lookups`` has no effect without ``dns_resolvers``.
 
@@ -37,7 +37,7 @@ def compile_cluster_resolver(message: Cluster) -> DnsResolver | None:
 
 
 def compile_bootstrap_resolver(message: Bootstrap) -> DnsResolver:
-    """Return the resolver of clusters without one.
+    """Return the bootstrap's DNS resolver, for clusters that configure none.
 
     Raises:
         ConfigError: see :func:`compile_cluster_resolver`.

@@ -43,7 +43,7 @@ _PLAIN_POLICIES = (
     proto.ClusterLoadAssignment.Policy(),
     proto.ClusterLoadAssignment.Policy(overprovisioning_factor=UInt32Value(value=140)),
 )
-#: The key of an endpoint's address.
+#: A key that identifies the address of an endpoint.
 Member = tuple[str, str | int]
 
 
@@ -52,7 +52,7 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
 
     Args:
         message: an EDS resource or an inline ``load_assignment``.
-        names: DNS names are allowed as addresses (STRICT_DNS and LOGICAL_DNS clusters).
+        names: whether addresses can be DNS names, as in STRICT_DNS and LOGICAL_DNS clusters.
 
     Raises:
         ConfigError: a weight of 0, a malformed address.
@@ -103,8 +103,8 @@ def plain_members(
         packed: the packed form that the message was parsed from.
 
     Returns:
-        ``None`` if addresses do not suffice: an endpoint is not healthy or is listed twice, an endpoint or the
-        policy has an unusual field, or the assignment is refused.
+        The addresses, or ``None`` if :func:`compile_assignment` is needed: an endpoint is not healthy or is listed
+        twice, an endpoint or the policy has an unusual field, or the assignment would be refused.
 
     Raises:
         ConfigError: a field that our version of the message lacks.
@@ -130,7 +130,7 @@ def plain_members(
 
 
 def _plain_member(message: proto.LbEndpoint) -> Member | None:
-    # This is called for every endpoint of a mesh, so each access to the message costs noticeable time.
+    # This function runs for every endpoint of a mesh, so it reads as few fields of the message as possible.
     if message.health_status not in _USABLE or not message.HasField("endpoint"):
         return None
     if message.HasField("load_balancing_weight") and message.load_balancing_weight.value == 0:

@@ -44,7 +44,7 @@ from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_s
 )
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
 
-#: The shortest interval between two fills of a token bucket, like in Envoy.
+#: The shortest permitted fill interval of a token bucket, as in Envoy.
 _LEAST_FILL_S = 0.05
 
 NetworkFilter = (
@@ -81,7 +81,7 @@ def compile_filter(message: Message, surroundings: Surroundings) -> NetworkFilte
 
 
 def compile_chain_filter(message: Message, surroundings: Surroundings) -> model.ChainFilter:
-    """Compile a network filter of a kind that can come by ECDS. Filters that receive the bytes must be inline.
+    """Compile a network filter that ECDS delivers. Terminal filters, which receive the bytes, must be inline.
 
     Raises:
         Unsupported: the filter has another kind.
@@ -130,7 +130,7 @@ def _local_rate_limit(message: LocalRateLimit) -> model.LocalRateLimit:
 
 
 def _enabled(message: ConnectionLimit | LocalRateLimit) -> bool:
-    """Return whether a filter is enabled; runtime keys cannot be set, so their default values count."""
+    """Return whether a filter is enabled by default. Runtime keys cannot be set here, so the default applies."""
     if not message.HasField("runtime_enabled"):
         return True
     with at("runtime_enabled"):
@@ -148,7 +148,7 @@ def _set_filter_state(message: SetFilterState, surroundings: Surroundings) -> mo
     values = []
     for index, value in enumerate(message.on_new_connection):
         with at("on_new_connection", index):
-            # This proxy never sets filter state a second time, so every value is read-only.
+            # read_only has no effect: this proxy sets each filter state once, so every value is read-only.
             only(value, "object_key", "format_string", "read_only", "shared_with_upstream", "skip_if_empty")
             required(value, "object_key")
             with at("format_string"):
@@ -299,7 +299,7 @@ def _connection_manager(
         "use_remote_address",  # for logs and routes; policies never trust x-forwarded-for
         "generate_request_id",
         "preserve_external_request_id",
-        # A tunnel's request ends here, so headers for the next proxy would have no reader.
+        # no effect: tunnel requests end at this proxy, so a header for the next proxy would not be read
         "forward_client_cert_details",
         "set_current_client_cert_details",
         "upgrade_configs",
@@ -377,7 +377,7 @@ def _routes(
 
 
 def _http_filters(filters: Iterable[hcm.HttpFilter]) -> None:
-    """Accept the router only: an unknown filter could be meant to authorise requests."""
+    """Refuse all HTTP filters except the router, because the purpose of an unknown filter can be authorization."""
     present = [(index, config) for index, config in enumerate(filters) if not config.disabled]
     for index, config in present:
         with at("http_filters", index, "typed_config"):

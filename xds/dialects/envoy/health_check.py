@@ -9,15 +9,15 @@ from xds.proto.envoy.config.cluster.v3 import cluster_pb2 as cluster
 from xds.proto.envoy.config.core.v3 import core_pb2 as core
 from xds.proto.envoy.config.endpoint.v3 import endpoint_pb2 as endpoint
 
-#: The characters of header names (RFC 9110, 5.6.2), in lower case.
+#: Matches lower-case header names (RFC 9110, 5.6.2).
 _HEADER_NAME = re.compile(r"[-!#$%&'*+.^_`|~0-9a-z]+")
 
 
 def compile_health_check(message: cluster.Cluster) -> HealthCheck | None:
-    """Return the health check of a cluster, ``None`` if it has none.
+    """Compile the health check of a cluster. ``None`` if the cluster has no health check.
 
     Raises:
-        ConfigError: the check is not supported. The error has its place.
+        ConfigError: the check is not supported. The error contains the field path.
     """
     if not message.health_checks:
         return None
@@ -164,8 +164,8 @@ def _method(message: core.HealthCheck.HttpHealthCheck) -> str:
 
 
 def _headers(message: core.HealthCheck.HttpHealthCheck) -> tuple[tuple[str, str], ...]:
-    """Return the headers of a check. Their values are literal, because format commands would have no connection to
-    describe.
+    """Return the request headers of a health check. The values are literal text, because format commands describe
+    a connection, and a check has none.
     """
     headers = []
     for index, option in enumerate(message.request_headers_to_add):
@@ -195,10 +195,10 @@ def _statuses(message: core.HealthCheck.HttpHealthCheck, field: str) -> tuple[tu
 
 
 def compile_endpoint_check(message: endpoint.Endpoint) -> EndpointCheck | None:
-    """Return the endpoint's settings of its health check, or ``None`` without any.
+    """Return the health check settings of an endpoint, or ``None`` if it has none.
 
     Raises:
-        ConfigError: a setting is not supported. The error has its place.
+        ConfigError: a setting is not supported. The error contains the field path.
     """
     if not message.HasField("health_check_config"):
         return None

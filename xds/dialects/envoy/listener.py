@@ -49,9 +49,9 @@ _STATES = {
     core.SocketOption.STATE_BOUND: "bound",
     core.SocketOption.STATE_LISTENING: "listening",
 }
-#: Fields that an update can change without a new listener.
+#: The listener fields that an update can change in place, without a new listener.
 _IN_PLACE = ("filter_chains", "default_filter_chain", "filter_chain_matcher")
-#: The match criteria of every chain that a matcher chooses.
+#: The match criteria of filter chains that a ``filter_chain_matcher`` selects: none.
 _ANY = ChainMatch()
 _IPPROTO_TCP, _TCP_FASTOPEN = 6, 23  # linux/tcp.h
 
@@ -66,7 +66,7 @@ def compile_listener(
 
     Args:
         message: the listener.
-        surroundings: files, variables and the like outside of the message, which it can refer to.
+        surroundings: the files and environment variables that the message can refer to.
         parts: the previous version's compiled parts, from ``Parts(earlier)``. The call adds this version's parts.
         packed: the packed form that the message was parsed from.
 
@@ -165,7 +165,7 @@ def compile_listener(
 
 
 def _frame_digest(message: proto.Listener) -> str:
-    """Return the digest of the fields that cannot change in place: all except chains and matcher."""
+    """Return a digest of the fields that cannot change in place: all except filter chains and their matcher."""
     frame = proto.Listener()
     for field, value in message.ListFields():
         if field.name in _IN_PLACE:
@@ -277,7 +277,9 @@ _named: Renamed[model.FilterChain] = Renamed()
 
 
 def _renamed(chain: model.FilterChain, name: str, content: str) -> model.FilterChain | None:
-    """Return the chain with another name, in all places of the name; ``None`` if it has TLS or no TCP proxy."""
+    """Return a copy of a filter chain in which another name replaces each occurrence of its name. ``None`` if the
+    chain has TLS or no TCP proxy.
+    """
     if not isinstance(chain.terminal, model.TcpProxy) or chain.tls is not None:
         return None
     terminal = with_values(chain.terminal, stat_prefix=name, clusters=(WeightedCluster(name, 1),))

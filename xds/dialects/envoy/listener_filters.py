@@ -21,7 +21,7 @@ _WORKLOAD_TYPES = {0: "deployment", 1: "cronjob", 2: "pod", 3: "job"}
 
 
 def compile_entry(message: proto.ListenerFilter, surroundings: Surroundings) -> model.ListenerFilterEntry:
-    """Compile an entry in a list of listener filters, configured inline or by ECDS."""
+    """Compile an entry of ``listener_filters``, which is configured inline or by ECDS."""
     disabled = None
     if message.HasField("filter_disabled"):
         with at("filter_disabled"):
@@ -47,7 +47,9 @@ def _discovered(message: proto.ListenerFilter, surroundings: Surroundings) -> mo
 
 
 def discovered(message: proto.ListenerFilter | proto.Filter) -> tuple[dict[str, Any], Message | None]:
-    """Return the fields of a :class:`~xds.model.listener.Discovered`, and its default's uncompiled message."""
+    """Return the fields of a :class:`~xds.model.listener.Discovered`, and the default configuration as an
+    uncompiled message.
+    """
     discovery = message.config_discovery
     with at("config_source"):
         source = config_source(discovery.config_source)

@@ -11,8 +11,8 @@ from xds.model.matcher import OnMatch
 
 
 class Parts:
-    """The compiled parts of a listener, in one version. Pass the previous version's parts, and keep these for the
-    next version.
+    """The compiled parts of one version of a listener. Created from the parts of the previous version, and kept
+    for the next version.
 
     Values are immutable, so versions share them. Each chain is returned only once per version, because chains are
     distinguished by identity.
@@ -25,12 +25,12 @@ class Parts:
         self._earlier_on_matches = {} if earlier is None else earlier._on_matches
 
     def complete(self) -> None:
-        """Drop the parts of the previous version."""
+        """Drop the parts of the previous version, because this version is completely compiled."""
         self._earlier_chains = {}
         self._earlier_on_matches = {}
 
     def chain(self, content: str) -> FilterChain | None:
-        """Return the previous version's chain with this digest, if this version has not used it already."""
+        """Return the previous version's filter chain with this digest. Each chain is returned only once."""
         if content in self._chains:
             return None
         found = self._earlier_chains.get(content)
@@ -39,11 +39,11 @@ class Parts:
         return found
 
     def keep_chain(self, chain: FilterChain) -> None:
-        """Keep a chain for the next version."""
+        """Store a compiled filter chain, for reuse by the listener's next version."""
         self._chains[chain.content] = chain
 
     def on_match(self, key: bytes) -> OnMatch | None:
-        """Return a matcher entry of either version by its key."""
+        """Return the compiled matcher entry with this key, from this version or the previous one."""
         found = self._on_matches.get(key)
         if found is None:
             found = self._earlier_on_matches.get(key)
@@ -52,12 +52,12 @@ class Parts:
         return found
 
     def keep_on_match(self, key: bytes, on_match: OnMatch) -> None:
-        """Keep a matcher entry for this version and the next."""
+        """Store a compiled matcher entry, for reuse by this version and the next."""
         self._on_matches[key] = on_match
 
 
 def key_of(packed: bytes) -> bytes:
-    """Return a key of bounded length for :meth:`Parts.on_match`. A short action, which many pods share, is its own
-    key.
+    """Return a key of bounded length for :meth:`Parts.on_match`: the bytes of an entry if they are short (many
+    pods share these), or else their digest.
     """
     return packed if len(packed) <= 256 else hashlib.blake2b(packed, digest_size=32).digest()

@@ -1,7 +1,7 @@
 """Compiles ``envoy.config.rbac.v3.RBAC`` to policy lists.
 
-A permission or principal without a known field, or with an unknown field, is refused: enforcing a policy in part
-would admit or reject peers against its author's intention.
+A permission or principal without a known field, or with an unknown field, is refused, because a partly enforced
+policy would admit or reject peers against its author's intention.
 """
 
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ from xds.proto.envoy.type.matcher.v3 import matcher_pb2
 def compile_rbac(message: network_rbac.RBAC) -> Rbac:
     """Compile the network filter.
 
-    With ``CONTINUOUS`` enforcement, Envoy evaluates the rules at every read. No input of an evaluation here
-    changes between two reads of a connection, and changed policies are applied to live connections anyway, so both
-    types behave alike.
+    With ``CONTINUOUS`` enforcement, Envoy evaluates the rules at every read. This proxy treats both enforcement
+    types alike: the facts that rules use do not change between two reads of a connection, and changed policies are
+    applied to open connections anyway.
     """
     only(
         message,
@@ -52,8 +52,8 @@ def compile_rules(message: config.RBAC) -> p.PolicyList:
     """Compile the rules to a policy list with one tier. If no policy matches, ALLOW denies, and DENY and LOG
     allow.
 
-    Policies are evaluated in the order of their keys, so that the name in a denial does not depend on the order of
-    a map.
+    Policies are evaluated in the order of their keys, so that the policy named in a denial does not depend on the
+    order of a map.
     """
     only(message, "action", "policies")
     verdicts = {
@@ -183,8 +183,8 @@ def _any(message: config.Permission | config.Principal) -> None:
 def _needs_http(kind: str) -> ConfigError:
     """Return the error for a rule about HTTP requests, which this layer does not see.
 
-    Envoy refuses headers, and treats a path as a condition that never matches. Inside a ``not`` such a path would
-    match every connection, which cannot be intended. So both are refused.
+    Envoy refuses rules about headers, and treats a rule about a path as a condition that never matches. Inside a
+    ``not``, that condition would match every connection, which cannot be intended. So both are refused here.
     """
     return ConfigError(f"Found {kind} rule, not supported by RBAC network filter", kind)
 

@@ -41,20 +41,22 @@ from xds.proto.xds.core.v3 import core_pb2 as xds_core
 from xds.proto.xds.type.matcher.v3 import matcher_pb2 as xds_matcher
 from xds.proto.xds.type.v3 import type_pb2 as xds_type
 
-# Imported here and not during the first update, because most configurations of this dialect need these modules.
+# Import all message modules now, not during the first update, because most configurations of this dialect need
+# them.
 registry.import_all()
 
 M = TypeVar("M", bound=Message)
 Compiled = TypeVar("Compiled")
 
-#: Structs up to this size are shared: "tunnel: h2" has 20 bytes, and an endpoint's own metadata has more. A guess.
+#: Equal metadata structs up to this size share one object. "tunnel: h2" has 20 bytes; metadata of a single
+#: endpoint has more. A guess.
 _SHORT = 64
 _TYPED_STRUCTS = (xds_type.TypedStruct, udpa_type.TypedStruct)
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """The values outside of a message that its configuration can refer to.
+    """The files, environment variables and other values that a configuration message can refer to.
 
     Attributes:
         read_file: returns the contents of a file, or raises ``OSError``.
@@ -67,7 +69,9 @@ class Surroundings:
     cluster_id: str = "Kubernetes"
 
     def noted(self) -> "tuple[Surroundings, list[str]]":
-        """Return a copy and a list. Names of files and variables that the copy reads are added to the list."""
+        """Return a copy of this object, and a list to which the copy adds the name of each file and variable that
+        it reads.
+        """
         asked: list[str] = []
 
         def read_file(path: str) -> bytes:
@@ -97,8 +101,8 @@ class _Collector:
     """Collects the faults of one compilation, with their full paths.
 
     Attributes:
-        gaps: omitted parts. A later fault in the same place can be caused by the omission ("needs a last filter"),
-            so it is not reported.
+        gaps: the number of omitted faulty parts. A later fault in the same place is not reported, because the
+            omission can be its cause ("needs a last filter").
     """
 
     __slots__ = ("_places", "faults", "gaps")
@@ -109,7 +113,7 @@ class _Collector:
         self._places: list[tuple[tuple[str | int, ...], int]] = []
 
     def enter(self, steps: tuple[str | int, ...]) -> None:
-        """Enter a field below the current path."""
+        """Extend the current path by a field, or several steps."""
         self._places.append((steps, self.gaps))
 
     def add(self, error: ConfigError) -> None:
@@ -119,11 +123,11 @@ class _Collector:
         self.faults.append(error)
 
     def leave(self, error: BaseException | None) -> bool:
-        """Leave the current place. ``error`` was raised in it, if any.
+        """Leave the current field. ``error`` is the error raised inside, if any.
 
         Returns:
-            Whether compilation continues after this place. It does after a :class:`ConfigError`, and after another
-            error in a place with a gap, which the omitted part can have caused.
+            Whether compilation continues after this field: after a :class:`ConfigError`, or after another error if
+            an omitted part in this field can be its cause.
         """
         _, gaps = self._places[-1]
         goes_on = isinstance(error, ConfigError)
@@ -158,7 +162,7 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
             found.faults.append(error)
         return None, found.faults
     except Exception:
-        # After a fault, the values of the compiler are incomplete.
+        # Other exceptions can follow from an earlier fault, because the compiler's values are then incomplete.
         if not found.faults:
             raise
         return None, found.faults
@@ -168,19 +172,19 @@ def every_fault(compiles: Callable[[], Compiled]) -> tuple[Compiled | None, list
 
 
 class Shared(Generic[Compiled]):
-    """A cache of compiled values by their messages' bytes, because a mesh has thousands of equal messages."""
+    """A cache of compiled values, with the messages' bytes as keys. A mesh has thousands of equal messages."""
 
     def __init__(self, most: int = 256) -> None:  # a guess: control planes send few distinct values
         self._most = most
         self._values: dict[bytes, Compiled] = {}
 
     def get(self, packed: bytes) -> Compiled | None:
-        """Return the value kept for these bytes, or None."""
+        """Return the cached value for these bytes, or None."""
         return self._values.get(packed)
 
     def keep(self, packed: bytes, value: Compiled) -> None:
-        """Cache a value that depends on these bytes only. Incomplete values of :func:`every_fault` are not
-        cached.
+        """Cache a value that depends only on these bytes. During :func:`every_fault`, values can be incomplete and
+        are not cached.
         """
         if _collector is None:
             if len(self._values) >= self._most:
@@ -203,11 +207,12 @@ class Renamed(Shared[Compiled]):
     """
 
     def key(self, packed: bytes, name: str) -> bytes | None:
-        """Return the key of a message, or ``None`` if it cannot have one.
+        """Return the cache key of a message, or ``None`` if the message cannot be cached.
 
         Args:
-            packed: its deterministic encoding.
-            name: a value of its string fields. Their tags are not printable, or ``:`` (field 7).
+            packed: the message's deterministic encoding.
+            name: the value of the message's name fields. The tags of these fields are not printable, or ``:``
+                (field 7).
         """
         if not (name.isprintable() and name.isascii()) or not 0 < len(name) < 1 << 14 or _MASK in packed:
             return None
@@ -226,7 +231,7 @@ _MASK = b"\xfe"  # no string contains this byte, and few numbers
 
 
 def _delimited(raw: bytes) -> bytes:
-    """Return a string's encoding: its length as a varint of one or two bytes, and the string."""
+    """Return the protobuf encoding of a string: the length as a varint of one or two bytes, then the string."""
     size = len(raw)
     return (bytes((size,)) if size < 0x80 else bytes((size & 0x7F | 0x80, size >> 7))) + raw
 
@@ -251,8 +256,8 @@ def _members(kind: Any) -> tuple[tuple[str, Callable[..., Any], Callable[..., No
 
 
 class _At:
-    # Not a generator, because it is entered a dozen times per endpoint: generators took a fifth of a big mesh's
-    # start.
+    # A class instead of a generator, because it is entered a dozen times per endpoint. Generators took a fifth of
+    # the start in a big mesh.
     __slots__ = ("_steps",)
 
     def __init__(self, steps: tuple[str | int, ...]) -> None:
@@ -264,8 +269,8 @@ class _At:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if _collector is not None and _collector.leave(error):
-            # Type checkers are right for every caller that uses the result: outside of every_fault no error is
-            # swallowed.
+            # The declared return type None is right for all callers that use the result, because errors are
+            # swallowed only inside every_fault.
             return True  # type: ignore[return-value]
         if isinstance(error, ConfigError):
             raise error.under(_path(self._steps)) from error.__cause__
@@ -288,7 +293,7 @@ def only(message: Message, *names: str) -> None:
     """Refuse any field that is set, except ``names``.
 
     Raises:
-        Unsupported: names the first other field that is set.
+        Unsupported: another field is set. The error names the first.
     """
     others = _others(message.DESCRIPTOR, names)
     if not others:
@@ -300,8 +305,8 @@ def only(message: Message, *names: str) -> None:
 
 @cache
 def _others(kind: Descriptor, names: tuple[str, ...]) -> frozenset[str]:
-    """Return the fields of a message except ``names``. This is mostly empty, because only fields that are read are
-    generated.
+    """Return the fields of a message except ``names``. The result is mostly empty, because the generated messages
+    contain only fields that this program reads.
     """
     return frozenset(kind.fields_by_name) - frozenset(names)
 
@@ -344,8 +349,8 @@ def enum_name(message: Message, field: str) -> str:
     """Return the name of an enumeration's value.
 
     Raises:
-        ConfigError: the value has no name. The enumerations of proto3 are open: values of a later version arrive
-            as numbers.
+        ConfigError: the value has no name. Enumerations of proto3 are open: values from newer versions arrive as
+            numbers without a name.
     """
     value = getattr(message, field)
     enum = message.DESCRIPTOR.fields_by_name[field].enum_type
@@ -397,7 +402,7 @@ def _from_struct(type_url: str, value: Struct, name: str) -> Message:
 
 
 def unpack_as(packed: AnyMessage, expected: type[M], name: str) -> M:
-    """Like :func:`unpack`, for a field that accepts only one type."""
+    """Return the message inside a typed config like :func:`unpack`, for a field that accepts only one type."""
     message = unpack(packed, name)
     if not isinstance(message, expected):
         raise _unregistered(name, packed.type_url)
@@ -405,17 +410,17 @@ def unpack_as(packed: AnyMessage, expected: type[M], name: str) -> M:
 
 
 def digest(message: Message) -> str:
-    """Return a digest of a message; equal for equal messages, unknown fields included."""
+    """Return a digest of a message. It includes unknown fields, and is equal for equal messages."""
     return digest_of(message.SerializeToString(deterministic=True))
 
 
 def digest_of(packed: bytes) -> str:
-    """Return the digest of a message with this deterministic encoding."""
+    """Return the digest of a message, given its deterministic encoding."""
     return hashlib.blake2b(packed, digest_size=16).hexdigest()
 
 
 def seconds(message: Message, field: str, default: float) -> float:
-    """Return a duration field in seconds; ``default`` when unset.
+    """Return a duration field in seconds, or ``default`` if the field is not set.
 
     Raises:
         ConfigError: negative.
@@ -431,12 +436,12 @@ def seconds(message: Message, field: str, default: float) -> float:
 
 
 def wrapped(message: Message, field: str, default: Any) -> Any:
-    """Return the value of a wrapper field (``UInt32Value`` ...), ``default`` when unset."""
+    """Return the value of a wrapper field such as ``UInt32Value``, or ``default`` if the field is not set."""
     return getattr(message, field).value if message.HasField(field) else default
 
 
 def network(cidr: core.CidrRange | xds_core.CidrRange) -> IpNetwork:
-    """Compile a CIDR range; bits beyond the prefix are dropped.
+    """Compile a CIDR range. Bits beyond the prefix are dropped.
 
     Like in Envoy, an IPv4-mapped range stays an IPv6 range, which contains no IPv4 addresses.
 
@@ -480,7 +485,7 @@ def _is_ip(text: str) -> bool:
 
 
 def endpoint_address(address: core.Address, *, names: bool) -> EndpointAddress:
-    """Compile the address of an endpoint; ``names`` allows DNS names (clusters that resolve)."""
+    """Compile the address of an endpoint. With ``names`` it can be a DNS name, as in STRICT_DNS clusters."""
     kind = address.WhichOneof("address")
     if kind == "socket_address":
         with at("socket_address"):
@@ -534,7 +539,7 @@ def regex_match(pattern: str) -> StringMatch:
 
 
 def config_source(source: core.ConfigSource) -> ConfigSource:
-    """Compile the source of resources (``ConfigSource``).
+    """Compile a ``ConfigSource``, which says where resources come from.
 
     Raises:
         ConfigError: no source is named, or the source is REST.
@@ -568,15 +573,15 @@ def config_source(source: core.ConfigSource) -> ConfigSource:
 
 
 def only_v3(message: Message, field: str) -> None:
-    """Refuse version 2 of the protocol, like Envoy. An unspecified version means 3."""
+    """Refuse version 2 of the xDS protocol, like Envoy. An unspecified version means 3."""
     if getattr(message, field) == core.V2:
         raise ConfigError("V2 (and AUTO) xDS transport protocol versions are deprecated", field)
 
 
 def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
-    """Compile a source with its own gRPC stream, to a cluster by name.
+    """Compile a configuration source that is a gRPC stream to a named cluster.
 
-    For ADS the bootstrap decides whether requests repeat the node. Other streams send it once.
+    For ADS, the bootstrap decides whether every request contains the node. Other streams send the node once.
     """
     only(source, "api_type", "grpc_services", "set_node_on_first_message_only", "transport_api_version")
     only_v3(source, "transport_api_version")
@@ -593,7 +598,7 @@ def api_config_source(source: core.ApiConfigSource) -> ConfigSource:
 
 
 def grpc_cluster(service: core.GrpcService) -> str:
-    """Return the cluster of a gRPC service.
+    """Return the name of the cluster that a gRPC service is reached through.
 
     Raises:
         ConfigError: the service is not reached through a cluster, or has settings that are not supported.
@@ -608,7 +613,7 @@ def grpc_cluster(service: core.GrpcService) -> str:
 
 
 def fetch_timeout(source: core.ConfigSource) -> float:
-    """Return ``initial_fetch_timeout``: 15 s unless set; 0 means no limit."""
+    """Return ``initial_fetch_timeout`` in seconds. The default is 15 s, and 0 means no limit."""
     return seconds(source, "initial_fetch_timeout", 15.0)
 
 
@@ -651,8 +656,8 @@ def format_text(message: core.SubstitutionFormatString, surroundings: Surroundin
     Raises:
         ConfigError: JSON where text is needed, or a bad format string.
     """
-    # Two of these fields are accepted but not read here: content_type, because it concerns response bodies, which
-    # do not exist, and omit_empty_values, which callers read.
+    # Two fields are accepted but not read here. content_type concerns response bodies, which do not exist.
+    # omit_empty_values is read by callers.
     only(message, "text_format", "text_format_source", "json_format", "omit_empty_values", "content_type")
     kind = message.WhichOneof("format")
     if kind == "text_format":
@@ -668,9 +673,10 @@ def format_text(message: core.SubstitutionFormatString, surroundings: Surroundin
 
 
 def struct(message: Struct) -> dict[str, Any]:
-    """Return a protobuf struct as plain values; numbers stay floats."""
+    """Convert a protobuf struct to plain values. Numbers stay floats."""
     fields = message.fields
-    # All endpoints have the same few keys. (The map's own items() is a loop in Python.)
+    # Keys are interned, because all endpoints have the same few. (Indexing is faster than the map's items(), a
+    # loop in Python.)
     return {intern(key): _value(fields[key]) for key in fields}
 
 

@@ -58,7 +58,8 @@ def compile_route_table(message: proto.RouteConfiguration, surroundings: Surroun
 
 
 def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> model.VirtualHost:
-    # A tunnel's request ends here, so the header with the attempt's number would have no reader.
+    # include_request_attempt_count has no effect: tunnel requests end at this proxy, so the header would not be
+    # read.
     only(message, "name", "domains", "routes", "include_request_attempt_count", "metadata")
     required(message, "name")
     if not message.domains:
@@ -76,7 +77,7 @@ def _virtual_host(message: proto.VirtualHost, surroundings: Surroundings) -> mod
 
 
 def _route(message: proto.Route, surroundings: Surroundings) -> model.Route:
-    # The decorator names the spans of traces, which this proxy does not create.
+    # decorator has no effect: it names trace spans, and this proxy creates none.
     only(message, "match", "route", "direct_response", "metadata", "decorator", "name")
     with at("match"):
         path = _path(message.match)
@@ -117,7 +118,7 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
         "retry_policy",
     )
     if action.retry_policy.retry_on:
-        # Envoy tries a CONNECT elsewhere when the host could not be reached.
+        # With retry_on, Envoy would retry a CONNECT at another host if the first could not be reached.
         raise Unsupported("this proxy tries no request again", "retry_policy.retry_on")
     tunnel = False
     for index, upgrade in enumerate(action.upgrade_configs):
@@ -131,7 +132,7 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
             if not upgrade.HasField("enabled") or upgrade.enabled.value:
                 tunnel = upgrade.HasField("connect_config")
     if message.match.HasField("connect_matcher") and not tunnel:
-        # Envoy passes the CONNECT on as a request, with its authority and headers.
+        # Without connect_config, Envoy forwards the CONNECT as a request, with its authority and headers.
         raise Unsupported("a CONNECT is ended here, not passed on: set connect_config", "upgrade_configs")
     enum_name(action, "cluster_not_found_response_code")
     return model.Route(

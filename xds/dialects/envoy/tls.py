@@ -33,10 +33,10 @@ _SAN_TYPES = {
 
 
 def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surroundings) -> TlsContext:
-    """Compile a server's context.
+    """Compile a server's TLS context.
 
-    A client certificate is required if the context says so or, like in Envoy, if it constrains the client's name
-    or key. Session tickets are never issued, so their keys are accepted and unused.
+    A client certificate is required if the context requires it explicitly or, like in Envoy, if it constrains the
+    client's name or key. Session tickets are never issued, so session ticket keys are accepted without effect.
     """
     only(
         message,
@@ -53,8 +53,8 @@ def compile_downstream(message: proto.DownstreamTlsContext, surroundings: Surrou
 
 
 def compile_upstream(message: proto.UpstreamTlsContext, surroundings: Surroundings) -> TlsContext:
-    """Compile a client's context. Its settings of renegotiation and session resumption have no effect, because
-    this proxy has neither.
+    """Compile a client's TLS context. Settings for renegotiation and session resumption have no effect, because
+    this proxy does neither.
     """
     only(message, "common_tls_context", "sni", "max_session_keys")
     if len(message.sni.encode()) > 255:
@@ -111,8 +111,8 @@ def _protocols(entries: Iterable[str]) -> tuple[str, ...]:
 
 
 def _versions(params: proto.TlsParameters, *, server: bool) -> tuple[TlsVersion, TlsVersion]:
-    """Return the range of versions. TLS_AUTO is 1.2 to 1.3. Older versions are refused, because no trusted library
-    supports them.
+    """Return the range of TLS versions. TLS_AUTO means 1.2 to 1.3. Older versions are refused, because no trusted
+    library supports them.
     """
     only(
         params,
@@ -198,7 +198,7 @@ def compile_secret(message: proto.Secret, surroundings: Surroundings) -> Secret:
 
 
 def _certificate(message: proto.TlsCertificate, surroundings: Surroundings) -> Certificate:
-    # Every file is watched, independently of the watched directory.
+    # watched_directory has no effect, because every file is watched anyway.
     only(message, "certificate_chain", "private_key", "password", "watched_directory")
     for field in ("certificate_chain", "private_key"):
         if not message.HasField(field):

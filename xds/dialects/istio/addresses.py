@@ -1,7 +1,7 @@
 """Compiles ``istio.workload.Address`` to a workload or a service, or raises an error with the reason.
 
-A resource with an unknown enum number is refused, because following it in part could send traffic in plain text
-that must be encrypted. Unknown fields are ignored, because istiod expects that from older proxies. Refusing one
+A resource with an unknown enum number is refused. If it were obeyed in part, traffic that must be encrypted could
+be sent in plain text. Unknown fields are ignored, because istiod expects that from older proxies. Refusing one
 resource does not affect others.
 """
 
@@ -97,7 +97,7 @@ def compile_address(data: bytes, name: str = "") -> Workload | Service:
             object. This saves a hundred bytes per workload, because sources keep the names.
 
     Raises:
-        ConfigError: with the reason that the NACK prints.
+        ConfigError: the address is invalid. The error has the reason, which the NACK contains.
     """
     try:
         message = wds.Address.FromString(data)
@@ -171,7 +171,7 @@ def compile_service(message: wds.Service) -> Service:
     vips: list[NetworkAddress] = []
     blocks: list[CidrAddress] = []
     for address in message.addresses:
-        # A prefix of full length means the same as no prefix length.
+        # A prefix length of all bits means the same as no prefix length: a single address.
         if address.HasField("length") and address.length != len(address.address) * 8:
             blocks.append(CidrAddress(intern(address.network), network_of(address.address, address.length)))
         else:
@@ -192,8 +192,8 @@ def compile_service(message: wds.Service) -> Service:
         load_balancing=_load_balancing(message.load_balancing) if message.HasField("load_balancing") else None,
         ip_families=_named(_IP_FAMILIES, message.ip_families, "ip_families"),
         canonical=message.canonical,
-        # Unlike in other enums, an unknown value means the default, like in the Rust ztunnel: the visibility of a
-        # service is not access control.
+        # Unlike for other enums, an unknown value means the default, as in the Rust ztunnel. This is safe, because
+        # the visibility of a service is not access control.
         visibility=(Visibility.NAMESPACE if message.visibility == wds.Service.NAMESPACE else Visibility.PUBLIC),
     )
 

@@ -1,9 +1,9 @@
 """Compiles ``istio.security.Authorization`` to a policy that fails closed.
 
-A policy is never refused because of its content: the control plane would still believe that it is enforced. Each
-unsupported part is replaced, at the smallest level, by the condition that admits no connection: :class:`Never` in
-an allow policy and :class:`Always` in a deny policy (:mod:`xds.dialects.istio.rules` has the reason why this is
-sound). The part is listed with its place. Other policies are not affected.
+A policy is never refused because of its content, because the control plane would still believe that it is
+enforced. Each unsupported part is replaced, at the smallest level, by the condition that admits no connection:
+:class:`Never` in an allow policy and :class:`Always` in a deny policy (:mod:`xds.dialects.istio.rules` has the
+reason why this is sound). The part is listed with its place. Other policies are not affected.
 
 An unknown action or scope concerns the whole policy:
 
@@ -62,7 +62,7 @@ def compile_authorization(data: bytes) -> AuthorizationPolicy:
     """Compile one packed ``Authorization``.
 
     Raises:
-        ConfigError: the bytes are not such a message, or the policy has no name.
+        ConfigError: the bytes are not an ``Authorization``, or the policy has no name.
     """
     try:
         message = security.Authorization.FromString(data)
@@ -137,7 +137,7 @@ class _Compiler:
         return condition_of_match(match) if understood else self._closed, shown(match)
 
     def _items(self, attribute: str, values: Iterable[object], place: str) -> Iterable[Item]:
-        """Return the values of a list that are supported."""
+        """Return the supported values of a list. Unsupported ones become faults."""
         for index, value in enumerate(values):
             where = f"{place}[{index}]"
             if isinstance(value, Message) and not self._understood(value, where):

@@ -59,7 +59,7 @@ def read_dump(dump: Mapping[str, Any]) -> DumpedMesh:
     """Return the mesh of a dump.
 
     Args:
-        dump: the parsed dump. In place of a list it can have a mapping, like older dumps, whose values are used.
+        dump: the parsed dump. Where newer dumps have lists, older ones have mappings, whose values are then used.
 
     Raises:
         ConfigError: a list of the dump has another type.
@@ -90,7 +90,8 @@ def read_dump(dump: Mapping[str, Any]) -> DumpedMesh:
     for uid, keys in named.items():
         workload = workloads[uid]
         if workload.status is Health.UNHEALTHY:
-            # A dump lists serving endpoints only. It lacks the ports of others, which are not needed.
+            # A dump lists only the endpoints that serve. The ports of the other endpoints are missing, but not
+            # needed.
             missing = {key: services[key].ports for key in map(ServiceKey, keys) if key in services}
             workloads[uid] = replace(workload, services={**missing, **workload.services})
     mesh = Mesh()
@@ -112,7 +113,8 @@ def _policy(entry: Mapping[str, Any], unread: list[str]) -> AuthorizationPolicy:
         action, scope = Action(str(entry.get("action"))), PolicyScope(str(entry.get("scope")))
     except ValueError:
         action, scope = Action.DENY, PolicyScope.GLOBAL  # as from the wire
-    # The dump does not say which rules are missing, so a more lenient reading would be unsafe.
+    # Unreadable parts get the strictest meaning: the dump does not show which rules are missing, so a more lenient
+    # reading would be unsafe.
     return AuthorizationPolicy(
         name=str(entry.get("name")),
         namespace=str(entry.get("namespace")),
@@ -125,7 +127,7 @@ def _policy(entry: Mapping[str, Any], unread: list[str]) -> AuthorizationPolicy:
 
 
 def entries(dump: Mapping[str, Any], key: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the entries of a dump's list, or the values of a mapping in its place.
+    """Yield the entries of a list in a dump, or the values if there is a mapping instead.
 
     Raises:
         ConfigError: it is neither.
@@ -144,7 +146,9 @@ def _one(
     read: Callable[[object], Read],
     unread: list[str],
 ) -> Read | None:
-    """Read an entry by its known keys. If that fails, add a line to ``unread`` and return ``None``."""
+    """Read the known keys of an entry. If the entry is unreadable, add a line to ``unread`` and return
+    ``None``.
+    """
     try:
         return read({key: entry[key] for key in keys if entry.get(key) is not None})
     except ConfigError as error:

@@ -1,7 +1,7 @@
 """Reads the mesh from ztunnel's local file: YAML with workloads, policies and services.
 
-A person writes this file, so it is read strictly: unknown keys, bad values and repeated keys are all reported with
-their places, and a faulty file is not used at all.
+The file is written by hand, so it is read strictly: unknown keys, bad values and repeated keys are all reported
+with their positions, and a faulty file is not used at all.
 
 Where the Rust ztunnel treats such a file differently from wire messages, this reader follows the wire messages:
 trust domain, service account and cluster have the same defaults, and a workload belongs to the services that it
@@ -69,7 +69,7 @@ _WORKLOAD_TYPES = ("deployment", "cronjob", "pod", "job")
 
 @dataclass(frozen=True, slots=True)
 class LocalMesh:
-    """The content of a local file."""
+    """The workloads, services and policies of a local file."""
 
     workloads: tuple[Workload, ...] = ()
     policies: tuple[AuthorizationPolicy, ...] = ()
@@ -80,7 +80,7 @@ def parse_local_file(source: str | IO[str]) -> LocalMesh:
     """Read a local file, given as text or as an open file.
 
     Raises:
-        ConfigError: every fault with its place, one after the other.
+        ConfigError: the file has faults. The text lists all of them with their positions.
         OSError, UnicodeDecodeError: raised by reading the file.
     """
     from xds.dialects.istio import local_yaml  # most meshes come from a control plane
@@ -95,26 +95,26 @@ def parse_local_file(source: str | IO[str]) -> LocalMesh:
     return mesh
 
 
-# Single entries: config dumps show them in the same form
+# Readers of single entries, which config dumps show in the same form
 
 
 def read_workload(value: object) -> Workload:
-    """Return a workload. Like in dumps, its ``services`` can be missing. They are then taken from the services'
-    entries.
+    """Read a workload. Its ``services`` can be missing, like in dumps: the services' own entries then list their
+    workloads.
 
     Raises:
-        ConfigError: every fault with its place. The next two functions raise it, too.
+        ConfigError: the entry has faults. The text lists all of them with their positions.
     """
     return _alone(lambda reader: reader.workload({"services": {}, **_mapping(value)}, ""))
 
 
 def read_service(value: object) -> tuple[Service, Mapping[str, tuple[Mapping[int, int], Health]]]:
-    """Return a service, and its endpoints' ports and health by the uid of their workload."""
+    """Read a service. Return it with the ports and health of its endpoints, by their workloads' uids."""
     return _alone(lambda reader: reader.service(value, ""))
 
 
 def read_policy(value: object) -> AuthorizationPolicy:
-    """Return an authorization policy."""
+    """Read an authorization policy."""
     return _alone(lambda reader: reader.policy(value, ""))
 
 
@@ -127,7 +127,7 @@ def _alone(read: Callable[["_Reader"], Read]) -> Read:
 
 
 class _Fields:
-    """One mapping of the file. Readers take each known key once, and the remaining keys are unknown."""
+    """One mapping in the file. Readers take each known key once. Keys that were not taken are unknown."""
 
     def __init__(self, reader: "_Reader", value: object, place: str) -> None:
         self.place = place
@@ -144,7 +144,7 @@ class _Fields:
         return default if value is None else self._reader.read(read, value, f"{self.place}.{key}", default)
 
     def need(self, key: str, read: Callable[[object, str], Read], default: Other) -> Read | Other:
-        """Like :meth:`take`, for a required key."""
+        """Return the value of a required key. If it is missing, this is a fault."""
         if self._left.get(key) is None:
             self._left.pop(key, None)
             self._reader.fault(f"{self.place}.{key}", "is required")
@@ -152,7 +152,7 @@ class _Fields:
         return self.take(key, read, default)
 
     def end(self) -> None:
-        """Report the remaining keys as unknown."""
+        """Report the keys that were not taken as unknown."""
         for key in self._left:
             self._reader.fault(f"{self.place}.{key}", "unknown key")
 
@@ -174,7 +174,9 @@ class _Reader:
             return default
 
     def mesh(self, sections: Iterable[tuple[object, object]]) -> LocalMesh:
-        """Read the document. Each list element is read before the next one is parsed."""
+        """Read the whole file. Each list element is converted before the next element is parsed, to save
+        memory.
+        """
         workloads: list[Workload] = []
         policies: list[AuthorizationPolicy] = []
         services: list[tuple[Service, dict[str, tuple[dict[int, int], Health]]]] = []
@@ -213,7 +215,7 @@ class _Reader:
         endpoints: Mapping[str, tuple[dict[int, int], Health]],
         where: str,
     ) -> None:
-        """Add a service to the workloads that it names as endpoints."""
+        """Add a service to each workload that it names as an endpoint."""
         for uid, (ports, status) in endpoints.items():
             place = places.get(WorkloadUid(uid))
             if place is None:
@@ -406,7 +408,7 @@ class _Reader:
         return read
 
     def _list(self, read: Callable[[object, str], Read]) -> Callable[[object, str], list[Read]]:
-        """Return a reader of lists that reports and omits bad elements."""
+        """Return a function that reads a list. It reports bad elements as faults, and omits them."""
 
         def each(value: Iterable[object], place: str) -> Iterator[Read]:
             for index, element in enumerate(value):
@@ -431,8 +433,8 @@ def _text(value: object, place: str) -> str:
 
 
 def _plain_workload(value: object) -> Workload | None:
-    """Return a workload that has neither faults nor gateways, in half of the time. Return ``None`` for any other
-    value.
+    """Read a workload without faults and gateways in half the time of the general reader. Return ``None`` for
+    others.
     """
     found: dict[str, Any] = {}
     try:
@@ -544,7 +546,7 @@ def _destination(value: object, place: str) -> NetworkAddress | NamespacedHostna
 def _string_match(value: object, place: str) -> Text:
     if isinstance(value, Text):
         return value
-    # The form of JSON and dumps: {"Exact": "x"}.
+    # A string match in the form of JSON and dumps: {"Exact": "x"}.
     if isinstance(value, dict) and len(value) == 1:
         ((kind, text),) = value.items()
         if kind == Comparison.PRESENCE:
@@ -555,7 +557,8 @@ def _string_match(value: object, place: str) -> Text:
 
 
 _NEEDED = frozenset(("namespace", "addresses", "services"))
-#: The keys of a workload, each with its attribute and a reader that raises an error for a fault.
+#: The keys of a workload, each with the attribute that it sets, and a reader that raises an error for an invalid
+#: value.
 _PLAIN_FIELDS: Mapping[str, tuple[str, Callable[[object, str], object]]] = {
     "uid": ("uid", _text),
     "name": ("name", _text),

@@ -1,8 +1,8 @@
 """Parses the YAML of :mod:`xds.dialects.istio.local_file`, which has tags for string matches. Repeated keys are
 refused.
 
-Values are built from the parser's events, one element of a list at a time. PyYAML's own way makes the tree of the
-whole document first: 3 GB for a mesh of 100,000 workloads, whose model takes 120 MB.
+Values are built from the parser's events, one list element at a time. PyYAML's own loader would first build a tree
+of the whole document. For a mesh of 100,000 workloads, the tree takes 3 GB, and the finished model 120 MB.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,8 +14,8 @@ import yaml
 from xds.dialects.istio.rules import Comparison, Text
 from xds.proto.core_yaml import MOST_TIMES, MOST_VALUES, resolvers
 
-#: The largest number of texts kept for sharing. In a large mesh, texts that repeat (names of nodes and services,
-#: keys) occur early.
+#: Equal texts share one object, for up to this many different texts. In a large mesh, repeated texts (keys, names
+#: of nodes and services) occur early.
 _MOST_KEPT: Final = 65_536
 
 _TAG: Final = "tag:yaml.org,2002:"
@@ -44,16 +44,16 @@ _TEXT_TAGS: Final = {f"!{comparison}": comparison for comparison in Comparison}
 
 
 class Unreadable(Exception):
-    """The document cannot be read. The text has the reason and the place. A fault in a single value does not raise
-    this error.
+    """The whole document cannot be read. The error's text has the reason and the position. A bad single value does
+    not raise this error.
     """
 
 
 def sections(source: str | IO[str]) -> Iterator[tuple[object, object]]:
     """Iterate over the document: its keys with their values.
 
-    A list is returned as an iterator, which parses its elements and is valid until the next key is requested. An
-    empty document has no keys.
+    A list is returned as an iterator that parses one element at a time. It is valid until the next key is
+    requested. An empty document has no keys.
 
     Raises:
         Unreadable: raised also by the iterators. The document has a syntax error (with line and column), is not a
@@ -89,8 +89,8 @@ class _Document:
     """Builds values from events.
 
     Each anchored value is stored with the number of values in it after expansion of its aliases. An alias inside
-    its own anchored value would expand without end. It is refused as undefined, because a value is stored only
-    when it is complete.
+    its own anchored value would expand without end. Such an alias is refused as undefined, because an anchored
+    value is stored only when it is complete.
     """
 
     def __init__(self, source: str | IO[str]) -> None:
@@ -132,7 +132,7 @@ class _Document:
         return key, value
 
     def _begin(self) -> bool:
-        """Enter the document. Return False if it is empty."""
+        """Read events up to the first key of the document. Return False if the document is empty."""
         self._next()  # the start of the stream
         if type(self._next()) is yaml.StreamEndEvent:
             return False
@@ -230,7 +230,7 @@ class _Document:
         return result
 
     def _key(self, event: Any, seen: set[str]) -> object:
-        """Return the value of a key, or :data:`_MERGE`. Refuses a key that was written before."""
+        """Return the key from a scalar, or :data:`_MERGE` for a merge key. A repeated key is refused."""
         if type(event) is not yaml.ScalarEvent:
             value = self._value(event)
             if isinstance(value, list | dict):
@@ -256,7 +256,7 @@ class _Document:
                 return text
             if text in self._plain:
                 return self._plain[text]
-            # The loader looks up resolvers by the first character, and those for any character.
+            # PyYAML's table has resolvers for a certain first character, and others for any first character.
             if text[:1] in self._resolvers or None in self._resolvers:
                 tag = self._loader.resolve(yaml.ScalarNode, text, (True, False))
             else:
@@ -268,8 +268,8 @@ class _Document:
         return self._constructed(tag, event)
 
     def _constructed(self, tag: str, event: Any) -> object:
-        """Return the value that a tag's constructor makes of a scalar. The safe loader's constructors make plain
-        values.
+        """Return the value of a scalar, made by the constructor of its tag. The safe loader's constructors make
+        plain values.
         """
         constructors = self._loader.yaml_constructors
         construct = constructors.get(tag) or constructors[None]

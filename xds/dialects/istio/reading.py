@@ -1,4 +1,5 @@
-"""Helpers of all readers of this dialect: addresses from bytes, and sharing of equal values.
+"""Helpers for all readers of Istio's dialect: they convert addresses from bytes, and make equal values share one
+object.
 
 A mesh of 200,000 workloads repeats the same few namespaces, accounts, localities and port maps. Equal values share
 one object here, which reduces a workload to a few hundred bytes (``bench/scale_istio.py``).
@@ -15,7 +16,7 @@ from xds.errors import ConfigError
 from xds.model.address import IpNetwork, canonical
 from xds.model.workload import GatewayAddress, Locality, NamespacedHostname, NetworkAddress, PolicyKey, ServiceKey
 
-#: Entries per cache of shared values. Further distinct values are not shared. A guess.
+#: The size of each cache of shared values. When a cache is full, further values are not shared. A guess.
 _SHARED = 65536
 
 
@@ -39,7 +40,7 @@ def host_of(data: bytes) -> str:
 
 
 def network_of(data: bytes, length: int) -> IpNetwork:
-    """Return a block of addresses. Bits past the prefix are dropped; IPv4-mapped IPv6 becomes IPv4.
+    """Return a CIDR block of addresses. Bits after the prefix are dropped, and IPv4-mapped IPv6 becomes IPv4.
 
     Raises:
         ConfigError: not an address, or a prefix longer than the address.
@@ -105,5 +106,5 @@ def shared_services(
 
 @lru_cache(maxsize=_SHARED)
 def shared_policies(names: tuple[str, ...]) -> tuple[PolicyKey, ...]:
-    """Return names of policies; equal tuples share one object."""
+    """Return the names of policies as a tuple. Equal tuples share one object."""
     return tuple(PolicyKey(intern(name)) for name in names)

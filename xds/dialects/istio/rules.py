@@ -1,10 +1,10 @@
 """Authorization rules from any source: their meaning, and their form in ``/config_dump``.
 
 A policy is a list of rules. A rule has clauses, and a clause has matches. A policy matches if one of its rules
-matches: all clauses of the rule, at least one match of each clause, and every attribute of that match. So
-conditions of :mod:`xds.model.policy` are nested three deep, with negations only at the bottom. This allows
-replacing only the part that cannot be understood: :class:`Never` in its place can only make the policy match less,
-and :class:`Always` only more.
+matches. A rule matches if each of its clauses has a match whose attributes all match. So conditions of
+:mod:`xds.model.policy` are nested three deep, with negations only at the bottom. This allows replacing only the
+part that cannot be understood: :class:`Never` in its place can only make the policy match less, and
+:class:`Always` only more.
 
 A policy without rules never matches. A rule without clauses and a clause without matches always match. A match
 without attributes never does.
@@ -33,7 +33,7 @@ from xds.model.string_match import StringMatch
 
 
 class Comparison(StrEnum):
-    """The kind of a string match, by its name in dumps and local files."""
+    """The kinds of string matches, with their names in dumps and local files."""
 
     EXACT = "Exact"
     PREFIX = "Prefix"
@@ -43,7 +43,7 @@ class Comparison(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One string match. A presence match has no value."""
+    """A condition on a text, such as exact or prefix. A presence match has no value."""
 
     comparison: Comparison
     value: str = ""
@@ -51,7 +51,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """One service account, of any trust domain."""
+    """One service account, which matches identities of any trust domain."""
 
     namespace: str
     service_account: str
@@ -59,10 +59,11 @@ class Account:
 
 Item = Text | Account | IpNetwork | int
 
-#: Attributes of a match in the order of dumps. Each has a negated form, such as ``notNamespaces``.
+#: The attributes of a match, in the order in which dumps show them. Each has a negated form, such as
+#: ``notNamespaces``.
 ATTRIBUTES = ("namespaces", "serviceAccounts", "principals", "sourceIps", "destinationIps", "destinationPorts")
 
-#: Values of a match's attributes. Missing and empty attributes do not restrict.
+#: The attributes of a match with their values. Missing and empty attributes do not restrict the match.
 Match = Mapping[str, Sequence[Item]]
 
 
@@ -100,9 +101,7 @@ def condition_of_rules(rules: Sequence[Condition]) -> Condition:
 
 
 def never_matches(attribute: str, item: Item) -> str:
-    """Return why a well-formed value can never match, which its author cannot have intended. Empty if it can
-    match.
-    """
+    """Return why a well-formed value can never match (an author's mistake), or an empty text if it can match."""
     if attribute == "principals" and isinstance(item, Text) and "spiffe://" in item.value:
         return "never matches: principals are written without spiffe://"
     return ""
@@ -152,8 +151,8 @@ def _condition(attribute: str, item: Item) -> Condition:
 
 
 def _string(text: Text) -> StringMatch | None:
-    # An identity's namespace and principal are never empty, so a presence match holds for every peer with an
-    # identity.
+    # A presence match is true for every peer with an identity, because namespace and principal of an identity are
+    # never empty.
     return (
         None if text.comparison is Comparison.PRESENCE else StringMatch(text.comparison.value.lower(), text.value)
     )

@@ -81,7 +81,8 @@ log = logging.getLogger(__name__)
 
 #: Envoy's default timeouts. Disabled unless a switch enables them, because they end tunnels.
 _ENVOY_TIMEOUTS = Timeouts(route_s=15.0, stream_idle_s=300.0)
-#: Destination ports of tunnels to this proxy, with its listening port: 15008, and 15088 by the node's NAT rule.
+#: Maps the destination ports of tunnels that arrive at this proxy (15008, and 15088, which the node's NAT rule
+#: redirects) to its listening port.
 _SHORTCUT_PORTS = {15008: 15008, 15088: 15008}
 
 
@@ -110,7 +111,7 @@ class Proxy:
         self._build()
 
     def _build(self) -> None:
-        """Create every object, in an order in which each object's dependencies already exist."""
+        """Create all objects of the proxy, each after the objects that it needs."""
         fields = self.bootstrap.message.node.metadata.fields
         cluster_id = fields["CLUSTER_ID"].string_value if "CLUSTER_ID" in fields else ""
         self._surroundings = Surroundings(
@@ -147,7 +148,7 @@ class Proxy:
         node = self.bootstrap.message.node
         self._files = FileWatcher(on_unknown_fields=self._count_unknown_fields)
         self.unknown_fields = self.stats.scope("server").counter("dynamic_unknown_fields")
-        # One stream per subscription. No connection is opened before the first subscription.
+        # Each xDS subscription has its own stream. No connection is opened before the first subscription.
         targets = self.bootstrap.targets
         self._grpc = GrpcClusters(targets, self._surroundings, self.stats, lambda: self.secrets)
         self._log_streams = LogStreams(self._grpc.connect, node, self.stats)
@@ -253,7 +254,7 @@ class Proxy:
     def _build_addons(self) -> None:
         if self.settings.addons is None:
             return
-        # Imported here to save memory: most proxies have no addons.
+        # The addons package is imported only if needed, to save memory: most proxies have no addons.
         from ztunnel.proxy.addons.process import AddonProcess
         from ztunnel.proxy.envoy.path.addons import StreamAddons
 
@@ -273,7 +274,7 @@ class Proxy:
             poller=self.poller,
             connections=self.connections,
             accepted=self.datapath.accepted,
-            # The pod of a connection is known only after accepting it; see PodQuota.
+            # Descriptors are not shared by pod here, because the pod is known only after accept(2); see PodQuota.
             gate=self.descriptors.share("the proxy", lambda: 0),
             drain_s=self.settings.drain_s,
         )
@@ -282,7 +283,7 @@ class Proxy:
         settings, enforcer = self.settings, self._enforcer
         if not settings.handover_dir:
             return None
-        # Imported here to save memory: most proxies have no hand-over folder.
+        # The hand-over package is imported only if needed, to save memory: most proxies have no hand-over folder.
         from ztunnel.proxy.dataplane.handover.service import Handover, protect_secrets
         from ztunnel.proxy.envoy.handover.kinds import kinds_of
         from ztunnel.proxy.envoy.handover.taker import Parts
@@ -367,7 +368,7 @@ class Proxy:
         self.unknown_fields.value += count
 
     def _retire_cluster(self, cluster: LiveCluster) -> None:
-        """Retire a replaced or removed cluster: it gets no new connections, and open connections continue."""
+        """Retire a replaced or removed cluster. It gets no new connections, and its open connections continue."""
         self._tasks.start(self._close_cluster(cluster), f"retiring {cluster.model.name}")
 
     async def _close_cluster(self, cluster: LiveCluster) -> None:
@@ -380,11 +381,13 @@ class Proxy:
 
     @property
     def state(self) -> State:
-        """The state that ``/ready`` shows."""
+        """The state of the proxy that ``/ready`` shows."""
         return State.DRAINING if self.failing_health_checks or self._stop.is_set() else self._state
 
     def shut_down(self) -> None:
-        """Let :meth:`run` drain and return; idempotent. SIGTERM, SIGINT and ``/quitquitquit`` call it."""
+        """Make :meth:`run` drain all connections and return. Idempotent. Called on SIGTERM, SIGINT and
+        ``/quitquitquit``.
+        """
         self._stop.set()
 
     # Running
@@ -444,7 +447,8 @@ class Proxy:
                 await stack.enter_async_context(self.ads)
             self._add_static()
             start = self._tasks.start(self._start(), "start")
-            # End the process instead of staying unready for ever, because a supervisor restarts an ended process.
+            # After this error the process would never become ready. It ends instead, so that a supervisor restarts
+            # it.
             start.add_done_callback(
                 lambda done: None if done.cancelled() or not done.exception() else self.shut_down()
             )
@@ -498,7 +502,8 @@ class Proxy:
         await self._discovered["lds"].wait()
         await self.listeners.warmed()
         if self.policies is not None:
-            # No connection is admitted before. Until then a predecessor on the same ports gets all connections.
+            # Listeners accept no connection before all policies have arrived. Until then a predecessor process on
+            # the same ports gets all connections.
             await self.policies.complete()
         self.listeners.start()
         heap.settle()
@@ -545,14 +550,16 @@ class Proxy:
         self.sources.count(self.stats.scope(f"{scope}.{kind}"), subscription)
 
     async def _flush_logs(self) -> None:
-        """Flush access logs periodically, and sample the totals at the same interval."""
+        """Flush access logs and sample the traffic totals, both at the same interval."""
         while True:
             await self.account.sample(self.connections)
             await asyncio.sleep(self.settings.log_flush_s)
             self.logs.writer.flush()
 
     async def _drain(self) -> None:
-        """Leave new connections to a successor, stop accepting, send GOAWAY, and wait until the deadline."""
+        """Drain: leave new connections to a successor process, stop accepting, send GOAWAY, wait until the
+        deadline.
+        """
         log.info("draining %d connections, at most %g s", len(self.connections), self.settings.shutdown_s)
         await self.listeners.hand_over()
         self.listeners.stop()

@@ -48,7 +48,7 @@ from ztunnel.runtime.text_file import read_text
 
 Model = TypeVar("Model")
 
-#: The resource at the beginning of a path.
+#: Matches the name of the resource at the beginning of a field path.
 _RESOURCE = re.compile(r"(?:static_resources\.\w+|resources)\[\d+\]")
 
 
@@ -57,7 +57,7 @@ class Findings:
     """The result of a check.
 
     Attributes:
-        faults: one line per fault, with its place.
+        faults: one line per fault, with its field path.
         resources, contexts: the numbers of checked resources and TLS contexts.
         files: the resource files that were read.
     """
@@ -116,7 +116,7 @@ def findings_of(
 
 
 def _at_fault(faults: Collection[ConfigError]) -> frozenset[str]:
-    """Return the resources that contain faults: ``static_resources.clusters[0]``, ``resources[3]``."""
+    """Return the resources with faults, in the form ``static_resources.clusters[0]`` or ``resources[3]``."""
     return frozenset(found[0] for fault in faults if (found := _RESOURCE.match(fault.path)))
 
 
@@ -132,7 +132,8 @@ class _Check:
         self._static: dict[str, Secret] = {}
         self._by_file: dict[tuple[str, str], Secret] = {}
         self._contexts: list[tuple[str, Role, ContextModel]] = []
-        #: By file and filter name, the places where a filter from this file is used, with the reader of each.
+        #: For each file and filter name: the places that use this filter from this file, and the function that
+        #: reads the filter there.
         self._extensions: dict[tuple[str, str], list[tuple[Discovered, Callable[..., object]]]] = {}
 
     def findings(self) -> Findings:
@@ -141,7 +142,7 @@ class _Check:
         return Findings(faults, self._resources, len(self._contexts), tuple(self._files))
 
     def control_plane(self, target: GrpcTarget, place: str) -> None:
-        """Check the TLS of the stream to the control plane."""
+        """Check the TLS configuration of the streams to control planes."""
         try:
             tls_of(target, self._surroundings)
         except ConfigError as error:
@@ -233,7 +234,7 @@ class _Check:
                 raise ConfigError(f"no resource of this proxy: {message.DESCRIPTOR.full_name}")
 
     def _extension(self, message: core_pb2.TypedExtensionConfig, file: str) -> None:
-        """Check a discovered filter for each listener that references it."""
+        """Check a filter delivered by ECDS, once for each listener that references the filter."""
         body = unpack(message.typed_config, message.name)
         kind = body.DESCRIPTOR.full_name
         for wanted, read in self._extensions.get((file, message.name), ()):
@@ -242,7 +243,7 @@ class _Check:
             read(body, self._surroundings)
 
     def _compiled(self, compiles: Callable[[], Model], place: str) -> Model | None:
-        """Return the result, or record every fault and return None."""
+        """Call ``compiles`` and return its result. If there are faults, record them and return None."""
         model, faults = every_fault(compiles)
         self.faults.extend(f"{place}: {fault}" for fault in faults)
         return model

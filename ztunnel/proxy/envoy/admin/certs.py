@@ -25,7 +25,7 @@ def page(proxy: InspectedProxy) -> Page:
 
 
 def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
-    """Iterate over the TLS contexts whose secrets have arrived, first of clusters, then of filter chains."""
+    """Yield the TLS contexts whose secrets have arrived: first those of clusters, then those of filter chains."""
     for cluster in proxy.clusters.active:
         yield from (context for context in cluster.contexts if context.current is not None)
     for listener in proxy.listeners.active:
@@ -35,7 +35,7 @@ def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
 
 
 def certificates_in_use(proxy: InspectedProxy) -> tuple[list[x509.Certificate], list[x509.Certificate]]:
-    """Return the certificates that TLS contexts present, and the trusted roots, each certificate once."""
+    """Return the certificates presented by TLS contexts, and the trusted roots, without duplicates."""
     chains: set[bytes] = set()
     roots: set[bytes | None] = set()
     for context in contexts_in_use(proxy):
@@ -45,7 +45,7 @@ def certificates_in_use(proxy: InspectedProxy) -> tuple[list[x509.Certificate], 
 
 
 def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate, list[str]]]:
-    """Iterate over the certificates that each TLS context presents, with their URI names. A certificate can occur
+    """Yield the certificates that each TLS context presents, with their URI SANs. A certificate can occur
     repeatedly.
     """
     for context in contexts_in_use(proxy):
@@ -54,7 +54,7 @@ def certificates_shown(proxy: InspectedProxy) -> Iterator[tuple[x509.Certificate
 
 
 def uri_names(certificate: x509.Certificate) -> list[str]:
-    """Return the URIs among a certificate's names."""
+    """Return the URI SANs of a certificate."""
     return [name["uri"] for name in _names(certificate) if "uri" in name]
 
 
@@ -111,7 +111,7 @@ def _names(certificate: x509.Certificate) -> list[dict[str, str]]:
 
 
 def _serial(number: int) -> str:
-    """Return a serial number in hexadecimal, in whole bytes as OpenSSL's BN_bn2hex."""
+    """Return a serial number in hexadecimal with two digits per byte, like OpenSSL's BN_bn2hex."""
     digits = f"{number:x}"
     return digits if len(digits) % 2 == 0 else f"0{digits}"
 

@@ -38,7 +38,7 @@ def _count(host: Host, name: str) -> int:
 
 
 def text_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
-    """Iterate over lines ``<cluster>::...``, host by host."""
+    """Yield the lines of the text page (``<cluster>::...``) in pieces: one for each cluster and each host."""
     for cluster in _shown(proxy, shown):
         name = printable(cluster.model.name)
         yield "".join(f"{name}::{line}\n" for line in _cluster_lines(cluster))
@@ -77,7 +77,7 @@ def _host_lines(host: Host, priority: int) -> Iterator[str]:
 
 
 def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
-    """Iterate over every host with its priority. ORIGINAL_DST hosts (priority 0) come last."""
+    """Yield each host of a cluster with its priority. ORIGINAL_DST hosts (priority 0) come last."""
     hosts = cluster.hosts_shown
     for priority, level in enumerate(hosts.levels):
         for group in level.groups:
@@ -88,7 +88,7 @@ def hosts_of(cluster: LiveCluster) -> Iterator[tuple[Host, int]]:
 
 
 def _service_name(cluster: LiveCluster) -> str:
-    """Return the name by which endpoints are requested, if it differs from the cluster's name."""
+    """Return the EDS service name of a cluster, if it differs from the cluster's name."""
     return cluster.model.eds_name if cluster.model.eds_name != cluster.model.name else ""
 
 
@@ -96,7 +96,9 @@ def _service_name(cluster: LiveCluster) -> str:
 
 
 def json_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
-    """Iterate over pieces of ``{"cluster_statuses": [...]}``, cluster by cluster, or ``{}`` without clusters."""
+    """Yield the JSON page ``{"cluster_statuses": [...]}`` in pieces, one per cluster. Without clusters, it is
+    ``{}``.
+    """
     before = '{\n "cluster_statuses": [\n  '
     for cluster in _shown(proxy, shown):
         yield before
@@ -106,7 +108,7 @@ def json_pieces(proxy: InspectedProxy, shown: Shown) -> Iterator[Piece]:
 
 
 def status(cluster: LiveCluster) -> admin.ClusterStatus:
-    """Return an element of ``cluster_statuses``."""
+    """Return a cluster's element in the list ``cluster_statuses``."""
     model = cluster.model
     message = admin.ClusterStatus(
         name=model.name,

@@ -175,7 +175,7 @@ def _memory(_: Asked) -> Page:
 
 
 def _init_dump(asked: Asked) -> Page:
-    """Return the targets that the start of the proxy waits for. Empty after the start."""
+    """Return the init targets that the proxy's start still waits for. The result is empty after the start."""
     proxy = asked.proxy
     message = admin.UnreadyTargetsDumps()
     waiting = [f"Cluster {cluster.model.name}" for cluster in readiness.unready_clusters(proxy)]

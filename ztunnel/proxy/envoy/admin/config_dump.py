@@ -21,12 +21,12 @@ from ztunnel.proxy.envoy.admin.dump import Dump
 from ztunnel.proxy.envoy.admin.inspected import InspectedProxy
 from ztunnel.runtime.http.page import JSON, PLAIN, Deferred, Page, Piece, Query, text
 
-#: Elements with more encoded bytes are printed outside the event loop. 32 KiB take about 10 ms.
+#: Elements whose encoding is longer than this are printed in a thread. Printing 32 KiB takes about 10 ms.
 _LARGE_BYTES = 16 * 1024
 
 
 class Refused(Exception):
-    """The request's parameters are invalid. Has the page to answer with."""
+    """The request's parameters are invalid. The exception contains the error page to answer with."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 
 def page(proxy: InspectedProxy, query: Query) -> Page:
-    """Return the answer to a request."""
+    """Return the answer to a request for ``/config_dump``."""
     try:
         shown = _name_filter(query.get("name_regex"))
         dumps = dump.dumps(proxy, include_eds="include_eds" in query, shown=shown)
@@ -80,7 +80,7 @@ def _elements(dumps: Iterable[Dump], name: str) -> Iterable[Message]:
 
 
 def _fits(mask: FieldMask, message: Message) -> bool:
-    # The stubs distinguish two descriptor classes. Only one exists at run time.
+    # protobuf's type stubs declare two descriptor classes. At run time there is only one, hence the cast.
     return mask.IsValidForDescriptor(cast(Descriptor, message.DESCRIPTOR))
 
 
@@ -89,7 +89,7 @@ def _mask_of(paths: Iterable[str]) -> FieldMask:
 
 
 def _masked(dumps: Iterable[Dump], mask: str) -> list[Message]:
-    """Return the dumps that have all paths of the mask, restricted to these paths."""
+    """Return the dumps that have all paths of the field mask, reduced to these paths."""
     fields = _mask_of(mask.split(","))
     found = [_trimmed(each.complete(), fields) for each in dumps if _fits(fields, each.message)]
     if not found:
@@ -104,7 +104,7 @@ def _trimmed(message: Message, mask: FieldMask) -> Message:
 
 
 def _masked_element(element: Message, mask: str) -> Message:
-    """Return an element restricted to the mask, whose paths can continue inside an ``Any`` (``cluster.name``)."""
+    """Return an element reduced to the field mask, whose paths can lead into an ``Any`` (``cluster.name``)."""
     outer: list[str] = []
     inner: dict[str, list[str]] = {}
     for path in mask.split(","):
@@ -155,7 +155,7 @@ def _unusable(paths: Iterable[str]) -> Refused:
 
 
 def pieces(dumps: Iterable[Dump]) -> Iterator[Piece]:
-    """Iterate over the text of a ``ConfigDump`` in pieces.
+    """Yield the JSON text of a ``ConfigDump`` in pieces.
 
     Lists are printed element by element. Elements never change once they are in a dump (bodies of resources are
     replaced, never edited), so a thread can print a large element while the proxy serves.
@@ -169,7 +169,7 @@ def pieces(dumps: Iterable[Dump]) -> Iterator[Piece]:
 
 
 def _typed(each: Dump) -> Iterator[Piece]:
-    """Iterate over pieces of one element of ``configs``, two levels deep."""
+    """Yield the JSON text of one element of ``configs`` in pieces, two levels deep."""
     message = each.message
     yield f'  {{\n   "@type": "{registry.type_url(message)}"'
     for field, value in message.ListFields():
@@ -200,7 +200,7 @@ def _element(message: Message, indent: str) -> Piece:
 
 
 def _indented(message: Message, indent: str) -> str:
-    # JSON escapes line breaks inside strings, so each line break in the text is layout.
+    # Every line break can be indented: JSON escapes line breaks inside strings, so the others are only layout.
     return format_json(to_dict(message, redact=True)).rstrip("\n").replace("\n", f"\n{indent}")
 
 

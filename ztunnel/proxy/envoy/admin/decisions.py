@@ -16,7 +16,7 @@ from ztunnel.runtime.http.page import JSON, Page, text
 
 
 def denials_page(proxy: InspectedProxy) -> Page:
-    """Return the last denials by listener, chain and client, the newest first."""
+    """Return the recent denials, grouped by listener, filter chain and client. The newest come first."""
     shown = [
         {
             **denial.pair._asdict(),
@@ -30,13 +30,13 @@ def denials_page(proxy: InspectedProxy) -> Page:
 
 
 def rbac_page(proxy: InspectedProxy) -> Page:
-    """Return the active RBAC filters' policies, and earlier policies with decisions, by name."""
+    """Return the policies of the active RBAC filters, and removed policies that made decisions, by name."""
     shown = {"policies": policies(proxy.listeners.active, proxy.decisions.ledger.own)}
     return text(json.dumps(shown, indent=2) + "\n", content_type=JSON)
 
 
 def policies(listeners: Iterable[LiveListener], uses: Iterable[PolicyUse[str]] = ()) -> list[dict[str, Any]]:
-    """Return the policies for :func:`rbac_page`.
+    """Return the policies that :func:`rbac_page` shows, with their decisions.
 
     Args:
         listeners: the active listeners.

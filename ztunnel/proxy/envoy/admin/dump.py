@@ -1,7 +1,7 @@
 """Returns the current configuration as messages of ``envoy.admin.v3``, the content of ``/config_dump``.
 
-:mod:`ztunnel.proxy.envoy.admin.config_dump` selects and prints the messages. They are in the order of Envoy's page
-(alphabetical by internal keys). Every call creates the messages again.
+:mod:`ztunnel.proxy.envoy.admin.config_dump` selects and prints the messages. The order is that of Envoy's page
+(alphabetical by internal keys). Every call creates new messages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ztunnel.proxy.envoy.secrets.store import SecretHandle
     from ztunnel.proxy.envoy.upstream.manager import Failure
 
-#: Returns whether to show the object with a name.
+#: Returns whether to show the object with the given name.
 Shown = Callable[[str], bool]
 
 _HEALTH = {
@@ -63,22 +63,23 @@ class Dump:
 
     Attributes:
         message: the dump without ``lists``.
-        lists: pairs of a field and its elements, in the order of field numbers, which are higher than those in
-            ``message``. Elements are created on demand, so that thousands of elements do not block the event loop.
+        lists: pairs of a field's name and its elements, in the order of field numbers. All of these come after the
+            fields in ``message``. Elements are created on demand, so that thousands of elements do not block the
+            event loop.
     """
 
     message: Message
     lists: tuple[tuple[str, Iterable[Message]], ...] = ()
 
     def complete(self) -> Message:
-        """Return the complete message. Consumes the elements, so call it once."""
+        """Return the complete message. This consumes the lists' elements, so it can be called only once."""
         for name, elements in self.lists:
             getattr(self.message, name).extend(elements)
         return self.message
 
 
 def dumps(proxy: InspectedProxy, *, include_eds: bool, shown: Shown = everything) -> Iterator[Dump]:
-    """Return all top-level dumps, in order."""
+    """Return all top-level dumps, in the order of Envoy's page."""
     yield Dump(bootstrap(proxy))
     yield Dump(clusters(proxy, shown))
     if _wanted_extensions(proxy):
@@ -92,7 +93,7 @@ def dumps(proxy: InspectedProxy, *, include_eds: bool, shown: Shown = everything
 
 
 def bootstrap(proxy: InspectedProxy) -> admin.BootstrapConfigDump:
-    """Return the bootstrap as given."""
+    """Return the dump of the bootstrap, which is shown as it was given."""
     return admin.BootstrapConfigDump(bootstrap=proxy.bootstrap.message, last_updated=timestamp(proxy.started_at))
 
 
@@ -100,7 +101,9 @@ def bootstrap(proxy: InspectedProxy) -> admin.BootstrapConfigDump:
 
 
 def clusters(proxy: InspectedProxy, shown: Shown) -> admin.ClustersConfigDump:
-    """Return static, active and warming clusters. A refused version is printed with the last accepted one."""
+    """Return the dump of static, active and warming clusters. A refused version is shown with the last accepted
+    version.
+    """
     manager = proxy.clusters
     dump = admin.ClustersConfigDump(version_info=manager.version)
     failures = dict(manager.failures)
@@ -117,7 +120,7 @@ def clusters(proxy: InspectedProxy, shown: Shown) -> admin.ClustersConfigDump:
             failure = failures.pop(cluster.model.name, None)
             _dynamic_cluster(dump.dynamic_warming_clusters.add(), cluster, failure)
     for failure in failures.values():
-        # No version of this cluster was ever accepted.
+        # Only refused versions of this cluster exist: no version was ever accepted.
         if shown(failure.name):
             dump.dynamic_warming_clusters.add(error_state=_error_state(failure))
     return dump
@@ -134,7 +137,7 @@ def _dynamic_cluster(
 
 
 def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
-    """Return the hosts of every active cluster. As in Envoy, they are printed without versions and times."""
+    """Return the dump of all active clusters' endpoints. As in Envoy, it has no versions and times."""
     wanted = [cluster for cluster in proxy.clusters.active if shown(cluster.model.name)]
     static = (
         admin.EndpointsConfigDump.StaticEndpointConfig(endpoint_config=registry.pack(assignment_message(cluster)))
@@ -161,7 +164,7 @@ def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignme
             continue
         block = message.endpoints.add()
         locality = group.locality
-        # As in Envoy, the field is present even if it is empty.
+        # As in Envoy, this field is present in the dump even if it is empty.
         block.locality.SetInParent()
         for name in ("region", "zone", "sub_zone"):
             setattr(block.locality, name, getattr(locality, name))
@@ -195,7 +198,7 @@ def _metadata(message: core.Metadata, metadata: Metadata) -> None:
 
 
 def address_message(message: core.Address, address: EndpointAddress) -> None:
-    """Write an address of the model into a message."""
+    """Write an address into a protobuf message."""
     match address:
         case InternalAddress():
             message.envoy_internal_address.server_listener_name = address.listener
@@ -214,7 +217,9 @@ def address_message(message: core.Address, address: EndpointAddress) -> None:
 
 
 def listeners(proxy: InspectedProxy, shown: Shown) -> admin.ListenersConfigDump:
-    """Return static listeners, and for each dynamic name its active, warming, draining and refused version."""
+    """Return the dump of static listeners, and of dynamic listeners by name, with their active, warming, draining
+    and refused versions.
+    """
     manager = proxy.listeners
     dump = admin.ListenersConfigDump(version_info=manager.version)
     by_name: dict[str, admin.ListenersConfigDump.DynamicListener] = {}
@@ -252,7 +257,7 @@ def _listener_state(listener: LiveListener) -> admin.ListenersConfigDump.Dynamic
 
 
 def extensions(proxy: InspectedProxy, shown: Shown) -> admin.EcdsConfigDump:
-    """Return the extension configurations from ECDS for existing listeners."""
+    """Return the dump of the extension configurations from ECDS that existing listeners use."""
     dump = admin.EcdsConfigDump()
     for name in sorted(_wanted_extensions(proxy)):
         if shown(name):
@@ -300,7 +305,7 @@ def _delivered(
 
 
 def routes(proxy: InspectedProxy, shown: Shown) -> Dump:
-    """Return the route tables inlined in listeners, once per filter chain, and the route tables from RDS."""
+    """Return the dump of route tables: those inlined in listeners, once per filter chain, and those from RDS."""
     inlined = (
         admin.RoutesConfigDump.StaticRouteConfig(
             route_config=registry.pack(table), last_updated=timestamp(listener.last_updated)
@@ -338,7 +343,9 @@ def _inlined_routes(body: AnyMessage) -> Iterable[route_pb2.RouteConfiguration]:
 
 
 def secrets(proxy: InspectedProxy, shown: Shown) -> admin.SecretsConfigDump:
-    """Return secrets by name, certificates before validation contexts. The page redacts them."""
+    """Return the dump of secrets by name, certificates before validation contexts. The page redacts sensitive
+    fields.
+    """
     dump = admin.SecretsConfigDump()
     for handle in proxy.secrets.static:
         if shown(handle.ref.name):
@@ -379,7 +386,7 @@ def _error_state(failure: Failure) -> admin.UpdateFailureState:
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """Return a time in whole milliseconds, as dumps print it."""
+    """Return a time for a dump, truncated to whole milliseconds."""
     message = Timestamp()
     message.FromMilliseconds(int(seconds * 1000))
     return message

@@ -12,7 +12,7 @@ from ztunnel.runtime.http.page import Page
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A query parameter. A ``flag`` is set by its presence."""
+    """A query parameter of an admin page. A ``flag`` is a parameter without a value."""
 
     name: str
     text: str
@@ -21,7 +21,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The page at one path. A command that ``mutates`` requires POST."""
+    """An admin page: its path, help text, handler and parameters. A command that ``mutates`` requires POST."""
 
     path: str
     text: str
@@ -31,7 +31,7 @@ class Command:
 
 
 def help_text(commands: Iterable[Command]) -> str:
-    """Return the table as ``/help`` prints it."""
+    """Return the text of ``/help``, which lists all commands."""
     lines = ["admin commands are:\n"]
     for command in commands:
         lines.append(f"  {command.path}{' (POST)' if command.mutates else ''}: {command.text}\n")

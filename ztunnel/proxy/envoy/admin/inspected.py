@@ -70,7 +70,7 @@ class InspectedProxy(Protocol):
 
     @property
     def state(self) -> State:
-        """The proxy's state, as ``/ready`` shows it."""
+        """The proxy's state, in the words of ``/ready``."""
 
     def shut_down(self) -> None:
         """Begin to drain all connections, and then end the process."""

@@ -39,20 +39,20 @@ from ztunnel.proxy.ui.seen import (
     Workload,
 )
 
-#: The number of entries per slice: about a millisecond of work.
+#: The number of connections read before other tasks can run: about a millisecond of work.
 _SLICE: Final = 200
-#: The number of connections kept while all connections are read. The view shortens the list further.
+#: The page lists at most this many connections, those with the most bytes. The view shortens the list further.
 _MOST_CONNECTIONS: Final = 200
-#: The number of pairs counted separately. All further pairs share one count.
+#: The number of workload pairs with their own counts. All further pairs share one entry.
 _MOST_FLOWS: Final = 2_000
 _OTHERS: Final = "others"
-#: The prefixes of termination details after a denial by policy; see LiveRbac and
+#: Termination details begin with one of these prefixes if a policy denied the connection; see LiveRbac and
 #: :mod:`ztunnel.proxy.envoy.path.calico`.
 _POLICY_DENIED: Final = ("rbac_access_denied", "calico_access_denied", POLICY_CHANGE)
 
 
 class _Ends(NamedTuple):
-    """The counting key of a connection."""
+    """The two workloads of a connection, and the other values by which the page groups its counts."""
 
     source: str
     destination: str
@@ -63,7 +63,7 @@ class _Ends(NamedTuple):
 
 
 class _Counts:
-    """The counts of one pair's ended connections."""
+    """The totals of the ended connections between one pair of workloads."""
 
     __slots__ = ("denied", "failed", "opened", "received", "refused", "sent")
 
@@ -72,7 +72,9 @@ class _Counts:
 
 
 class Traffic:
-    """Counts ended connections by pair, from :meth:`begin` to :meth:`end`. Both methods are idempotent."""
+    """Counts ended connections by pair of workloads, from :meth:`begin` to :meth:`end`. Both methods are
+    idempotent.
+    """
 
     def __init__(self, proxy: InspectedProxy) -> None:
         self._proxy = proxy
@@ -88,7 +90,7 @@ class Traffic:
         self._proxy.connections.on_close = self._ended
 
     def end(self) -> None:
-        """Stop counting, and reset the counts."""
+        """Stop counting connections, and clear the counts."""
         self._proxy.connections.on_close = None
         self.counts, self.identities, self.since_s, self._denied_before = {}, {}, 0.0, {}
 
@@ -104,7 +106,7 @@ class Traffic:
         counts.received += received
 
     def add_denied(self) -> None:
-        """Count denied node-local tunnels, which have no connection at the destination that could be counted."""
+        """Count denied node-local tunnels separately, because no connection exists at the destination."""
         denied: dict[_Ends, int] = {}
         for pair, times, _, _ in self._proxy.decisions.ledger.denials if self.since_s else ():
             if pair.identity:  # a denied plain connection is counted as a connection
@@ -127,7 +129,7 @@ class Traffic:
         return counts
 
     def ends(self, connection: LiveConnection) -> _Ends:
-        """Return the pair of a connection, and remember the connection's authenticated identities."""
+        """Return the two workloads of a connection, and remember their authenticated identities."""
         info = connection.info
         hops = hops_of(info)
         source, there = info.source.host, info.destination
@@ -161,7 +163,7 @@ def _moved(connection: LiveConnection) -> tuple[int, int]:
 
 
 async def seen(proxy: InspectedProxy, traffic: Traffic) -> Seen:
-    """Collect the current content of the page. Called once per event."""
+    """Collect the page's current content, for one server-sent event."""
     open_now: dict[_Ends, list[int]] = {}
     shown: list[Connection] = []
     entries = list(proxy.connections)
@@ -309,7 +311,7 @@ def _bytes(connection: Connection) -> int:
 
 
 def _policies(proxy: InspectedProxy) -> list[Policy]:
-    """Return the active RBAC filters' policies, and earlier policies with decisions. Most decisions first."""
+    """Return the active RBAC filters' policies and removed policies that made decisions, the most used first."""
     uses = {use.policy: use for use in proxy.decisions.ledger.own}
     actions = dict.fromkeys(uses, "")
     enforced = set(uses)
@@ -341,7 +343,7 @@ def _policy(name: str, action: str, use: PolicyUse[str] | None, enforced: bool) 
 
 
 def _certificates(proxy: InspectedProxy) -> Iterator[Certificate]:
-    """Iterate over the certificates that TLS contexts present, each once, with the number of its contexts."""
+    """Yield each certificate that TLS contexts present once, with the number of these contexts."""
     users: dict[int, int] = {}
     found: dict[int, Certificate] = {}
     for leaf, names in certificates_shown(proxy):

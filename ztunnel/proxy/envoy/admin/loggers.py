@@ -27,7 +27,7 @@ levels: {" ".join(LEVELS)}{" "}
 
 
 def page(query: Query) -> Page:
-    """Change levels as requested by a parameter, and return the page."""
+    """Change log levels as the request's parameter says, and return the page."""
     try:
         change(query)
     except ValueError as error:
@@ -36,7 +36,7 @@ def page(query: Query) -> Page:
 
 
 def change(query: Query) -> None:
-    """Apply one parameter, ``level``, ``paths`` or the name of a logger, completely or not at all.
+    """Apply one parameter: ``level``, ``paths`` or the name of a logger. An invalid value changes no logger.
 
     Raises:
         ValueError: an unknown logger or level.
@@ -89,11 +89,11 @@ def names() -> list[str]:
 
 
 def active() -> str:
-    """Return the page: every logger with its current level."""
+    """Return the page ``/logging``, which lists all loggers with their current levels."""
     lines = [f"  {name}: {level_name(logging.getLogger(name).getEffectiveLevel())}\n" for name in names()]
     return "active loggers:\n" + "".join(lines)
 
 
 def level_name(level: int) -> str:
-    """Return the name of a level. A number between two levels belongs to the more severe level."""
+    """Return the name of a logging level. A number between two levels gets the name of the more severe level."""
     return next((word for word, bound in LEVELS.items() if level <= bound), "off")

@@ -9,7 +9,7 @@ _PATHS = ("/metrics", "/stats/prometheus")
 
 
 def page(proxy: InspectedProxy, request: PageRequest) -> Page:
-    """Return the answer of the metrics server."""
+    """Answer a request to the metrics server."""
     if request.path not in _PATHS:
         return not_found(_PATHS)
     from ztunnel.proxy.envoy.admin.families import families  # with the first scrape: see exposition

@@ -1,4 +1,4 @@
-"""Reports memory, version and certificates' expiry of the process, and registers the ``server.*`` gauges."""
+"""Reports the proxy's memory use, version and certificate expiry, and registers the ``server.*`` gauges."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def version() -> str:
 
 
 def memory() -> dict[str, int]:
-    """Return bytes by the field names of ``/memory``; fields without an equivalent in CPython are 0.
+    """Return the fields of ``/memory``, in bytes. Fields without an equivalent in CPython are 0.
 
     ``allocated`` is anonymous resident memory, ``heap_size`` the data segment, ``total_physical_bytes`` all
     resident memory.
@@ -47,8 +47,8 @@ def memory() -> dict[str, int]:
 
 
 def days_until_first_expiry(proxy: InspectedProxy) -> int:
-    """Return the whole days until the first certificate in use expires, 0 if one has expired. Without
-    certificates, return the largest value.
+    """Return the number of whole days until the first certificate in use expires. It is 0 if one has expired, and
+    the largest possible value without certificates.
     """
     from ztunnel.proxy.envoy.admin.certs import certificates_in_use
 
@@ -59,12 +59,13 @@ def days_until_first_expiry(proxy: InspectedProxy) -> int:
 
 
 def register(proxy: InspectedProxy) -> None:
-    """Register the gauges of ``server.`` that read the operating system or the whole proxy."""
+    """Register the ``server.`` gauges whose values come from the operating system or from the proxy as a whole."""
     scope = proxy.stats.scope("server")
     scope.gauge("memory_allocated", lambda: float(memory()["allocated"]))
     scope.gauge("memory_heap_size", lambda: float(memory()["heap_size"]))
     scope.gauge("memory_physical_size", lambda: float(memory()["total_physical_bytes"]))
     scope.gauge("days_until_first_cert_expiring", lambda: float(days_until_first_expiry(proxy)))
-    # Envoy shows the first digits of its commit's hash here. We show the version, with two digits for each part.
+    # ``server.version``: Envoy shows the first digits of its commit hash. We show the version, two digits per
+    # part.
     parts = [int(part) if part.isdigit() else 0 for part in __version__.split(".")[:3]]
     scope.gauge("version", lambda: float(parts[0] * 10_000 + parts[1] * 100 + parts[2]))

@@ -14,12 +14,13 @@ from ztunnel.runtime.http.page import PLAIN, Page, PageRequest, not_found, print
 if TYPE_CHECKING:
     from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 
-#: The largest number of names in the answer. Kubelet copies the answer into an event, which should stay short.
+#: The largest number of names in the readiness answer. Kubelet copies the answer into an event, which should be
+#: short.
 _MOST_NAMES = 10
 
 
 def page(proxy: InspectedProxy, request: PageRequest) -> Page | Awaitable[Page]:
-    """Return the answer of the readiness server."""
+    """Answer a request to the readiness server."""
     if request.path == liveness.PATH:
         return liveness.page(proxy.poller, request)
     if request.path != "/healthz/ready":
@@ -37,7 +38,9 @@ def page(proxy: InspectedProxy, request: PageRequest) -> Page | Awaitable[Page]:
 
 
 def pending(proxy: InspectedProxy) -> list[str]:
-    """Return the tasks that the start waits for, sorted; never empty before the proxy is live."""
+    """Return the sorted names of resources that the start waits for. Before the proxy is live, the list is not
+    empty.
+    """
     waiting = [f"cluster {printable(c.model.name)}" for c in unready_clusters(proxy)]
     waiting += [f"listener {printable(listener.name)}" for listener in proxy.listeners.warming]
     policies = ["policies"] if lacks_policies(proxy) else []
@@ -54,10 +57,10 @@ def pending(proxy: InspectedProxy) -> list[str]:
 
 
 def lacks_policies(proxy: InspectedProxy) -> bool:
-    """Return whether Calico's policies are configured and have not arrived."""
+    """Return whether Calico's policies are configured but have not arrived yet."""
     return proxy.policies is not None and not proxy.policies.are_complete
 
 
 def unready_clusters(proxy: InspectedProxy) -> list[LiveCluster]:
-    """Return the clusters that wait for endpoints or secrets. Static clusters are used while they wait."""
+    """Return the clusters that wait for endpoints or secrets. Static clusters are already in use meanwhile."""
     return [cluster for cluster in (*proxy.clusters.active, *proxy.clusters.warming) if not cluster.warm.is_set()]

@@ -35,9 +35,9 @@ class AlreadyRunning(PortTaken):
 
 
 class AdminServer:
-    """Serves the three ports of one proxy while entered.
+    """An async context manager that serves the three ports of one proxy.
 
-    The bootstrap's ``admin.address`` has precedence over the setting. An address of ``None`` is not served.
+    The bootstrap's ``admin.address`` has precedence over the setting. An address of ``None`` disables its server.
 
     Attributes:
         admin, readiness, metrics: the bound addresses; ``None`` if off.
@@ -112,12 +112,12 @@ class AdminServer:
             )
         return self._live.answer(request)
 
-    # The work of /drain_listeners
+    # Draining listeners for /drain_listeners
 
     def drain(self, *, inbound_only: bool, graceful: bool, skip_exit: bool) -> None:
-        """Drain listeners: stop accepting now, or after the drain time (``graceful``), or never (``skip_exit``).
+        """Drain listeners. They stop accepting now, after the drain time (``graceful``) or never (``skip_exit``).
 
-        A graceful drain begins with GOAWAY to the peers; new connections are still accepted meanwhile.
+        A graceful drain begins by sending GOAWAY to the peers. Until its end, new connections are accepted.
         """
 
         def concerns(listener: object) -> bool:

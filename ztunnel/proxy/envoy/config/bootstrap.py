@@ -41,7 +41,7 @@ _NOWHERE = "/dev/null"
 
 @dataclass(frozen=True, slots=True)
 class Discovery:
-    """The source of LDS or CDS, and the time limit of its first answer (0: none)."""
+    """The config source of LDS or CDS, and the time limit for its first response (0: no limit)."""
 
     source: ConfigSource
     timeout_s: float
@@ -55,7 +55,7 @@ class GrpcTarget:
         address: ``host:port`` or ``unix:/path``.
         index: the cluster's position among the static clusters.
         cluster: the cluster's configuration.
-        dns_resolver: the bootstrap's DNS resolver.
+        dns_resolver: the DNS resolver that the bootstrap configures.
     """
 
     address: str
@@ -72,7 +72,8 @@ class BootstrapConfig:
         message: the bootstrap as given, for the dump.
         ads: the aggregated stream; ``None`` without ``ads_config``.
         admin: the admin address, if the bootstrap has one.
-        admin_allow_paths: patterns of request targets, with query, that the admin server answers. Empty: all.
+        admin_allow_paths: the admin server answers only request targets (path and query) that match one of these
+            patterns. If empty, it answers all.
         dns_resolver: the resolver for clusters that do not configure one.
         targets: static clusters that gRPC streams can connect to.
     """
@@ -88,7 +89,8 @@ class BootstrapConfig:
     dns_resolver: DnsResolver = HOSTS_RESOLVER
 
     def check(self, source: ConfigSource) -> None:
-        """Refuse a source that this bootstrap does not define. A missing file can still appear later.
+        """Refuse a config source that this bootstrap does not define. A missing file is accepted: it can appear
+        later.
 
         Raises:
             ConfigError: the source is not defined. The text is meant for operators.
@@ -128,7 +130,7 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
     try:
         parsed = parse_text(text, Bootstrap, name=path, faults=found)
         message = parsed.message
-        # As in Envoy, unknown fields of a static resource are faults.
+        # As in Envoy, fields unknown to our version of the messages are faults.
         found += [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
     except ConfigError as error:
         found.append(error)
@@ -142,14 +144,14 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
 
 
 def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) -> BootstrapConfig:
-    """Return the parts of a bootstrap that the proxy uses.
+    """Parse a bootstrap message, and return the parts that the proxy uses.
 
     Args:
         message: the bootstrap.
         faults: collects every fault. Faulty parts are then omitted. ``None``: raise the first fault.
 
     Raises:
-        ConfigError: a part is invalid. The error has the path of the fault.
+        ConfigError: a part is invalid. The error contains the field path.
     """
     found: list[ConfigError] = [] if faults is None else faults
 
@@ -219,8 +221,8 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
 #: Returns a context manager that adds a field path in front of each error raised inside. It raises the error
 #: again, or stores the error if faults are collected.
 _Noting = Callable[..., AbstractContextManager[None]]
-#: The accepted fields of a bootstrap. Each field is implemented (here or where static resources are served), or
-#: has no effect in this proxy.
+#: The accepted fields of a bootstrap. Each of them is either implemented (some of them where static resources are
+#: served) or has no effect in this proxy.
 _BOOTSTRAP = (
     "node",
     "static_resources",
@@ -241,8 +243,8 @@ _ADMIN = (
     "profile_path",  # of Envoy's CPU profiler
     "ignore_global_conn_limit",  # exempts a listener from a limit that does not exist here
 )
-#: Accepted runtime keys without an effect in this proxy. In Envoy, these keys select versions of its code or limit
-#: its regular expressions.
+#: Runtime keys that are accepted without effect. In Envoy, they select between old and new code or limit the size
+#: of regular expressions.
 _INERT_KEYS = (
     "envoy.reloadable_features.",
     "envoy.restart_features.",
@@ -254,7 +256,7 @@ _NO_LIMIT = 2**31 - 1
 
 
 def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
-    """Refuse settings that Envoy implements and this proxy does not. Each error names the setting."""
+    """Refuse bootstrap settings that Envoy implements but this proxy does not. Each error names the setting."""
     for field, _ in message.ListFields():
         with noting(field.name):
             if field.name not in _BOOTSTRAP:
@@ -273,7 +275,8 @@ def _refuse_ignored(message: Bootstrap, noting: _Noting) -> None:
                 raise Unsupported(f"requests to the admin server are not logged; only {_NOWHERE} is possible")
     for index, extension in enumerate(message.bootstrap_extensions):
         with noting("bootstrap_extensions", index, "typed_config"):
-            # Internal listeners need no extension in this proxy, and their buffer sizes are those of sockets.
+            # Accepted without effect: this proxy has internal listeners without an extension, and gives their
+            # buffers the size of socket buffers.
             only(unpack_as(extension.typed_config, InternalListener, extension.name))
     for index, layer in enumerate(message.layered_runtime.layers):
         with noting("layered_runtime", "layers", index):
@@ -307,8 +310,8 @@ def _flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, obje
 
 
 def _as_plain(source: core.ApiConfigSource) -> core.ApiConfigSource:
-    """Return ``ads_config`` with the type GRPC in place of AGGREGATED_GRPC, because in this field both types mean
-    the aggregated stream.
+    """Return ``ads_config`` with api_type GRPC instead of AGGREGATED_GRPC. In this field, both mean the aggregated
+    stream.
     """
     kinds = {
         core.ApiConfigSource.AGGREGATED_GRPC: core.ApiConfigSource.GRPC,
@@ -329,7 +332,7 @@ def _discovery(dynamic: Bootstrap.DynamicResources, field: str) -> Discovery | N
 
 
 def _target(cluster: Cluster) -> str | None:
-    """Return the target of a static cluster, in gRPC's syntax."""
+    """Return the address of a static cluster in the syntax of gRPC targets."""
     endpoints = [e.endpoint.address for g in cluster.load_assignment.endpoints for e in g.lb_endpoints]
     if len(endpoints) != 1:
         return None
@@ -344,7 +347,7 @@ def _target(cluster: Cluster) -> str | None:
 
 
 def bootstrap_for(control_plane: str, node: str, *, delta: bool, admin: SocketAddress | None) -> Bootstrap:
-    """Return the bootstrap of a proxy that is only given a control plane's address and the node's name."""
+    """Generate a bootstrap from nothing but the control plane's address and the node's name."""
     message = Bootstrap()
     message.node.id = f"sidecar~0.0.0.0~ztunnel-{node}.istio-system~istio-system.svc.cluster.local"
     message.node.cluster = "ztunnel.proxy.istio-system"

@@ -34,7 +34,7 @@ _METRICS = SocketAddress("0.0.0.0", 15020)
 
 
 class TunnelSource(StrEnum):
-    """The source address of a tunnel's TCP connection if the configuration requests the client's address."""
+    """Which source address a tunnel's TCP connection uses if the configuration requests the client's address."""
 
     CLIENT_POD = "client-pod"
     ENVOY = "envoy"

@@ -8,7 +8,7 @@ from xds.model.tls import AdsSource, ConfigSource, FileSource, GrpcSource
 from xds.protocol.resource import ResourceSource, Subscription
 from ztunnel.proxy.envoy.stats.stats import Counter, Declared, Gauge, Scope, TextReadout
 
-#: Envoy's statistics of each subscription. ``version`` is a hash of the version's text.
+#: Envoy's statistics of one xDS subscription. ``version`` is a hash of the version string.
 _COUNTED = (
     *(
         Declared(name, Counter, attrgetter(f"stats.{name}"))
@@ -42,10 +42,10 @@ class Sources:
         self._made: dict[ConfigSource, ResourceSource] = {}
 
     def check(self, source: ConfigSource) -> None:
-        """Raise the errors that :meth:`of` would raise, without watching a file.
+        """Raise the errors that :meth:`of` would raise, but do not watch a file.
 
-        Resources are checked before use. A resource with an unusable source is refused as a whole, instead of
-        waiting forever for an answer.
+        Called before a resource is used: if the resource refers to an unusable source, it is refused as a whole,
+        instead of waiting forever for an answer.
 
         Raises:
             ConfigError: there is no such source.
@@ -71,5 +71,7 @@ class Sources:
 
     @staticmethod
     def count(scope: Scope, subscription: Subscription) -> None:
-        """Show a subscription's statistics under ``scope`` (``update_attempt`` ... ``version_text``)."""
+        """Make pages show a subscription's statistics under ``scope``, from ``update_attempt`` to
+        ``version_text``.
+        """
         scope.declare(_COUNTED, subscription)

@@ -1,4 +1,4 @@
-"""The states of a proxy from start to end."""
+"""The states of a proxy process, from its start to its end."""
 
 from enum import StrEnum
 

@@ -1,1 +1,1 @@
-"""Hands the open connections of a proxy in Envoy's dialect over to the process that replaces it."""
+"""Hand-over in Envoy's dialect: moves a proxy's open connections to the process that replaces it."""

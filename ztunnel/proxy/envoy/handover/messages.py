@@ -1,4 +1,5 @@
-"""The offers of a hand-over in Envoy's dialect; see :mod:`ztunnel.proxy.dataplane.handover.messages`. Pure.
+"""The messages by which a process offers its connections to another process, in Envoy's dialect; see
+:mod:`ztunnel.proxy.dataplane.handover.messages`. Pure.
 
 Messages refer to configuration by name: listeners, filter chains, clusters and hosts. The taker looks the names up
 in its own configuration, and declines units with unknown names.
@@ -18,13 +19,13 @@ from ztunnel.proxy.dataplane.handover import messages
 from ztunnel.proxy.envoy.stream.stream_info import UpstreamOptions
 
 AddressValue: TypeAlias = tuple[str, ...]
-"""The kind of an endpoint's address, and its parts."""
+"""A serialized endpoint address: its kind, then its parts."""
 Plain: TypeAlias = dict[str, dict[str, Any]]
 """Metadata in plain dictionaries."""
 
 
 class Kind(StrEnum):
-    """The kind of a hop."""
+    """What a hop is: an accepted connection, a request, or a hop within the process."""
 
     CONNECTION = "connection"  # accepted by a listener
     INNER = "inner"  # behind an internal listener
@@ -33,7 +34,9 @@ class Kind(StrEnum):
 
 
 class TlsValue(Struct, frozen=True, kw_only=True):
-    """A :class:`~ztunnel.proxy.envoy.stream.stream_info.TlsFacts`: certificates in DER, our own in PEM."""
+    """A serialized :class:`~ztunnel.proxy.envoy.stream.stream_info.TlsFacts`: the peer's certificates in DER, ours
+    in PEM.
+    """
 
     version: str
     cipher: str
@@ -46,7 +49,8 @@ class TlsValue(Struct, frozen=True, kw_only=True):
 
 
 class InfoValue(Struct, frozen=True, kw_only=True):
-    """A :class:`~ztunnel.proxy.envoy.stream.stream_info.StreamInfo` without bytes and configuration.
+    """A serialized :class:`~ztunnel.proxy.envoy.stream.stream_info.StreamInfo`, without byte counts and
+    configuration.
 
     Attributes:
         age_s: the time since the hop's start.
@@ -85,7 +89,7 @@ class InfoValue(Struct, frozen=True, kw_only=True):
 
 
 class HopValue(Struct, frozen=True, kw_only=True):
-    """A :class:`~ztunnel.proxy.envoy.listeners.connections.LiveHop`.
+    """A serialized :class:`~ztunnel.proxy.envoy.listeners.connections.LiveHop`.
 
     Attributes:
         pod: for an accepted connection, its pod's address.
@@ -99,7 +103,7 @@ class HopValue(Struct, frozen=True, kw_only=True):
 
 
 class DialledValue(Struct, frozen=True, kw_only=True, tag="dialled"):
-    """A tunnel connection dialled for a cluster's pool.
+    """A serialized tunnel connection that was dialled for a cluster's pool.
 
     Attributes:
         address, options: the address and the socket options in the connection's pool key.
@@ -115,13 +119,14 @@ class DialledValue(Struct, frozen=True, kw_only=True, tag="dialled"):
 
 
 class AcceptedValue(Struct, frozen=True, kw_only=True, tag="accepted"):
-    """A tunnel connection that a listener has accepted."""
+    """A serialized tunnel connection that a listener has accepted."""
 
     hop: HopValue
 
 
 class Offer(messages.Offer, frozen=True, kw_only=True, tag=True):
-    """The offer of one unit: a tunnel connection with its relays, or a relay without a tunnel.
+    """The offer of one unit of connections, which move together: a tunnel connection with its relays, or a relay
+    without a tunnel.
 
     Attributes:
         carrier: the unit's tunnel connection, if it has one.

@@ -1,8 +1,8 @@
 """The taking side of a hand-over in Envoy's dialect: rebuilds offered units, and continues them.
 
 Names in an offer are looked up in the configuration of this process. A unit is declined if its listener, filter
-chain or cluster is missing, or if the filter chain now has another kind (TCP or tunnel). A unit that is taken over
-is checked by the current filters and policies at once.
+chain or cluster is missing, or if the filter chain now has another kind (TCP or tunnel). A unit that was taken
+over is at once checked against the current filters and policies.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Parts:
 
 
 class Hop(NamedTuple):
-    """A hop to continue in this process: the received value, and the hop's configuration in this process."""
+    """A hop that continues in this process: the received description, and the matching configuration here."""
 
     value: HopValue
     info: StreamInfo
@@ -101,7 +101,7 @@ class Hop(NamedTuple):
 
     @property
     def place(self) -> tuple[LiveCluster, Host]:
-        """The cluster and the host of the connection.
+        """The cluster and the host to which the connection was opened.
 
         Raises:
             ValueError: the hop has no cluster and host, because it is a tunnel connection.
@@ -159,7 +159,7 @@ def _discard(unit: Resumed, socks: list[socket.socket]) -> None:
 
 
 def _check(offer: Offer) -> None:
-    """Check that the parts of an offer do not contradict each other.
+    """Check that an offer is consistent.
 
     Raises:
         ValueError: parts of the offer contradict each other.
@@ -259,7 +259,8 @@ def _key(cluster: LiveCluster, carrier: DialledValue, connection: Connection) ->
     if context is not None and facts is not None:
         if context.has_revoked(facts.chain):
             raise Declining("its peer is revoked")
-        # If only a handshake could decide about the peer now, the connection continues, but gets no new tunnels.
+        # If the current TLS context could verify the peer only by a new handshake, the connection continues, but
+        # gets no new tunnels.
         generation = context.generation if context.trusts(facts) else -1
     return PoolKey(carrier.address, context, generation, carrier.options)
 
@@ -317,14 +318,15 @@ class Pending:
         return idle_timeout_s(proxy, further)
 
     def discard(self) -> None:
-        """Discard the unit, because the other process keeps it."""
+        """Discard the rebuilt unit, because the other process keeps the connections."""
         self._unit.discard()
 
     def start(self) -> None:
-        """Continue the unit: it belongs to this process from now on."""
+        """Start to carry the unit's connections, which belong to this process from now on."""
         unit = self._unit
         life = self._register_accepted()
-        # Register the hops before checking policies, so that a review finds them and an early end is counted.
+        # Register the hops before checking policies, so that a policy change in between finds the hops, and their
+        # end is counted.
         lives = [self._register(hops, ends) for hops, ends in zip(self._hops, unit.ends, strict=True)]
         try:
             unit.start()
@@ -343,7 +345,7 @@ class Pending:
             self._judge(life)
 
     def _judge(self, life: LiveHop) -> None:
-        """Check a hop against the current configuration. Meanwhile the hop's listener can have been removed."""
+        """Check a hop against the current configuration, in which the hop's listener can already be missing."""
         connections = self._parts.connections
         if life.state is State.CLOSED:
             return
@@ -389,7 +391,7 @@ class Pending:
     # A relay
 
     def _register(self, hops: Sequence[Hop], ends: tuple[End, End]) -> LiveHop:
-        """Register the hops of a relay. Return the first hop, whose ``upstream`` has the rest."""
+        """Register the hops of a relay. Return the first hop; its ``upstream`` contains the other hops."""
         lives = [self._life(hop, ends) for hop in hops]
         for outer, inner in pairwise(hops):
             outer.info.behind = inner.info
@@ -463,8 +465,8 @@ class Pending:
             upstream.close()
             first.close()
             return
-        # Mark the hops as open now, not in the fiber's first step, so that a policy change in between finds open
-        # connections.
+        # Mark the hops as open now. If this waited for the fiber's first step, a policy change in between would
+        # treat the hops as not yet open.
         first.opened(relay.abort, finish=relay.finish)
         for inner in first.upstream.hops if first.upstream is not None else ():
             inner.opened(relay.abort, state=State.JOINED, finish=relay.finish)

@@ -36,7 +36,7 @@ class Unit:
 
     @property
     def key(self) -> int:
-        """Identifies this unit: equal in every list returned by :func:`movable_units`."""
+        """Identifies this unit. The key stays the same in every list that :func:`movable_units` returns."""
         return id(self.connection or self.relays[0][0])
 
     @property
@@ -45,7 +45,7 @@ class Unit:
         return len(self.relays)
 
     def freeze(self) -> Frozen:
-        """Stop the unit and read its state.
+        """Stop the relays of the unit, and return their state.
 
         Raises:
             Unmovable: the unit cannot move, or cannot move yet.
@@ -57,7 +57,7 @@ class Unit:
         return Frozen([relay for relay, _ in self.relays], self.connection)
 
     def offer(self, number: int, state: UnitState, now_s: float) -> Offer:
-        """Return the offer of the frozen unit."""
+        """Return the message that offers the unit, after its relays were stopped."""
         relays = tuple(tuple(hop_value(hop, now_s) for hop in hops) for _, hops in self.relays)
         return Offer(number=number, unit=state, carrier=self._carrier_value(now_s), relays=relays)
 
@@ -90,7 +90,9 @@ class Unit:
 
 
 def movable_units(connections: Connections, connector: Connector) -> tuple[list[Unit], Counter[str]]:
-    """Return the units of the process, and the number of connections that cannot move, by reason."""
+    """Return all units of this process that can move, and the number of connections that cannot move, by
+    reason.
+    """
     stays = Counter[str]()
     carriers: dict[int, Unit] = {}
     for life in connections:

@@ -62,7 +62,7 @@ _TEXTS: Final = (
 
 
 def hop_value(hop: LiveHop, now_s: float) -> HopValue:
-    """Return a hop as a serializable value; ``now_s`` is in monotonic seconds."""
+    """Return a hop as a serializable value. ``now_s`` is the current time in monotonic seconds."""
     kind = Kind.INNER
     if isinstance(hop, LiveConnection):
         kind = Kind.CONNECTION
@@ -121,7 +121,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def info_of(value: InfoValue, connection_id: int, now_s: float) -> StreamInfo:
-    """Restore a hop's facts from a received value, without its configuration.
+    """Restore the facts about a hop from a received value. The hop's configuration is not restored here.
 
     Args:
         value: the hop's value.
@@ -168,7 +168,7 @@ def _tls_of(value: TlsValue) -> TlsFacts:
 
 
 def _certificate_of(chain_pem: bytes | None) -> Certificate | None:
-    """Restore a certificate for log lines, without its key."""
+    """Restore our own certificate without its key, which is enough for access log lines."""
     return None if chain_pem is None else Certificate(chain_pem=chain_pem, key_pem=b"")
 
 

@@ -1,1 +1,1 @@
-"""Listeners at run time: sockets, listener filters, filter chains, and how one version replaces another."""
+"""Listeners at run time: sockets, listener filters, filter chains, and updates to a new version."""

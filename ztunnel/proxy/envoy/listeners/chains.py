@@ -65,7 +65,7 @@ class RbacDecision(NamedTuple):
 
 
 class LiveRbac:
-    """An RBAC filter with its counters."""
+    """An RBAC filter at run time, with its counters."""
 
     def __init__(self, model: Rbac, stats: Stats | Scopes, decisions: Decisions) -> None:
         self.model = model
@@ -81,7 +81,9 @@ class LiveRbac:
         self.reads_port = any(reads_port(rules) for rules in lists)
 
     def decide(self, facts: ConnectionFacts) -> RbacDecision:
-        """Return the decision about a connection, and write metadata into its facts. Nothing is counted."""
+        """Return the decision about a connection, and write metadata into the connection's facts. Change no
+        counter.
+        """
         model = self.model
         shadow = rules = None
         if model.shadow is not None:
@@ -111,7 +113,7 @@ class LiveRbac:
             live: whether the connection is already open, and is checked again after a policy change.
 
         Raises:
-            Denied: has Envoy's termination details.
+            Denied: the policy denies the connection. The error contains Envoy's termination details.
         """
         decisions = self._decisions
         shadow, rules, denied = self.decide(facts)
@@ -136,7 +138,7 @@ class LiveRbac:
 
 @dataclass(frozen=True, slots=True)
 class LiveHeader:
-    """A header of a tunnel request, ready to be printed."""
+    """A header to add to tunnel requests, with the function that renders its value."""
 
     name: str
     render: Renderer
@@ -146,7 +148,7 @@ class LiveHeader:
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """One entry of a ``set_filter_state`` filter, ready to be evaluated."""
+    """One entry of a ``set_filter_state`` filter, with the function that renders its value."""
 
     key: str
     render: Renderer
@@ -154,7 +156,7 @@ class LiveState:
     shared: SharedWithUpstream
 
 
-#: Format commands whose values are the same for all connections of a plan.
+#: Access log commands whose values are equal for all connections that share a plan.
 _PLANNED = frozenset(
     (
         "DOWNSTREAM_LOCAL_ADDRESS",
@@ -178,14 +180,14 @@ class LiveTcpProxy:
 
     def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
         self.model = model
-        #: The time limit for opening an upstream. As in Envoy, the idle and the duration timer run already while
-        #: the upstream connects. They also limit the wait for a CONNECT's answer, to which a cluster's connect
-        #: timeout does not apply.
+        #: The time limit for opening an upstream. As in Envoy, the idle timer and the duration timer already run
+        #: during this time. They also limit the wait for the answer to a CONNECT, which a cluster's connect
+        #: timeout does not limit.
         self.opening_limit_s = min(model.idle_timeout_s or math.inf, model.max_duration_s or math.inf)
         self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
         self.scope = tcp_scope(stats, model.stat_prefix)
         self.scope.declare(_TCP_COUNTED, None)
-        #: Endpoint metadata to restrict each cluster to.
+        #: For each cluster, the metadata that an endpoint must have to be chosen.
         self.subsets = {c.name: {**model.metadata_match, **c.metadata_match} for c in reversed(model.clusters)}
         self.hostname: Renderer | None = None
         self.headers: tuple[LiveHeader, ...] = ()
@@ -197,8 +199,8 @@ class LiveTcpProxy:
             if not isinstance(part, str)
         )
         if model.tunneling is not None:
-            # A missing value is an empty text, not "-". A tunnel with an empty hostname is refused, and an empty
-            # header is omitted.
+            # In tunnel requests, a missing value is an empty text, not "-". If the hostname is empty, the tunnel
+            # is refused. An empty header is omitted.
             self.hostname = renderer(model.tunneling.hostname, missing="")
             self.headers = tuple(
                 LiveHeader(header.name, renderer(header.value, missing=""), header.action, header.keep_empty)
@@ -212,14 +214,14 @@ _TCP_COUNTED = (*declared_in(LiveTcpProxy), *_BUFFERED)
 
 
 class _Counted(NamedTuple):
-    """A connection manager's base counters. Other statistics are derived from these counters."""
+    """The counters of a connection manager from which other statistics are computed."""
 
     requests: Counter
     connections: Gauge
     by_class: tuple[Counter, ...]
 
 
-#: Statistics that are equal to another statistic, because every connection and request here is HTTP/2.
+#: Statistics computed from other counters. All connections and requests here are HTTP/2, so several are equal.
 _DERIVED = (
     Declared("rq_total", Counter, lambda counted: counted.requests.value),
     Declared("downstream_rq_http2_total", Counter, lambda counted: counted.requests.value),
@@ -267,23 +269,25 @@ class LiveConnectionManager:
         scope.declare(_DERIVED, counted)
 
     def request_ended(self) -> None:
-        """Count the end of a request that was active."""
+        """Count the end of an active request of this connection manager."""
         self.rq_active.stored -= 1
 
     def connection_began(self, *, secured: bool) -> None:
-        """Count an admitted connection."""
+        """Count a connection that the filter chain has admitted."""
         self.cx_total.value += 1
         self.cx_http2.value += 1
         self.cx_ssl_total.value += secured
         self.connection_came(secured=secured)
 
     def connection_came(self, *, secured: bool) -> None:
-        """Update the gauges for a connection that another process has counted as new and handed over."""
+        """Add a connection to the gauges only, because it came from another process, which has counted it as
+        new.
+        """
         self.cx_active.stored += 1
         self.cx_ssl_active.stored += secured
 
     def connection_went(self, *, secured: bool) -> None:
-        """Update the gauges for a connection that has ended or moved to another process."""
+        """Remove a connection from the gauges, because it has ended or moved to another process."""
         self.cx_active.stored -= 1
         self.cx_ssl_active.stored -= secured
 
@@ -299,7 +303,7 @@ class LiveConnectionManager:
 
     @property
     def wanted_routes(self) -> RouteTableRef | None:
-        """The route table to request by RDS, if any."""
+        """The name of the route table to request by RDS, if any."""
         return self.model.routes if isinstance(self.model.routes, RouteTableRef) else None
 
 
@@ -318,11 +322,11 @@ class LiveSsl:
         self.sds_updates = scope.counter("server_ssl_socket_factory.ssl_context_update_by_sds")
 
     def updated_by_sds(self) -> None:
-        """Count a context that was rebuilt because a secret changed."""
+        """Count the rebuild of a TLS context after a secret has changed."""
         self.sds_updates.value += 1
 
     def negotiated(self, facts: PeerFacts) -> None:
-        """Count a finished handshake and its parameters."""
+        """Count a finished TLS handshake by its negotiated parameters."""
         self.handshake.value += 1
         self.no_certificate.value += facts.certificate is None
         count_parameters(self._scope, facts.version, facts.cipher, facts.group)
@@ -330,7 +334,7 @@ class LiveSsl:
 
 @dataclass(frozen=True, slots=True)
 class _Filters:
-    """The instantiated filters of a filter chain, by kind."""
+    """The run-time objects of a filter chain's filters, by kind."""
 
     rbac: tuple[LiveRbac, ...]
     limits: tuple[LiveConnectionLimit | LiveRateLimit, ...]
@@ -341,7 +345,7 @@ class _Filters:
     def of(
         cls, models: Iterable[ChainFilter], stats: Stats, now: Callable[[], float], decisions: Decisions
     ) -> _Filters:
-        """Instantiate the configured filters."""
+        """Create the run-time objects of the configured filters."""
         listed = list(models)
         if not listed:
             return _NO_FILTERS  # most chains of a mesh
@@ -442,9 +446,10 @@ class LiveChain:
         self.takes_internal = self.proxy is not None and self.tls is None
 
     def discover(self, place: int, found: ChainFilter | None) -> None:
-        """Apply a filter's configuration from ECDS. ``None``: the configuration was removed. Use the default."""
+        """Apply a filter's configuration from ECDS. ``None`` means that it was removed, so the default applies."""
         found = found if found is not None else self.model.discovered[place].default
-        # Another subscription can deliver an equal configuration, which must not reset the counts of a limit.
+        # If an equal configuration is delivered again, keep the filter, so that the counts of a limit are not
+        # reset.
         if found != self._found[place]:
             self._found[place] = found
             before = self._discovered[place]
@@ -471,15 +476,18 @@ class LiveChain:
 
     @cached_property
     def _lines(self) -> LineLimit:
-        """Limits log lines about denials per chain, so that denials to one pod suppress no lines of another."""
+        """Limits log lines about denials. Each chain has its own limit, so that denials at one pod do not suppress
+        log lines about another pod.
+        """
         return self._decisions.line_limit()
 
     def admit(self, info: StreamInfo) -> None:
-        """Run the connection-limiting filters, like Envoy before any byte is read, even of a handshake.
+        """Run the connection-limiting filters. Like in Envoy, this happens before any byte is read, even of a
+        handshake.
 
         Raises:
             TooMany: a limit is reached.
-            Incomplete: the configuration of a filter, which could deny the connection, has not arrived.
+            Incomplete: a filter's configuration has not arrived. The filter could deny the connection.
         """
         if not self.is_complete:
             raise Incomplete()
@@ -487,15 +495,15 @@ class LiveChain:
             limit.check(info)
 
     def hold(self, info: StreamInfo) -> None:
-        """Count a connection towards the chain's limits that another process has admitted."""
+        """Count a connection that another process has admitted towards the chain's limits."""
         for limit in self.limits:
             limit.hold(info)
 
     def judge(self, info: StreamInfo, *, port_known: bool = True, live: bool = False) -> None:
         """Run the RBAC filters in order.
 
-        Envoy waits for the client's first byte. Here the filters run at once, because none depends on a byte. With
-        a server-first protocol, waiting would send the server's bytes to a denied client.
+        Envoy waits for the client's first byte before that. Here the filters run at once, because none depends on
+        a byte. With a server-first protocol, waiting would send the server's bytes to a denied client.
 
         Args:
             info: the connection.
@@ -508,7 +516,8 @@ class LiveChain:
         """
         if not self.rbac:
             return
-        # A connection manager's loggers write a line per request, but no line for a connection without requests.
+        # A connection manager's access loggers write one line per request, so a connection without requests has no
+        # line there.
         logged = self._listener_logs or (self.proxy is not None and self.proxy.sinks)
         lines = None if logged else self._lines
         for rbac, facts in self.asked(info.facts, port_known=port_known):
@@ -558,7 +567,7 @@ class LiveChain:
             await self.tls.settled()
 
     def close(self) -> None:
-        """Release the secrets, and close the scopes of the chain's metrics. Idempotent."""
+        """Unsubscribe from the chain's secrets, and close the scopes of its metrics. Idempotent."""
         if self.tls is not None:
             self.tls.close()
         for terminal in (self.proxy, self.manager):
@@ -570,7 +579,7 @@ class LiveChain:
 
 
 def _shared(before: tuple[tuple[str, bool], ...], state: LiveState) -> tuple[tuple[str, bool], ...]:
-    """Return the filter state that internal connections inherit once ``state`` is set; see ``ConnectionFacts``."""
+    """Return the filter state that internal connections inherit if ``state`` is set; see ``ConnectionFacts``."""
     others = tuple([entry for entry in before if entry[0] != state.key])
     if state.shared is SharedWithUpstream.NONE:
         return others

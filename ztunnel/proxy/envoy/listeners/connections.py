@@ -43,18 +43,20 @@ if TYPE_CHECKING:
 
 
 class HopAddons(Protocol):
-    """The addons of this process: :class:`ztunnel.proxy.envoy.path.addons.StreamAddons`."""
+    """The interface to the addons of this process. :class:`ztunnel.proxy.envoy.path.addons.StreamAddons`
+    implements it.
+    """
 
     async def connecting(
         self, hop: LiveHop, host: Host, *, tunnelled: bool
     ) -> tuple[frozenset[tuple[str, str]], ...] | None:
-        """Ask the addons about a connection whose host is chosen."""
+        """Ask the addons for a verdict on a connection whose upstream host is chosen."""
 
     async def accepting(self, hop: LiveHop, application: SocketAddress | None) -> None:
-        """Ask the addons about a connection to an application."""
+        """Ask the addons for a verdict on a connection to an application of this node."""
 
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
-        """Store the facts about a host chosen for a further attempt, for later hooks."""
+        """Store the facts about a host chosen for another attempt. Later hooks get these facts."""
 
     def explained(self, info: StreamInfo, host: Host, inbound: bool) -> dict[str, Any]:
         """Return the addons' predicted verdicts on a connection."""
@@ -64,7 +66,7 @@ class HopAddons(Protocol):
 
 
 class HopAccount(Protocol):
-    """Counts ended connections: :class:`ztunnel.proxy.envoy.path.account.Account`.
+    """Counts ended connections. :class:`ztunnel.proxy.envoy.path.account.Account` implements this.
 
     Attributes:
         moved_bytes: bytes moved by the relays that have ended.
@@ -76,7 +78,7 @@ class HopAccount(Protocol):
         """Count the end of a connection."""
 
     def first_request(self, connection: Connection, trace: str) -> None:
-        """Make the trace of a tunnel connection's first request the exemplar of its handshake."""
+        """Store the trace of a tunnel connection's first request as the exemplar of its handshake duration."""
 
 
 class LiveHop(Life):
@@ -158,11 +160,11 @@ class LiveHop(Life):
 
     @property
     def age_s(self) -> float:
-        """The time since the start of the hop, in this and in earlier processes."""
+        """The age of the hop. It includes the time in earlier processes."""
         return self.clock.monotonic() - self.info.started
 
     def judge(self) -> Verdict:
-        """Check the hop against the filter chain that would be chosen now."""
+        """Check whether the filter chain that matches the hop now still allows it."""
         try:
             self.require(live=True)
         except Denied as error:
@@ -176,7 +178,8 @@ class LiveHop(Life):
         return ALLOWED
 
     def require(self, *, live: bool = False) -> None:
-        """Check the hop against the listener's active version, because the hop's chain can be older.
+        """Check the hop against the listener's active version, because the hop's own filter chain can belong to an
+        older version.
 
         A peer whose certificate was revoked since its handshake is refused, too.
 
@@ -196,7 +199,7 @@ class LiveHop(Life):
                 chain.judge_port(self.info, self.application, live=live)
 
     def require_port(self, application: SocketAddress) -> None:
-        """Note the application named by a tunnel's request, and run the filters that read its port.
+        """Store the application named by a tunnel's request, and run the filters that read the application's port.
 
         Raises:
             Refused: the hop is not allowed, or no filter chain matches it any more.
@@ -207,7 +210,7 @@ class LiveHop(Life):
             chain.judge_port(self.info, application)
 
     def current_chain(self) -> LiveChain:
-        """Return the filter chain that would be chosen now.
+        """Return the filter chain that now matches the hop.
 
         Raises:
             Refused: no chain matches any more.
@@ -221,7 +224,7 @@ class LiveHop(Life):
         return chain
 
     def refused(self, error: Refused) -> None:
-        """Record why the hop ends before bytes flow."""
+        """Record why the hop ends although no bytes were relayed yet."""
         info = self.info
         if error.flag is not None:
             info.flags.add(error.flag)
@@ -260,7 +263,7 @@ class LiveHop(Life):
 
 
 class InnerHop(LiveHop):
-    """A hop behind an internal listener, counted by this listener.
+    """A hop behind an internal listener. The listener counts it.
 
     Args:
         came: whether the hop came from another process, which has counted it as new.
@@ -350,7 +353,7 @@ class LiveRequest(LiveHop):
 
 
 class LiveConnection(LiveHop):
-    """One accepted connection, counted for its listener and its pod from the beginning to the end.
+    """One accepted connection. It counts for its listener and its pod as long as it is open.
 
     Args:
         pod: the address of the connection's pod: the client, or for incoming tunnels the destination.
@@ -359,7 +362,7 @@ class LiveConnection(LiveHop):
 
     Attributes:
         id: unique in the process.
-        counts: bytes moved so far, while bytes are relayed.
+        counts: the bytes relayed so far, while the relay runs.
         tunnels: the HTTP/2 connection, once it serves requests. ``None`` if the filter chain terminates no
             tunnels.
     """
@@ -402,7 +405,7 @@ class LiveConnection(LiveHop):
         return hops_of(self.info)[1:]
 
     def choose(self, chain: LiveChain) -> None:
-        """Note the chosen filter chain."""
+        """Store the filter chain that was chosen for the connection."""
         info = self.info
         self.chain = chain
         info.chain = chain.name
@@ -428,7 +431,7 @@ class LiveConnection(LiveHop):
         chain.proxy.cx_total.value += 1
 
     def move_to(self, listener: LiveListener) -> None:
-        """Hand the connection to another listener, which counts and logs it from now on."""
+        """Hand the connection to another listener, which counts and logs the connection from now on."""
         self.owner.closed()
         self.owner = listener
         listener.opened()
@@ -452,8 +455,9 @@ class LiveConnection(LiveHop):
 class PodQuota:
     """Limits accepted connections per pod when the process runs short of file descriptors.
 
-    A listener of this dialect accepts for all pods of the node. So new connections of a pod with too many cannot
-    wait in an accept queue of their own, as in an Istio mesh. They are closed, while other pods' are served.
+    In an Istio mesh, each pod has its own accept queue, where new connections of a pod over its limit wait. A
+    listener of Envoy's dialect accepts for all pods of the node, so it closes these connections and serves the
+    other pods.
 
     Args:
         descriptors: the process's descriptors. Unless they are ``crowded``, every connection is admitted.
@@ -473,7 +477,7 @@ class PodQuota:
         self._used[pod] = self._used.get(pod, 0) + 1
 
     def leave(self, pod: str) -> None:
-        """Undo one call of :meth:`enter`."""
+        """Remove a connection of a pod from the count; the opposite of :meth:`enter`."""
         left = self._used[pod] - 1
         if left:
             self._used[pod] = left
@@ -482,7 +486,7 @@ class PodQuota:
 
 
 class Connections(Lives[LiveConnection]):
-    """The accepted connections, oldest first, and the ids of new ones.
+    """The table of accepted connections, oldest first, which also assigns ids to new connections.
 
     Args:
         quota: counts connections by pod.
@@ -503,7 +507,8 @@ class Connections(Lives[LiveConnection]):
         self.addons: HopAddons | None = None
         self.account: HopAccount | None = None
         self.table = LiveTable()
-        # A review visits hops before tunnel connections, because ending a connection also ends its streams.
+        # A review checks hops before the tunnel connections that carry them, because ending a connection also ends
+        # its streams.
         self.hops: Lives[LiveHop] = Lives(self.table)
         super().__init__(self.table)
         self.ids: Iterator[int] = itertools.count(1)

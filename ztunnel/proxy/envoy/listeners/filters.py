@@ -17,12 +17,12 @@ from ztunnel.proxy.envoy.upstream.original_dst import ORIGINAL_DST_OVERRIDE
 _LOCAL_METADATA = "envoy.filters.listener.original_dst"
 _BAGGAGE_METADATA = "envoy.filters.listener.workload_metadata"
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-#: A method can be any token, in upper or lower case (RFC 9110, 9.1).
+#: An HTTP method can be any token, in upper or lower case (RFC 9110, 9.1).
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
 class FilterClosed(Exception):
-    """A listener filter closes the connection. The text states the reason.
+    """A listener filter closes the connection. The error's text is the reason.
 
     Attributes:
         failure: the reason in metrics.
@@ -42,7 +42,7 @@ class NotArrived(FilterClosed):
     failure = Reason.CONTROL_PLANE
 
 
-#: Filters that wait for bytes of the client.
+#: Listener filters that wait for the client's first bytes.
 ReadsBytes = model.TlsInspector | model.HttpInspector | model.ProxyProtocol
 
 
@@ -78,9 +78,9 @@ def due(
 def annotate(entry: model.ListenerFilter, info: StreamInfo, name: str) -> None:
     """Run a filter that reads no bytes, for an accepted or an internal connection.
 
-    On a socket, :func:`restore` implements ``OriginalDst``. On an internal connection, this function does: it
-    reads the metadata and filter state that an ``internal_upstream`` transport socket passed on. As in Envoy,
-    missing and unparsable values are ignored.
+    ``OriginalDst`` is implemented by :func:`restore` for a socket, and here for an internal connection: this
+    function reads the metadata and filter state that an ``internal_upstream`` transport socket passed on. As in
+    Envoy, missing and unparsable values are ignored.
 
     Raises:
         FilterClosed: the filter needs bytes, but an internal connection has none.
@@ -156,7 +156,7 @@ async def inspect_tls(end: PlainSocket, info: StreamInfo) -> None:
 
 
 class InspectorCounts:
-    """Counts the results of the TLS inspectors of the process (``tls_inspector.``)."""
+    """The counters of all TLS inspectors of the process (``tls_inspector.``)."""
 
     __slots__ = ("_alpn", "_no_alpn", "_no_sni", "_no_tls", "_sni", "_tls")
 
@@ -166,7 +166,7 @@ class InspectorCounts:
         self._alpn, self._no_alpn = scope.counter("alpn_found"), scope.counter("alpn_not_found")
 
     def count(self, facts: ConnectionFacts) -> None:
-        """Count an inspected connection. Protocols other than TLS have only one counter."""
+        """Count an inspected connection by result. All protocols other than TLS share one counter."""
         if facts.transport_protocol != "tls":
             self._no_tls.value += 1
             return

@@ -15,16 +15,18 @@ from hbone.errors import HboneError
 from ztunnel.proxy.dataplane.handshake_limiter import STALLED, HalfOpen, HandshakeLimiter, PendingHandshake
 from ztunnel.proxy.dataplane.live_table import Life
 
-#: Above this number of limiters (one per dialled address and timeout), unused limiters are dropped.
+#: If there are more limiters than this (one per dialled address and timeout), unused limiters are dropped.
 _KEPT: Final = 256
 
 
 class Rejected(HboneError):
-    """A connection is closed before its handshake. The text states the reason."""
+    """A connection was closed before its handshake. The error's text is the reason."""
 
 
 class _Waiting:
-    """One connection in a handshake limiter. Lets the limiter end the connection during its handshake."""
+    """One connection in a handshake limiter. Through this object, the limiter can end the connection during its
+    handshake.
+    """
 
     __slots__ = ("connection", "turn")
 
@@ -54,7 +56,8 @@ class Handshakes:
 
         Args:
             sock: the socket, closed if the handshake is refused.
-            connection: the connection's table entry, ended if the handshake must make room for another handshake.
+            connection: the connection's table entry. It ends if the limiter drops this handshake in favour of
+                another.
             source: the client's address.
             destination: the address that the client dialled.
             timeout_s: the longest wait for the ClientHello.
@@ -71,7 +74,7 @@ class Handshakes:
         try:
             return await waiting.turn
         except BaseException:
-            # This call was cancelled, possibly after the handshake was scheduled, or the connection was rejected.
+            # The wait was cancelled (perhaps after the handshake was scheduled), or the connection was rejected.
             limiter.reject(pending, "")
             sock.close()
             if waiting.turn.done() and not waiting.turn.cancelled():

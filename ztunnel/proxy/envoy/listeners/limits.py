@@ -11,8 +11,8 @@ from ztunnel.proxy.envoy.stream.stream_info import Flag, StreamInfo
 class LiveConnectionLimit:
     """A connection limit with its counters (``connection_limit.<stat prefix>.``).
 
-    Like in Envoy, a rejected connection awaiting its delayed close is active, but does not count towards the
-    limit.
+    Like in Envoy, a rejected connection stays in the gauge of active connections until its delayed close, but does
+    not count towards the limit.
     """
 
     def __init__(self, model: ConnectionLimit, stats: Stats | Scopes) -> None:
@@ -23,7 +23,7 @@ class LiveConnectionLimit:
         self._held = 0
 
     def check(self, info: StreamInfo) -> None:
-        """Reserve a place for a connection. The place is released when the connection ends.
+        """Count a new connection towards the limit until it ends.
 
         Raises:
             TooMany: the limit is reached.
@@ -39,7 +39,7 @@ class LiveConnectionLimit:
         info.held = (*info.held, self._release)
 
     def hold(self, info: StreamInfo) -> None:
-        """Reserve a place, even above the limit, for a connection that another process has admitted."""
+        """Count a connection that another process has admitted, even if this exceeds the limit."""
         if self.model.enabled:
             self._active.stored += 1
             self._held += 1
@@ -54,7 +54,7 @@ class LiveConnectionLimit:
 
 
 class LiveRateLimit:
-    """A local rate limit with its counter (``local_rate_limit.<stat prefix>.``)."""
+    """A local rate limit of new connections, with its counter (``local_rate_limit.<stat prefix>.``)."""
 
     def __init__(self, model: LocalRateLimit, stats: Stats | Scopes, now: Callable[[], float]) -> None:
         self.model = model
@@ -64,7 +64,7 @@ class LiveRateLimit:
         self._filled_at = now()
 
     def check(self, info: StreamInfo) -> None:
-        """Take a token for a connection.
+        """Take a token from the rate limit's bucket for a new connection.
 
         Raises:
             TooMany: no token is available.
@@ -83,13 +83,13 @@ class LiveRateLimit:
         self._tokens -= 1
 
     def hold(self, info: StreamInfo) -> None:
-        """No effect: the process that admitted the connection has taken the token."""
+        """Do nothing, because the process that admitted the connection has already taken the token."""
 
 
 def live_limit(
     model: ConnectionLimit | LocalRateLimit, stats: Stats | Scopes, now: Callable[[], float]
 ) -> LiveConnectionLimit | LiveRateLimit:
-    """Instantiate a configured limit."""
+    """Create the run-time object for a configured connection limit or rate limit."""
     if isinstance(model, ConnectionLimit):
         return LiveConnectionLimit(model, stats)
     return LiveRateLimit(model, stats, now)

@@ -33,7 +33,8 @@ Accepted = Callable[["LiveListener", socket.SocketType, tuple[str, int]], None]
 
 
 def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | None = None) -> ListeningSocket:
-    """Bind the socket of a listener's address. It starts to listen later, and accepts while the gate permits it.
+    """Bind a socket to a listener's address. The socket starts to listen later, and accepts while the gate permits
+    it.
 
     Raises:
         tproxy.errors.TproxyError: the port is in use, or a capability is missing.
@@ -42,7 +43,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
         (option.level, option.name, option.value) for option in model.socket_options if option.state == "prebind"
     ]
     if ":" in address.host:
-        # As in Envoy, an IPv6 address accepts IPv4 only if configured.
+        # As in Envoy, a listener on an IPv6 address accepts IPv4 connections only if ``ipv4_compat`` is set.
         early.append((socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if model.ipv4_compat else 1))
     sock = sockets.listen(
         address.host,
@@ -51,8 +52,8 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
         reuse_port=model.reuse_port,
         freebind=model.freebind,
         socket_options=early,
-        # Bind now, so that the listener is refused if the port is in use. It listens once all its resources are
-        # warm.
+        # Bind now, so that the listener is refused if the port is in use. The socket listens once all resources of
+        # the listener have arrived.
         backlog=0,
     )
     for option in model.socket_options:
@@ -67,7 +68,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
 
 
 def chain_places(model: Listener) -> Iterator[tuple[str, FilterChain]]:
-    """Yield each chain of a listener with its path in the listener's message."""
+    """Yield each filter chain of a listener with the chain's field path in the listener's message."""
     for index, chain in enumerate(model.chains):
         yield f"filter_chains[{index}]", chain
     if model.default_chain is not None:
@@ -85,7 +86,7 @@ class LiveListener:
             removed.
         filters: listener filters in order. ``None`` stands for a filter not yet delivered by ECDS.
         reads_bytes: whether a filter waits for bytes of the client.
-        ends_tunnels: whether a filter chain terminates tunnels, so that the clients are other nodes.
+        ends_tunnels: whether a filter chain terminates tunnels. The clients are then other nodes.
 
     Raises:
         ConfigError: a chain's TLS context cannot be built. The error has the chain's path.
@@ -166,7 +167,7 @@ class LiveListener:
 
     @property
     def latest(self) -> "LiveListener":
-        """The active version, or the last version if the listener was removed."""
+        """The active version of this listener, or the last one if the listener was removed."""
         latest = self
         while latest.successor is not None:
             latest = latest.successor
@@ -178,20 +179,20 @@ class LiveListener:
         return list(self.chains.values())
 
     def chain_for(self, facts: ConnectionFacts) -> LiveChain | None:
-        """Return the chain that matches a connection, or None."""
+        """Return the filter chain that matches a connection, or None."""
         chain = self.model.chain_for(facts)
         return self.chains[id(chain)] if chain is not None else None
 
     def filter_of(self, entry: ListenerFilterEntry) -> ListenerFilter | None:
-        """Return a listener filter's configuration: inline, delivered by ECDS, or the default. ``None`` if it has
-        not arrived and there is no default.
+        """Return a listener filter's configuration: inline, delivered by ECDS, or the default. Return ``None`` if
+        ECDS has not delivered it and there is no default.
         """
         if isinstance(entry.filter, DiscoveredFilter):
             return self._discovered.get(entry.name, entry.filter.default)
         return entry.filter
 
     def discover(self, place: str, found: ListenerFilter | None) -> None:
-        """Apply a filter's configuration from ECDS, or its removal."""
+        """Apply a listener filter's configuration from ECDS, or its removal."""
         if found is None:
             self._discovered.pop(place, None)
         else:
@@ -203,12 +204,12 @@ class LiveListener:
         self.reads_bytes = any(isinstance(found, ReadsBytes) for _, found in self.filters)
 
     def opened(self, *, moved: bool = False) -> None:
-        """Count a new connection. With ``moved``, another process has already counted it as new."""
+        """Count an open connection. ``moved``: it came from another process, which has counted it as new."""
         self.cx_total.value += not moved
         self.cx_active.stored += 1
 
     def closed(self, *, moved: bool = False) -> None:
-        """Remove a connection from the gauges, and count its end, unless with ``moved`` another process will."""
+        """Remove a connection from the gauge, and count its end. ``moved``: another process will count its end."""
         self.cx_active.stored -= 1
         self.cx_destroy.value += not moved
 
@@ -219,14 +220,16 @@ class LiveListener:
 
     @property
     def address_text(self) -> str:
-        """Return the address as ``/listeners`` prints it."""
+        """Return the listener's address in the form of ``/listeners``."""
         if self.model.internal:
             return f"envoy://{self.name}/"
         addresses = [sock.address for sock in self.sockets] or list(self.model.addresses)
         return ",".join(map(str, addresses))
 
     def stop(self) -> None:
-        """Accept the queued connections, then stop accepting. Open connections continue. Idempotent."""
+        """Accept the connections that are still queued, then close the listening sockets. Open connections
+        continue. Idempotent.
+        """
         for sock in self.sockets:
             sock.accept_queued()
             sock.close()

@@ -1,4 +1,4 @@
-"""Manages all listeners, from the bootstrap and from LDS, and replaces each version by the next version."""
+"""Manages the listeners from the bootstrap and from LDS: creates, updates, replaces and drains them."""
 
 import asyncio
 import logging
@@ -51,8 +51,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Compiling a listener above this size takes at least 20 ms, so a thread does it, and the event loop does not
-#: stall.
+#: A listener above this size takes at least 20 ms to compile. It is compiled in a thread, so that the event loop
+#: does not stall.
 _BIG_BYTES = 1 << 20
 _MANY_CHAINS = 300
 TYPE_URL = registry.type_url(listener_pb2.Listener)
@@ -64,7 +64,7 @@ RDS_URL = registry.type_url(route_pb2.RouteConfiguration)
 class Delivered:
     """The versions of a resource from ECDS or RDS, for dumps.
 
-    ``good`` is the current version, since the time ``at``. ``failure`` is a later version that was refused.
+    ``good`` is the version in use since the time ``at``. ``failure`` is a newer version that was refused.
     """
 
     good: Resource | None = None
@@ -75,7 +75,7 @@ class Delivered:
 def wanted_sources(model: Listener) -> set[ConfigSource]:
     """Return the sources of a listener's routes and extension configurations, and the targets of its access logs.
 
-    Secrets are not included, because each filter chain subscribes to its secrets itself.
+    The sources of secrets are not included, because each filter chain subscribes to its own secrets.
     """
     sources = {
         entry.filter.source for entry in model.listener_filters if isinstance(entry.filter, DiscoveredFilter)
@@ -91,7 +91,7 @@ def wanted_sources(model: Listener) -> set[ConfigSource]:
 
 
 def _log_services(logs: Iterable[AnyAccessLog]) -> Iterator[ConfigSource]:
-    """Yield log services as configuration sources, because these also need a static cluster."""
+    """Yield gRPC access log services as configuration sources, because both need a static cluster."""
     return (GrpcSource(log.stream.cluster, False) for log in logs if isinstance(log, GrpcAccessLog))
 
 
@@ -166,7 +166,7 @@ class ListenerManager:
 
     @property
     def active(self) -> list[LiveListener]:
-        """The active listeners, in the order of arrival."""
+        """The active listeners, in the order in which they were added."""
         return list(self._table)
 
     @property
@@ -210,7 +210,7 @@ class ListenerManager:
             seen = {resource.name for resource in update.resources}
             known = (*self._table, *self._warming.values(), *self.failures.values())
             gone |= {each.name for each in known if each.name not in seen}
-        # Remove listeners first, like Envoy: a new listener can have the address of a removed listener.
+        # Like in Envoy, removals come first, because a new listener can have the address of a removed listener.
         for name in gone - self._static:
             self._remove(name)
         for resource in update.resources:
@@ -218,7 +218,7 @@ class ListenerManager:
                 await self._apply(resource)
                 self.failures.pop(resource.name, None)
             except (ConfigError, TproxyError, OSError) as error:
-                # Capitalised like Envoy's text, because the control plane reads it.
+                # The text is capitalised like Envoy's, because it is sent to the control plane.
                 reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 log.warning("listener %s refused, its last good version stays: %s", resource.name, reason)
                 errors.append(f"{resource.name}: {reason}")
@@ -247,7 +247,7 @@ class ListenerManager:
             return
         big = current is not None and len(current.chains) > _MANY_CHAINS
         if big or len(resource.body.value) > _BIG_BYTES:
-            # The outbound listener of a big mesh takes a second to compile, so a thread compiles it.
+            # The outbound listener of a big mesh takes a second to compile, so it is compiled in a thread.
             model = await asyncio.to_thread(self._compile, resource.body)
         else:
             model = self._compile(resource.body)
@@ -273,7 +273,7 @@ class ListenerManager:
             self._secrets.check(chain.secret_refs)
 
     def _refuse_duplicate_address(self, model: Listener) -> None:
-        # Port 0 is left out, because it selects a free port for each listener.
+        # Addresses with port 0 cannot collide, because the kernel selects a free port for each listener.
         wanted = {address for address in model.addresses if address.port}
         for other in (*self._table, *self._warming.values()):
             if other.name != model.name and (both := wanted.intersection(other.model.addresses)):
@@ -283,7 +283,7 @@ class ListenerManager:
                 )
 
     def _make(self, model: Listener, body: AnyMessage, version: str) -> LiveListener:
-        """Return a version of a listener with bound sockets, which does not accept yet.
+        """Return a listener version with bound sockets, which does not accept connections yet.
 
         If only filter chains or the matcher have changed, unchanged chains are kept.
         """
@@ -330,7 +330,8 @@ class ListenerManager:
 
     def _warm(self, listener: LiveListener) -> None:
         name = listener.name
-        # Subscribe before the task starts, so that an error rejects the resource that is being applied.
+        # The listener's subscriptions begin before its warming task starts. So an invalid subscription rejects the
+        # listener that is being applied.
         waits = self._subscribe(listener)
         superseded = self._warming.pop(name, None)
         if superseded is not None:
@@ -347,8 +348,9 @@ class ListenerManager:
                 del self._warming[listener.name]
                 self._promote(listener)
         except Exception as error:
-            # This is a bug of this program. The response was acknowledged earlier and can no longer be refused.
-            # Discard the listener, because the proxy's start waits for every warming listener.
+            # This error is a bug of this program. The LDS response was already acknowledged, so it is too late to
+            # refuse the listener. The listener is discarded, because the proxy's start waits for every warming
+            # listener.
             log.exception("listener %s cannot become active", listener.name)
             reason = f"internal error: {type(error).__name__}: {error}"
             self._failed(listener.name, listener.body, reason, listener.version)
@@ -362,7 +364,7 @@ class ListenerManager:
     def _subscribe(self, listener: LiveListener) -> list[asyncio.Event]:
         """Subscribe to the listener's resources from ECDS and RDS.
 
-        Each resource has an event, set when the resource has arrived or its time limit has passed.
+        Each resource has an event, which is set when the resource arrives or its time limit passes.
         """
         events: list[asyncio.Event] = []
         subscriptions = self._subscriptions.setdefault(listener, [])
@@ -397,8 +399,8 @@ class ListenerManager:
             manager = chain.manager
             wanted = manager.wanted_routes if manager is not None else None
             if manager is not None and wanted is not None:
-                # A chain that survives an update subscribes again, because the old version's subscriptions end
-                # when it is replaced.
+                # A filter chain kept by an update subscribes again, because the subscriptions of the replaced
+                # version end.
                 found = asyncio.Event()
                 if manager.routes is None:
                     events.append(found)
@@ -439,11 +441,14 @@ class ListenerManager:
             chain.discover(place, None)
             self.extensions.pop(wanted.name, None)
         found.set()
-        # Check open connections by the new filter configuration, too. Envoy uses it for new connections only.
+        # Check open connections against the new filter configuration, too. Envoy applies it to new connections
+        # only.
         self._connections.review_all(Event.POLICIES, concerned=lambda hop: hop.chain is chain)
 
     def _secret_changed(self, chain: LiveChain) -> None:
-        """End connections of newly revoked peers. Envoy checks only new handshakes."""
+        """End open connections whose peer certificates were revoked. Envoy checks revocation only in new
+        handshakes.
+        """
         validation = chain.tls.validation if chain.tls is not None else None
         if validation is not None and validation.crl_pem is not None:
             self._connections.review_all(Event.REVOCATIONS, concerned=lambda hop: hop.chain is chain)
@@ -532,7 +537,9 @@ class ListenerManager:
 
     @staticmethod
     async def _leave(sockets: list[ListeningSocket]) -> None:
-        """Close sockets whose addresses other sockets of this process have, without losing a connection."""
+        """Close listening sockets without losing a connection. Other sockets of this process listen on the same
+        addresses.
+        """
         try:
             await hand_over(sockets)
         finally:
@@ -547,7 +554,7 @@ class ListenerManager:
             self._start(listener)
 
     async def warmed(self) -> None:
-        """Wait until every listener received so far is warm, replaced or refused."""
+        """Wait until each listener received so far has become warm, or was replaced or discarded."""
         while self._warming:
             await self._warmed_one.wait()
 
@@ -571,7 +578,9 @@ class ListenerManager:
             self._drain_listener(listener)
 
     def _discard(self, listener: LiveListener) -> None:
-        """Discard a listener version that never served. Chains and sockets shared with the active version stay."""
+        """Discard a listener version that never became active. Filter chains and sockets that it shares with the
+        active version stay.
+        """
         active = self._table.get(listener.name)
         shared = set(map(id, active.sockets)) if active is not None else set()
         for sock in listener.sockets:
@@ -596,7 +605,7 @@ class ListenerManager:
         self._tasks.start(self._drain(listener, listener.live_chains), f"draining {listener.name}")
 
     def _drain_chains(self, successor: LiveListener, chains: list[LiveChain]) -> None:
-        """Drain connections of changed chains, and end connections that the new chains deny."""
+        """Drain the connections of changed filter chains, and end connections that the new chains deny."""
         if not chains:
             return
         leaving = set(map(id, chains))
@@ -630,13 +639,15 @@ class ListenerManager:
             listener.scope.close()
 
     async def hand_over(self) -> None:
-        """Prepare for :meth:`stop`, see :func:`ztunnel.runtime.accepting.hand_over`."""
+        """Leave new connections to other processes' sockets before :meth:`stop`; see
+        :func:`ztunnel.runtime.accepting.hand_over`.
+        """
         await hand_over([sock for listener in self._table for sock in listener.sockets])
 
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
         """Stop accepting at once; open connections continue (``/drain_listeners``, shutdown).
 
-        Listeners for which ``keep`` returns false never accept again, nor do their later versions.
+        Listeners for which ``keep`` returns false never accept again. This also applies to later versions of them.
         """
         earlier = self._may_listen
         self._may_listen = lambda listener: earlier(listener) and keep(listener)

@@ -1,13 +1,13 @@
-"""Plans: the decisions shared by all accepted connections of one client address to one destination.
+"""Plans: decisions that are the same for all accepted connections from one client address to one destination.
 
-A plan has the results of the listener filters, the listener that the connection is handed to, and its filter
-chain. These depend only on the listeners and on addresses. So every change of the listeners drops all plans, and a
+A plan has the results of the listener filters, the listener that the connection is handed to, and the filter
+chain. They depend only on the listeners and on addresses. So every change of the listeners drops all plans, and a
 new filter configuration from ECDS drops the plans made with the earlier configuration. The decisions about the
 first connection to a destination are stored as a plan for later connections. Policies, limits, hosts and
 certificates change independently, so they are looked up for each connection.
 
-Decisions that depend on more than addresses have no plan, for example with filters that wait for bytes, or
-matchers of client ports.
+If the decisions depend on more than addresses, no plan is made, for example with filters that wait for bytes, or
+with matchers of client ports.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,8 @@ from ztunnel.runtime.clock import Clock
 
 #: The largest number of plans in a process.
 _MOST: Final = 16384
-#: The accepting listener, the client's host, the socket's own name, and the address that the client dialled.
+#: The key of a plan: the accepting listener, the client's host, the socket's local address, and the address that
+#: the client dialled.
 Key = tuple[LiveListener, str, tuple[str, int], tuple[str, int]]
 
 
@@ -50,7 +51,7 @@ class Plan:
     """The values shared by the connections of one client address to one destination.
 
     Attributes:
-        listener: the listener that carries the connection. The accepting listener can be another listener.
+        listener: the listener that carries the connection. A different listener may have accepted it.
         chain: the filter chain of the connection.
         local: the local address of the accepted socket.
         destination, restored, options, metadata: the facts that the listener filters have determined.
@@ -90,7 +91,7 @@ class Plan:
         self.filters, self.own_filters = listener.filters, accepting.filters
 
     def info(self, connection_id: int, accepting: LiveListener, port: int, clock: Clock) -> StreamInfo:
-        """Return the facts about a connection, as the listener filters leave them.
+        """Return the facts about a connection that has this plan, with the results of the listener filters.
 
         Args:
             connection_id: unique in this process.
@@ -115,7 +116,7 @@ class Plan:
 
 
 class Plans:
-    """The plans of a process.
+    """All plans of a process, by their keys.
 
     Args:
         listeners: the active listeners.
@@ -127,24 +128,24 @@ class Plans:
         self._made: dict[Key, Plan] = {}
 
     def plan(self, key: Key) -> Plan | None:
-        """Return the plan of a connection, or ``None`` if there is no plan."""
+        """Return the plan with this key, or ``None`` if there is no valid plan."""
         if self._version != self._listeners.version:
             self._made.clear()
             return None
         found = self._made.get(key)
-        # A delivery by ECDS replaces a listener's filters.
+        # ECDS has replaced the filters of a listener since the plan was made.
         if found is None or found.own_filters is not key[0].filters or found.filters is not found.listener.filters:
             return None
         return found
 
     def learn(self, key: Key, listener: LiveListener, chain: LiveChain, info: StreamInfo) -> None:
-        """Make a plan of the decisions about a connection, unless they depend on more than its key.
+        """Store the decisions about a connection as a plan, unless they depend on more than the plan's key.
 
         Args:
             key: the connection's key.
             listener: the listener that the connection was handed to.
             chain: the chosen chain.
-            info: the connection, as the listener filters have left it.
+            info: the connection, after the listener filters.
         """
         facts, accepting = info.facts, key[0]
         if (

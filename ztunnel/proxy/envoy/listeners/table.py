@@ -10,7 +10,7 @@ from ztunnel.proxy.envoy.listeners.listener import LiveListener
 
 
 class ListenerTable:
-    """The active listeners, in the order of arrival.
+    """The active listeners, in the order in which they were added.
 
     Attributes:
         version: the number of changes so far.
@@ -29,7 +29,7 @@ class ListenerTable:
         return iter(self._active.values())
 
     def get(self, name: str) -> LiveListener | None:
-        """Return the listener with this name."""
+        """Return the active listener with this name, or ``None``."""
         return self._active.get(name)
 
     def put(self, listener: LiveListener) -> None:
@@ -49,12 +49,12 @@ class ListenerTable:
         self._by_port = {address.port: listener for address, listener in self._by_address.items()}
 
     def internal(self, name: str) -> LiveListener | None:
-        """Return the internal listener with this name."""
+        """Return the active internal listener with this name, or ``None``."""
         listener = self._active.get(name)
         return listener if listener is not None and listener.model.internal else None
 
     def listening_on(self, port: int) -> LiveListener | None:
-        """Return the socket listener on a port."""
+        """Return the listener with a socket on this port, or ``None``."""
         return self._by_port.get(port)
 
     def hand_off(self, destination: SocketAddress, own: LiveListener) -> LiveListener:

@@ -27,22 +27,22 @@ from ztunnel.proxy.flows.ring import Entry, FlowRing
 from ztunnel.proxy.flows.times import ConnectionTimes
 from ztunnel.runtime.clock import Clock
 
-#: The number of references per flight recorder entry; :meth:`Account.ended` sets them.
+#: The number of text references in one flight recorder entry; :meth:`Account.ended` fills them in.
 _WIDTH: Final = 10
 #: The number of open connections handled per loop iteration: about a millisecond of work.
 _SLICE: Final = 1000
-#: The length to which recorded texts from a peer are limited.
+#: Texts received from a peer are recorded up to this length.
 _MOST_TEXT: Final = 512
-#: Names that istiod gives to the policies of its RBAC filters.
+#: Matches the names that istiod gives to the policies of its RBAC filters.
 _ISTIO_POLICY: Final = re.compile(r"ns\[(.*)\]-policy\[(.*)\]-rule\[\d+\]")
 
 
 class Account:
-    """Counts and records the ended connections of one process.
+    """Counts the connections of one process when they end, and records them in the flight recorder.
 
     Args:
         capacity: the number of entries in the flight recorder. 0 disables it.
-        clock: the clock of end times.
+        clock: the clock for end times.
         node, cluster: the names of this node and its cluster, for flows.
 
     Attributes:
@@ -61,7 +61,7 @@ class Account:
         self.moved_bytes = 0
 
     def ended(self, hop: LiveHop) -> None:
-        """Count and record an end. ``hop`` is the first hop of a connection, or a tunnel's request."""
+        """Count and record the end of ``hop``, the first hop of a connection or the request for a tunnel."""
         info = hop.info
         hops = (info,) if info.behind is None else hops_of(info)
         ends = ends_of(hops)
@@ -82,11 +82,11 @@ class Account:
         if not ring.capacity:
             return
         secured = bool(ends.client and ends.server and (inbound or info.connected))
-        # Use the application's port, from the authority, instead of the tunnel's port.
+        # For tunnels, record the application's port from the request's authority, not the tunnel's port.
         destination = info.facts.destination
         if not ends.tunnel:
             destination = (hop.application if inbound else None) or ends.host or destination
-        # Store the texts as one shared value, because they rarely differ between connections of two workloads.
+        # Connections between the same two workloads rarely differ in these texts, so they share one stored value.
         refs = ring.text(
             (
                 ends.client,
@@ -113,11 +113,11 @@ class Account:
         )
 
     def first_request(self, connection: Connection, trace: str) -> None:
-        """Make the trace of a tunnel connection's first request the exemplar of its handshake."""
+        """Store the trace of a tunnel connection's first request as the exemplar of its handshake duration."""
         self.times.first_request(connection, trace.encode(), self._clock.wall())
 
     async def sample(self, connections: Connections) -> None:
-        """Add the totals of ended and open connections to the history."""
+        """Append the current totals of ended and open connections to the traffic history."""
         history, now_s = self.times.history, self._clock.monotonic()
         if not history.is_due(now_s):
             return
@@ -136,7 +136,7 @@ class Account:
         history.sample(now_s, Totals(opened, failures, denials, moved))
 
     def shape(self, entry: Entry) -> dict[str, Any]:
-        """Return an entry of the ring as a GetFlowsResponse."""
+        """Return a flight recorder entry as a GetFlowsResponse of Hubble."""
         client, server, baggage, there, service, authority, tunnel, tunnelled, ended, addon = entry.refs
         with suppress(ValueError):  # raised for an empty text or a host name
             entry = entry._replace(destination=SocketAddress.parse(authority))
@@ -157,8 +157,8 @@ class Account:
         )
 
     def _side(self, workload: Workload, identity: str) -> Side:
-        """Describe one side of a connection. If only the identity of a workload is known, its name is the service
-        account.
+        """Describe one side of a connection. If only the workload's identity is known, its service account serves
+        as name.
         """
         name = workload.name or workload.service_account
         return Side(

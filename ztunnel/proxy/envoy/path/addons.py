@@ -1,4 +1,4 @@
-"""Asks and informs addons about the connections of Envoy's dialect; see :mod:`ztunnel.proxy.addons.host`.
+"""Calls the hooks of addons for the connections of Envoy's dialect; see :mod:`ztunnel.proxy.addons.host`.
 
 =================  ====================================================================================
 hook               when
@@ -12,8 +12,8 @@ hook               when
 ``refused``        the access lines are written, and ``opened`` was not called
 =================  ====================================================================================
 
-Fewer facts are known than in an Istio mesh. A side is described by its certificate's identity and its proxy's
-baggage, and an endpoint by its metadata. The service is the cluster's name.
+Addons get fewer facts here than in an Istio mesh. A side is described by its certificate's identity and its
+proxy's baggage, and an endpoint by its metadata. The service is the cluster's name.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ METADATA: Final = "ztunnel.addon"
 
 
 class StreamAddons:
-    """Calls the addons of this process for hops of connections.
+    """Calls the hooks of this process's addons with the facts about connections.
 
     Args:
         host: calls the addons.
@@ -55,7 +55,7 @@ class StreamAddons:
         self._decisions = decisions
 
     async def connecting(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> tuple[Labels, ...] | None:
-        """Ask the addons about a connection whose host is chosen.
+        """Ask the addons for a verdict on a connection whose upstream host is chosen.
 
         Returns:
             The endpoint labels to prefer when choosing a host again. ``None``: keep the host.
@@ -73,7 +73,7 @@ class StreamAddons:
         return asked.prefer if asked.prefer or asked.waited else None
 
     async def accepting(self, hop: LiveHop, application: SocketAddress | None) -> None:
-        """Ask about a connection to an application.
+        """Ask the addons for a verdict on a connection to an application of this node.
 
         Raises:
             Denied: an addon denies the connection.
@@ -83,7 +83,7 @@ class StreamAddons:
         self._note(hop.info, asked)
 
     def rehosted(self, hop: LiveHop, host: Host, *, tunnelled: bool) -> None:
-        """Store the facts about a newly chosen host, for later hooks."""
+        """Store the facts about a newly chosen host. Later hooks get these facts."""
         asked = hop.asked
         if asked is not None and asked.facts.direction is Direction.OUTBOUND:
             asked.facts = self._outbound(asked.facts.connection, hop.info, host, tunnelled=tunnelled)
@@ -139,7 +139,8 @@ class StreamAddons:
             Denied: an addon denies the connection.
         """
         if asked.addon:
-            # Copy the facts: the tunnels of a connection share them, but each tunnel has its own log line.
+            # Change a copy of the facts, because all tunnels of a connection share one facts object, and each
+            # tunnel has its own log line.
             info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: {"name": asked.addon}})
         denied = asked.outcome.denied
         if denied:
@@ -190,7 +191,7 @@ class StreamAddons:
         )
 
 
-#: The metadata key of an endpoint that is reached through a tunnel behind an internal listener.
+#: Istio's endpoint metadata key for the address that a tunnel behind an internal listener leads to.
 _TUNNEL: Final = "tunnel"
 
 

@@ -61,18 +61,21 @@ class Enforcer:
         policies.watch(partial(connections.review_all, Event.POLICIES))
 
     async def admit_application(self, hop: LiveHop, address: SocketAddress) -> None:
-        """Check whether policies allow a terminated tunnel to reach the application; see :meth:`_admit`."""
+        """Check whether Calico's policies allow a terminated tunnel to its application; see :meth:`_admit`."""
         own = hop.info.tls.local_uri_sans if hop.info.tls is not None else ()
         await self._admit(hop, _at_its_end(hop.info, address, own))
 
     async def admit_host(self, hop: LiveHop, proxy: LiveTcpProxy, host: Host) -> None:
-        """Check whether policies allow the host that a TCP proxy has chosen; see :meth:`_admit`."""
+        """Check whether Calico's policies allow a connection to the host that a TCP proxy has chosen; see
+        :meth:`_admit`.
+        """
         address = host.endpoint.address
         if isinstance(address, SocketAddress):  # other kinds of hosts have no IP address, or none yet
             await self._admit(hop, _where_it_begins(hop.info, proxy, address, self._policies.guard.knows))
 
     async def _admit(self, hop: LiveHop, questions: tuple[_Question, ...]) -> None:
-        """Check each flow in ``questions`` by the policies, and store ``questions`` for later reviews of the hop.
+        """Check each flow in ``questions`` against the policies, and store ``questions`` for later reviews of the
+        hop.
 
         A later attempt replaces the stored questions.
 
@@ -88,7 +91,7 @@ class Enforcer:
                 self._decisions.denied(info, info.facts, denied.details)
                 raise denied
         hop.also = (partial(self._verdict, questions, info),)
-        # Check all again: policies can have changed while this waited for a later decision.
+        # Check all flows again, because policies can have changed during the ``await`` for a later flow.
         denial = self._denial(questions, info)
         if denial is not None:
             raise denial
@@ -99,10 +102,11 @@ class Enforcer:
         return self._policies.source.in_sync
 
     def watch(self, hop: LiveHop, host: Host) -> None:
-        """Check a hop taken over from another process, now and at each policy change, by its current host.
+        """Register a hop taken over from another process for policy checks of its current host, at once and after
+        each policy change.
 
         Raises:
-            Refused: with the current configuration, the hop's flow for the policies cannot be determined.
+            Refused: the current configuration does not determine which flow the policies must check.
         """
         info, address = hop.info, host.endpoint.address
         chain = hop.chain
@@ -139,7 +143,8 @@ def _note(info: StreamInfo, decision: Decision) -> None:
     told = {name.removeprefix("policy."): value for name, value in decision.fields}
     if decision.staged:
         told["dry_run"] = decision.staged
-    # Copy the facts: the tunnels of a connection share them, but each tunnel has its own log line.
+    # Change a copy of the facts, because all tunnels of a connection share one facts object, and each tunnel has
+    # its own log line.
     info.facts = replace(info.facts, metadata={**info.facts.metadata, METADATA: told})
 
 
@@ -150,7 +155,7 @@ def _denied(decision: Decision) -> Denied:
 def explained(
     guard: Guard, info: StreamInfo, proxy: LiveTcpProxy | None, address: SocketAddress, own: Sequence[str]
 ) -> dict[str, Any]:
-    """Return the result of Calico's policies for an explanation, without counting.
+    """Return what Calico's policies decide about a connection, for an explanation. No counter changes.
 
     Args:
         guard: evaluates the policies.
@@ -177,8 +182,8 @@ def explained(
 def _at_its_end(info: StreamInfo, address: SocketAddress, own: Sequence[str]) -> tuple[_Question, ...]:
     peer, principal = info.facts.peer, ""
     if peer is not None:
-        # A tunnel never gets an empty principal, even without an identity: an empty principal means plain text,
-        # which a rule can allow by address alone.
+        # A tunnel never gets an empty principal, not even if it has no identity. An empty principal means plain
+        # text, which a rule can allow by address alone.
         principal = str(peer.identity) if peer.identity is not None else ",".join(peer.names) or "no identity"
     return ((c.Direction.INGRESS, connection(info.source, address, principal, own[0] if own else "")),)
 

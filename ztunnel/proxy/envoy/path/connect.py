@@ -66,14 +66,14 @@ RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-#: A set of labels. A preferred host has all labels of the set; see :mod:`ztunnel.proxy.addons.decide`.
+#: Labels that addons prefer. A host is preferred if it has all of them; see :mod:`ztunnel.proxy.addons.decide`.
 Labels = frozenset[tuple[str, str]]
-#: A further check of a host before the connection is opened. It raises ``Denied``.
+#: An additional check of a host before a connection to it is opened. It raises ``Denied`` to refuse the host.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
 
 
 class _Replaced(Exception):
-    """The cluster of an attempt was replaced or removed before the attempt sent its request."""
+    """The cluster was replaced or removed during an attempt, before the attempt had sent its request."""
 
 
 class Connector:
@@ -82,7 +82,7 @@ class Connector:
     Args:
         clusters: looks up clusters by name.
         dialler: opens sockets.
-        internal: enters internal listeners and, for node-local tunnels, inbound chains.
+        internal: opens connections to internal listeners and, for node-local tunnels, to inbound filter chains.
         poller: this loop's poller.
         rng: picks among weighted clusters.
         keep_client_address: whether tunnels behind an internal listener keep the client's address, which Envoy
@@ -90,7 +90,7 @@ class Connector:
         times: records the durations of handshakes.
         early_data: whether to send the first bytes of a connection along with its CONNECT, to peers that announce
             that they buffer these bytes.
-        admit: a further check of a host. ``None`` disables it.
+        admit: an additional check of a host. ``None`` disables it.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Connector:
         self._admit = admit
         self.tunnels = TunnelPools(dialler, poller, times, early_data=early_data)
 
-    # The steps of a TCP proxy
+    # Opening the upstream of a TCP proxy, step by step
 
     async def open(
         self, hop: LiveHop, proxy: LiveTcpProxy, client: End | None = None, begun: Opening | None = None
     ) -> ClusterUpstream:
-        """Connect a hop to a host of its cluster, with at most the number of attempts configured in the filter.
+        """Connect a hop to a host of its cluster. The filter's configuration limits the number of attempts.
 
         Args:
             hop: the connection.
@@ -136,7 +136,8 @@ class Connector:
         tunnelled = tunnels(proxy, info) if begun is None else begun.tunnelled
         cluster = self._cluster_of(hop, proxy, tunnelled=tunnelled) if begun is None else begun.cluster
         subset = proxy.subsets.get(info.cluster, model.metadata_match)
-        # As with Envoy's ``max_connect_attempts``, there is a limit of attempts and a back-off, but no time limit.
+        # Like Envoy's ``max_connect_attempts``, this limits the number of attempts, with a back-off, but not their
+        # time.
         attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
         prefer: tuple[Labels, ...] = ()
         while True:
@@ -221,7 +222,7 @@ class Connector:
         info.upstream_cluster = cluster.model.alt_stat_name or name
         return cluster
 
-    # The same steps without a coroutine
+    # The steps of ``open``, without a coroutine
 
     def begin(
         self,
@@ -318,7 +319,7 @@ class Connector:
         last.error = _failed(last.cluster, error) if isinstance(error, HboneError) else error
 
     def opened(self, opening: Opening) -> ClusterUpstream:
-        """Record that the tunnel of an attempt was answered with 200, and return its upstream."""
+        """Record that the peer has answered the tunnel's CONNECT with 200, and return the tunnel's upstream."""
         hop, cluster, info = opening.hop, opening.cluster, opening.hop.info
         if opening.inner is not None:
             upstream = self._entered_upstream(opening, opening.inner.hop, self.opened(opening.inner))
@@ -378,7 +379,9 @@ class Connector:
     # Internal listeners
 
     async def _enter(self, opening: Opening, address: InternalAddress, client: End | None) -> ClusterUpstream:
-        """Continue at an internal listener. As in Envoy, a failure's text is ``Invalid argument``."""
+        """Connect to an internal listener in this process. As in Envoy, the text of a failure is ``Invalid
+        argument``.
+        """
         if opening.inner is not None:
             hop, proxy = opening.inner.hop, opening.inner.proxy
         else:
@@ -386,7 +389,8 @@ class Connector:
         counted = opening.counted
         assert counted is not None
         try:
-            # Data sent along with the CONNECT would reach the peer before the PROXY header.
+            # With a PROXY header, no data is sent along with the CONNECT, because it would arrive before the
+            # header.
             upstream = await self.open(hop, proxy, None if opening.header else client, opening.inner)
         except Refused as error:
             raise _end_inner(opening, hop, error) from error
@@ -397,7 +401,7 @@ class Connector:
         return self._entered_upstream(opening, hop, upstream)
 
     def _entered(self, opening: Opening, address: InternalAddress, abort: Abort) -> Entry:
-        """Enter an internal listener.
+        """Open a connection to an internal listener.
 
         Raises:
             UpstreamFailed: the listener does not exist, or refuses the connection.
@@ -424,7 +428,7 @@ class Connector:
 
     @staticmethod
     def _entered_upstream(opening: Opening, inner: LiveHop, upstream: ClusterUpstream) -> ClusterUpstream:
-        """Extend the upstream of an inner hop to the outer hop."""
+        """Turn the upstream of the hop behind an internal listener into the upstream of the hop in front of it."""
         cluster, host, counted, header = opening.cluster, opening.host, opening.counted, opening.header
         assert counted is not None
         if header:
@@ -446,7 +450,7 @@ class Connector:
         address: SocketAddress,
         client: End | None,
     ) -> ClusterUpstream:
-        """Open a CONNECT stream, and wait for its 200.
+        """Open a tunnel: send a CONNECT request, and wait until it is answered with 200.
 
         Raises:
             _Replaced: the cluster was replaced or removed before the request was sent.
@@ -491,7 +495,7 @@ class Connector:
         transport: LiveTransport,
         tunnel: Tunnel,
     ) -> ClusterUpstream:
-        """Return the upstream of an answered tunnel, and store the tunnel's facts."""
+        """Return the upstream of a tunnel whose CONNECT was accepted, and store the facts about the tunnel."""
         info, connection, context = hop.info, tunnel.connection, transport.context
         if connection.handshake_s:
             self._times.first_request(connection, info.trace.encode(), hop.clock.wall())
@@ -516,7 +520,7 @@ class Connector:
 
 
 def request_open(cluster: LiveCluster, host: Host) -> Callable[[], None]:
-    """Count an open request in the gauges. Return a function that undoes this."""
+    """Add an open request to the gauges. Return a function that removes the request from the gauges."""
     stats = cluster.stats
     stats.rq_active.stored += 1
     host.rq_active += 1
@@ -548,7 +552,7 @@ def tunnels(proxy: LiveTcpProxy, info: StreamInfo) -> bool:
 
 
 def _asked(info: StreamInfo, cluster: LiveCluster, proxy: LiveTcpProxy, plan: Plan | None = None) -> TunnelRequest:
-    """Return the request for a hop's tunnel, and note it in ``info``.
+    """Return the CONNECT request for a hop's tunnel, and record it in ``info``.
 
     Args:
         plan: stores the request, if all connections of the plan make an equal request.
@@ -572,13 +576,13 @@ def _asked(info: StreamInfo, cluster: LiveCluster, proxy: LiveTcpProxy, plan: Pl
 
 def _can_stay(info: StreamInfo, transport: LiveTransport) -> bool:
     """Return whether a tunnel can stay in this process. A tunnel with a PROXY header cannot, because only listener
-    filters read the header, and node-local tunnels bypass these.
+    filters read this header, and a node-local tunnel bypasses the listener filters.
     """
     return transport.proxy_version is None and not info.options.first_bytes
 
 
 def _note_host(info: StreamInfo, host: Host) -> None:
-    """Note the host of an attempt."""
+    """Record the chosen host of an attempt in the facts about the connection."""
     endpoint = host.endpoint
     info.upstream_host = endpoint.key
     info.endpoint, info.behind = endpoint, None
@@ -586,7 +590,7 @@ def _note_host(info: StreamInfo, host: Host) -> None:
 
 
 def _failed(cluster: LiveCluster, error: Exception) -> Refused:
-    """Return the failure of an attempt to open a tunnel, and count it."""
+    """Count a failed attempt to open a tunnel, and return the failure."""
     if isinstance(error, ConnectRefused):
         return UpstreamFailed(f"tunnel_response:{error.status}", status=error.status)
     if isinstance(error, PoolFull):
@@ -596,7 +600,7 @@ def _failed(cluster: LiveCluster, error: Exception) -> Refused:
 
 
 def _end_inner(opening: Opening, hop: LiveHop, error: Refused) -> Refused:
-    """End a refused inner hop, and return the failure of the outer hop."""
+    """End a refused hop behind an internal listener, and return the failure of the hop in front of it."""
     assert opening.counted is not None
     hop.refused(error)
     hop.close()
@@ -613,7 +617,7 @@ def _not_preferred(
     subset: Mapping[str, object] | None,
     failed: frozenset[Host],
 ) -> frozenset[Host]:
-    """Return the hosts to avoid: the hosts that addons do not prefer, unless all preferred hosts have failed."""
+    """Return the failed hosts, and the hosts that addons do not prefer unless all preferred hosts have failed."""
     from ztunnel.proxy.envoy.path.addons import without_labels  # most proxies have no addons
 
     candidates = cluster.candidates(subset)

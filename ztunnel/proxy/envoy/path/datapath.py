@@ -56,7 +56,7 @@ class Datapath:
     """Carries accepted connections to their end. The owner of this object closes it.
 
     Args:
-        listeners: the table for hand-off between listeners.
+        listeners: the listeners to which a connection can be handed.
         proxies: carries connections to clusters.
         tunnels: terminates tunnels.
         connections: the table that every connection is registered in.
@@ -127,7 +127,7 @@ class Datapath:
         self._tasks.run(self._poller, self._serve(listener, sock, info, pod, key), f"{connection_id}")
 
     def go_on(self, connection: LiveConnection, client: PlainSocket, opening: Opening | None) -> None:
-        """Continue with a planned connection, as :class:`~ztunnel.proxy.envoy.path.planned.Owner` describes."""
+        """Continue a planned connection in a coroutine; see :class:`~ztunnel.proxy.envoy.path.planned.Owner`."""
         work = self._going_on(connection, client, opening)
         self._tasks.run(self._poller, work, f"{connection.info.connection_id}")
 
@@ -161,7 +161,7 @@ class Datapath:
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
-                # As in Envoy, the connection manager's loggers write a line per request, but no line for the
+                # As in Envoy, a connection manager's access loggers write one line per request, but none for the
                 # connection.
                 info.protocol = "HTTP/2"
                 await self._tunnels.serve(connection, listener, chain, end)
@@ -174,7 +174,7 @@ class Datapath:
 
     @staticmethod
     def _failed(connection: LiveConnection, error: Refused | FilterClosed | OSError) -> None:
-        """Record why a connection has ended before bytes flowed."""
+        """Record why a connection ended before any bytes were relayed."""
         info, listener = connection.info, connection.owner
         if isinstance(error, Refused):
             connection.refused(error)
@@ -202,7 +202,7 @@ class Datapath:
             raise
 
     async def _filter(self, listener: LiveListener, end: PlainSocket, info: StreamInfo) -> LiveListener:
-        """Run the listener filters, and hand the connection to another listener if they redirect it."""
+        """Run the listener filters. If they change the destination, hand the connection to its listener."""
         transparent = listener.model.transparent or is_transparent(end.sock)
         if listener.model.use_original_dst:
             restore(end, info, transparent=transparent)
@@ -210,7 +210,7 @@ class Datapath:
         accepted_for = info.facts.destination
         await self._run_limited(listener, end, info, transparent=transparent)
         if listener.model.use_original_dst and info.restored and info.facts.destination != accepted_for:
-            # A PROXY header has named another destination. As in Envoy, only one hand-off is possible.
+            # A PROXY header has changed the destination. As in Envoy, a connection is handed off only once.
             named = self._listeners.hand_off(info.facts.destination, listener)
             if named is not listener:
                 listener = named
@@ -272,7 +272,7 @@ class Datapath:
     # Start and end
 
     def run(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Run the coroutine that carries a moved connection to its end."""
+        """Run the coroutine of a connection that came from another process, until the connection ends."""
         self._tasks.run(self._poller, work, name)
 
     def __len__(self) -> int:

@@ -30,7 +30,7 @@ from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.outlier import Result
 
-#: An open upstream of a cluster.
+#: An open connection or tunnel to a cluster's host.
 ClusterUpstream: TypeAlias = Upstream[LiveHop]
 
 
@@ -71,7 +71,8 @@ class Dialler:
     def dial_now(
         self, info: StreamInfo, cluster: LiveCluster, host: Host, address: SocketAddress, transport: LiveTransport
     ) -> ClusterUpstream | Coroutine[Any, Any, ClusterUpstream]:
-        """Like :meth:`dial`, but without a coroutine if the host accepts the connection before this returns.
+        """Open a connection like :meth:`dial`, but without a coroutine if the host accepts before this method
+        returns.
 
         This is usual within one machine, where the SYN-ACK arrives before connect(2) returns.
 
@@ -192,7 +193,7 @@ class Dialler:
     async def connect(
         self, cluster: LiveCluster, address: SocketAddress | PipeAddress, options: UpstreamOptions
     ) -> socket.socket:
-        """Connect a socket, and send the first bytes of ``options``.
+        """Connect a socket to a host, and send the first bytes given in ``options``.
 
         A TCP socket has the cluster's socket options, and the client's address if ``options`` contain this
         address.
@@ -255,8 +256,8 @@ class Dialler:
 
 
 def _source_of(cluster: LiveCluster, address: SocketAddress, options: UpstreamOptions) -> tuple[str | None, bool]:
-    """Return the address to connect from, and whether it belongs to this host (``upstream_bind_config``)."""
-    # If a pod connects to itself, do not use the client's address: source and destination would be equal.
+    """Return the source address from ``upstream_bind_config``, and whether it belongs to this host."""
+    # The client's address is not used if a pod connects to itself, because source and destination would be equal.
     source = options.source if options.source != address.host else None
     return source or cluster.model.bind_source or None, source is None
 
@@ -300,8 +301,8 @@ class CountedConnection:
     """Counts one upstream connection in its cluster's statistics, from the first SYN to its end.
 
     Args:
-        age_s: for a moved connection, its age in the other process, which has counted it as new. ``None`` for a
-            new connection.
+        age_s: for a connection that came from another process, its age there. That process has counted it as new.
+            ``None`` for a new connection.
     """
 
     __slots__ = ("_began_s", "_now_s", "_stats")
@@ -319,13 +320,16 @@ class CountedConnection:
         return self._now_s() - self._began_s
 
     def connected(self) -> None:
-        """Count the connection as established: after TCP, and TLS if the cluster uses it."""
+        """Count the connection as established, after the TCP handshake and, if the cluster uses TLS, the TLS
+        handshake.
+        """
         self._stats.cx_connect_ms.record((self._now_s() - self._began_s) * 1000)
 
     def failed(self, error: BaseException) -> None:
         """Count a connection that could not be established.
 
-        The host counts as having ended it, unless this proxy timed out, could not bind, or was cancelled.
+        Statistics blame the host, unless this proxy timed out, could not bind the source address, or was
+        cancelled.
         """
         cause = error.__cause__ if isinstance(error, UpstreamFailed) else error
         bind = isinstance(cause, KernelRefused) and cause.code in _OF_BIND
@@ -350,12 +354,12 @@ class CountedConnection:
         stats.cx_length_ms.record((self._now_s() - self._began_s) * 1000)
 
 
-#: Errors of bind(2) if the address is not local, or all its ports are in use.
+#: The errors of bind(2) for an address that is not local, or whose ports are all in use.
 _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 def count_request(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection. As in Envoy, it also counts as one request."""
+    """Count an open connection of a cluster and host. As in Envoy, it also counts as one request."""
     cluster.stats.rq_total.value += 1
     host.cx_total += 1
     count_open(cluster, host)
@@ -389,13 +393,13 @@ def count_failure(cluster: LiveCluster, host: Host, error: UpstreamFailed) -> No
 
 
 def secrets_not_ready(cluster: LiveCluster) -> UpstreamFailed:
-    """Count and return the failure of an attempt whose TLS secret has not arrived."""
+    """Count and return the failure of an attempt that needs a TLS secret which has not arrived."""
     cluster.stats.secrets_not_ready.value += 1
     return UpstreamFailed("TLS_error: Secret is not supplied by SDS", failure=Reason.CERTIFICATE)
 
 
 def failure_of(cluster: LiveCluster, error: Exception) -> UpstreamFailed:
-    """Count an error raised by a library, and return it as a failure, with a text for logs."""
+    """Count an error that a library raised, and return it as an UpstreamFailed with a text for logs."""
     if isinstance(error, UpstreamFailed):
         return error
     if isinstance(error, TlsError):

@@ -105,7 +105,7 @@ async def accept_tls(
 
 
 def note_peer(connection: LiveConnection, facts: PeerFacts, chain: LiveChain) -> None:
-    """Store the peer's identity from a handshake, which makes the connection's facts complete."""
+    """Store the peer's identity after a handshake in the facts about the connection, which are then complete."""
     info = connection.info
     names = PeerCertificate()
     if facts.certificate is not None:

@@ -124,10 +124,10 @@ def explain(question: Question, configuration: Configuration) -> Answer:
 
 
 def _accepted(question: Question, listener: LiveListener) -> StreamInfo:
-    """Return the facts about a connection that a listener has accepted."""
+    """Return the facts that a listener would have about the hypothetical connection."""
     destination = question.destination
     if _ends_tunnels(listener) and listener.model.addresses:
-        # The tunnel goes to the listener's port. Its request names the destination.
+        # A tunnel's connection goes to the listener's port. The destination is named by the tunnel's request.
         destination = SocketAddress(destination.host, listener.model.addresses[0].port)
     facts = ConnectionFacts(source=question.source, direct_source=question.source, destination=destination)
     if question.identity:
@@ -145,7 +145,7 @@ def _ends_tunnels(listener: LiveListener) -> bool:
 
 
 def client_address(given: str) -> SocketAddress:
-    """Return the source of a question: an IP address, with or without a port.
+    """Parse the source of a hypothetical connection: an IP address, with or without a port.
 
     Raises:
         ValueError: the text is not an IP address with or without a port.
@@ -189,7 +189,7 @@ class _Explainer:
         self._configuration = configuration
 
     def hop(self, listener: LiveListener, info: StreamInfo, depth: int) -> Answer:
-        """Explain one hop: the listener's filters, and the chosen chain, policies and cluster."""
+        """Explain one hop: its listener filters, filter chain, policies and cluster."""
         answer: Answer = {"listener": listener.name, "address": listener.address_text}
         notes, missing_filter = _run_filters(listener, info)
         if notes:
@@ -205,13 +205,13 @@ class _Explainer:
             return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
         missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
         if missing:
-            # The missing filter could deny the connection, so the filter chain serves no connection until it
-            # arrives.
+            # A filter of this chain has not arrived. It could deny the connection, so the chain serves no
+            # connections until then.
             return answer | {
                 "missing_filters": missing,
                 "verdict": "closed: the configuration of a filter has not arrived",
             }
-        # The tunnel's application is not known yet.
+        # For a tunnel connection, the application's port is not known yet.
         port_known = chain.manager is None or not self._configuration.tunnel_rules.judge_ports
         policies, denied = _policies(chain.asked(info.facts, port_known=port_known))
         if policies:
@@ -246,11 +246,11 @@ class _Explainer:
         return answer
 
     def _terminated(self, chain: LiveChain, info: StreamInfo, depth: int) -> Answer:
-        """Explain a tunnel that ends here: its route and its application."""
+        """Explain a tunnel that ends at this proxy: the route and the application."""
         manager = chain.manager
         assert manager is not None
         info.method, info.manager = "CONNECT", manager.model
-        # This proxy's own tunnels send this header.
+        # Proxies of this program send this header with each tunnel request.
         info.request_headers = (("x-envoy-original-dst-host", info.authority),)
         try:
             route = tunnel_route(manager.model, manager.routes, info)
@@ -362,7 +362,7 @@ class _Explainer:
     def _inbound(
         self, authority: str, identity: str, outer: StreamInfo, depth: int, client: LiveContext
     ) -> Answer | None:
-        """Explain the far end of a tunnel. Return ``None`` if it is not on this node."""
+        """Explain what happens at the far end of a tunnel. Return ``None`` if the far end is not on this node."""
         try:
             destination = SocketAddress.parse(authority)
         except ValueError:
@@ -372,7 +372,7 @@ class _Explainer:
             if not listener.model.internal and _ends_tunnels(listener):
                 info = _accepted(question, listener)
                 chain = listener.chain_for(info.facts)
-                # Ignore filter chains that only close connections to pods of other nodes.
+                # A chain without a connection manager only closes connections to pods of other nodes.
                 if chain is not None and chain.manager is not None:
                     refused = self._handshake(client, chain)
                     hop = self.hop(listener, info, depth + 1)
@@ -388,7 +388,7 @@ class _Explainer:
     def _inner(
         self, cluster: LiveCluster, host: Host, transport: TransportSocket, outer: StreamInfo, depth: int
     ) -> Answer:
-        """Continue at an internal listener, as ``InternalListeners.enter`` does."""
+        """Explain the hop at an internal listener, which is chosen as in ``InternalListeners.enter``."""
         address = host.endpoint.address
         assert isinstance(address, InternalAddress)
         listener = next(
@@ -414,7 +414,9 @@ class _Explainer:
 
 
 def _run_filters(listener: LiveListener, info: StreamInfo) -> tuple[list[str], str]:
-    """Run the filters that need no bytes. Return each filter's effect, and why a filter closes the connection."""
+    """Run the listener filters that need no bytes. Return each filter's effect, and the reason if one closes the
+    connection.
+    """
     notes: list[str] = []
     try:
         for name, found in due(listener.filters, info, notes):
@@ -433,7 +435,7 @@ def _run_filters(listener: LiveListener, info: StreamInfo) -> tuple[list[str], s
 
 
 def chain_reasons(listener: LiveListener, facts: ConnectionFacts, chain: LiveChain | None) -> Iterator[str]:
-    """Return the steps that lead to a chain, one line each."""
+    """Return the matching steps that lead to a filter chain, one line each."""
     if listener.model.matcher is not None:
         yield from _matcher_steps(listener.model.matcher, facts)
     elif chain is not None and chain.model is not listener.model.default_chain:
@@ -581,7 +583,7 @@ def _server_tls(chain: LiveChain, configuration: Configuration) -> Answer:
 
 
 def _unproven(context: LiveContext, client: PeerCertificate | None) -> str:
-    """Return why a handshake would fail for the names of a client's certificate, or the empty string."""
+    """Return why a handshake would fail because of the names in a client's certificate, or the empty string."""
     validation = context.validation or context.model.validation  # a dump's contexts have not been built
     if client is None:
         wanted = context.model.require_peer_certificate or (validation is not None and validation.restricts)
@@ -602,7 +604,7 @@ def _presented(context: LiveContext, now_s: float) -> Answer:
 
 
 def _own(model: TlsContext, configuration: Configuration) -> Answer:
-    """Like :func:`_presented`, but from the certificates in a saved config dump."""
+    """Return the result of :func:`_presented` from the certificates in a saved config dump."""
     source, saved = model.certificate, configuration.saved
     assert saved is not None
     if not isinstance(source, SecretRef):
@@ -619,7 +621,9 @@ def _validity(ends: datetime | None, now_s: float) -> Answer:
 
 
 def _wanted(model: TlsContext) -> list[str] | None:
-    """Return the requirements on the peer's certificate of a context that has not been built."""
+    """Return the requirements on the peer's certificate for a TLS context that was not built, as with a saved
+    dump.
+    """
     validation = model.validation
     if model.validation_ref is None:
         return _verification(validation)
@@ -631,7 +635,7 @@ def _sans(validation: Validation) -> list[str]:
 
 
 def _verification(validation: Validation | None) -> list[str] | None:
-    """Return the requirements on the peer's certificate, or None."""
+    """Return a TLS context's requirements on the peer's certificate, or None without any."""
     if validation is None or validation.trusted_ca_pem is None:
         return None
     return ["a trusted root", *_sans(validation)]

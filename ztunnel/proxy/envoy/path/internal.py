@@ -36,7 +36,9 @@ _MOST_LOCAL: Final = 16384
 
 
 class Entry(NamedTuple):
-    """A connection that entered an internal listener. Closing ``hop`` counts and logs its end."""
+    """A connection that an internal listener has accepted. Closing ``hop`` counts and logs the connection's
+    end.
+    """
 
     hop: LiveHop
     proxy: LiveTcpProxy
@@ -64,7 +66,7 @@ class InternalListeners:
     poller: Poller
     tasks: Tasks
     shortcut_ports: Mapping[int, int] = field(default_factory=dict)
-    #: The results of :meth:`leads_here` for one version of the listeners.
+    #: A cache of the results of :meth:`leads_here`, valid for one version of the listener table.
     _local: dict[SocketAddress, bool] = field(default_factory=dict)
     _version: int = -1
 
@@ -241,8 +243,9 @@ class InternalListeners:
         """Open the inbound half of a node-local tunnel, in its own fiber.
 
         Raises:
-            UpstreamFailed: the request was refused. Has the answer that the client would get over the network.
-            TunnelBroken: the inbound half was ended while it dialled the application, but not by a policy.
+            UpstreamFailed: the request was refused. The error contains the answer that a client on the network
+                would get.
+            TunnelBroken: something other than a policy ended the inbound half while it dialled the application.
         """
         manager = chain.manager
         assert manager is not None

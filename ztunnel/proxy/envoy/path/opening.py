@@ -1,4 +1,4 @@
-"""A hop's attempt to reach a host, as far as it was made without a coroutine."""
+"""The state of a hop's attempt to reach a host, for attempts that begin without a coroutine."""
 
 from __future__ import annotations
 
@@ -71,11 +71,13 @@ class Opening:
 
     @property
     def last(self) -> Opening:
-        """The attempt of the last hop."""
+        """The attempt of the last hop, behind all internal listeners."""
         return self if self.inner is None else self.inner.last
 
     def take_error(self) -> BaseException:
-        """Return the error and clear it. Otherwise this object and the error's traceback would form a cycle."""
+        """Return the error and clear the attribute, because the error's traceback and this object form a reference
+        cycle.
+        """
         error, self.error = self.error, None
         assert error is not None
         return error

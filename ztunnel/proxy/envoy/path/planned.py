@@ -45,10 +45,10 @@ from ztunnel.runtime.clock import Clock
 
 
 class Owner(Protocol):
-    """The part of :class:`~ztunnel.proxy.envoy.path.datapath.Datapath` that a planned connection uses."""
+    """The interface of :class:`~ztunnel.proxy.envoy.path.datapath.Datapath` for planned connections."""
 
     def go_on(self, connection: LiveConnection, client: PlainSocket, opening: Opening | None) -> None:
-        """Continue in a coroutine, which owns the connection from now on.
+        """Carry the connection on in a coroutine, which owns the connection from now on.
 
         Args:
             connection: the connection.
@@ -58,7 +58,9 @@ class Owner(Protocol):
 
 
 class PlannedConnection(LiveConnection):
-    """One planned connection; see the module's table of steps. It owns and closes the client's socket."""
+    """One connection with a plan; see the table of steps above. This object owns and closes the client's
+    socket.
+    """
 
     __slots__ = (
         "_aborted",
@@ -132,7 +134,8 @@ class PlannedConnection(LiveConnection):
                 self.move_to(plan.listener)
             self.choose(chain)
             self.admit()
-            # Policies can write metadata, which can be part of the request for the tunnel.
+            # With RBAC policies, the plan's stored request is not used: policies can write metadata, and a request
+            # can contain metadata.
             known = None if chain.rbac else plan
             opening = proxies.connector.begin(self, proxy, client, self._answered, self._abort_soon, known)
             if opening is None or not opening.requested:
@@ -150,14 +153,16 @@ class PlannedConnection(LiveConnection):
             self.on_bug(error)
             raise
 
-    # Events, possibly in the middle of a read
+    # Event callbacks, which can be called in the middle of a read
 
     def _answered(self, tunnel: Tunnel | None, error: Exception | None) -> None:
         self._error = error
         self._poller.call_soon(self)
 
     def on_interval(self) -> None:
-        """End the wait for an answer that did not arrive in time; see :class:`hbone.aio.interval_timer.Member`."""
+        """Give up the request, because its answer did not arrive in time; see
+        :class:`hbone.aio.interval_timer.Member`.
+        """
         assert self._opening is not None
         self._opening.timed_out = True
         self._error = TimeoutError()
@@ -174,7 +179,7 @@ class PlannedConnection(LiveConnection):
     # Steps
 
     def step(self) -> None:
-        """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
+        """Run the step for the latest event; see :class:`hbone.aio.poller.Steppable`."""
         if self.state is State.CLOSED:
             return
         upstream, ended, opening = self.upstream, self._ended, self._opening
@@ -186,7 +191,7 @@ class PlannedConnection(LiveConnection):
         elif self._aborted:
             self._leave_to_coroutine(opening, CancelledError())
         elif self._error is not None:
-            # A request that the peer has not processed is sent again, perhaps on another connection.
+            # If the peer has not processed the tunnel request, it is sent again, perhaps on another connection.
             error = self._error
             repeats = isinstance(error, TunnelBroken) and error.unprocessed
             self._leave_to_coroutine(opening, None if repeats else error)
@@ -225,7 +230,7 @@ class PlannedConnection(LiveConnection):
             self._timer = None
 
     def on_bug(self, error: Exception) -> None:
-        """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
+        """End the connection after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
         if self.state is State.CLOSED:
             return
         opening, upstream = self._opening, self.upstream

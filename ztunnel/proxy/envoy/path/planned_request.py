@@ -45,7 +45,9 @@ _DIAL_ERRORS: Final = (RequestRefused,)
 
 
 class PlannedRequest(LiveRequest):
-    """One planned request; see the module's table of steps. It closes the connection to the application."""
+    """One tunnel request carried without a coroutine; see the table of steps above. This object closes the
+    connection to the application.
+    """
 
     __slots__ = (
         "_aborted",
@@ -141,7 +143,7 @@ class PlannedRequest(LiveRequest):
             self._aborted = True
         self.step()
 
-    # Events, possibly in the middle of a read
+    # Event callbacks, which can be called in the middle of a read
 
     def cancel(self, msg: str | None = None) -> None:
         """End the request, because the client reset it or its connection ended; see
@@ -163,7 +165,7 @@ class PlannedRequest(LiveRequest):
     # Steps
 
     def step(self) -> None:
-        """Handle the last event; see :class:`hbone.aio.poller.Steppable`."""
+        """Run the step for the latest event; see :class:`hbone.aio.poller.Steppable`."""
         if self.state is State.CLOSED or self._dialling is not None:
             return
         upstream, tunnel = self._opened, self._tunnel
@@ -186,7 +188,7 @@ class PlannedRequest(LiveRequest):
         self._end()
 
     def _accept(self, upstream: ClusterUpstream) -> None:
-        """Answer 200, and relay.
+        """Answer the CONNECT with 200, and start the relay.
 
         Raises:
             TunnelBroken: the client has disconnected.
@@ -216,7 +218,7 @@ class PlannedRequest(LiveRequest):
             self._request.over()
 
     def on_bug(self, error: Exception) -> None:
-        """End after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
+        """End the request after an unexpected error in a step; see :class:`hbone.aio.poller.Handler`."""
         if self.state is State.CLOSED:
             return
         try:

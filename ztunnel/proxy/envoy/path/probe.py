@@ -38,12 +38,12 @@ from ztunnel.runtime.http.client import BadAnswer
 log = logging.getLogger(__name__)
 
 _READ: Final = 8 * 1024
-#: The number of bytes at the beginning of an answer in which the expected bytes are searched.
+#: The expected bytes must occur within this many bytes from the beginning of an answer.
 _MOST_READ: Final = 1 << 20
 #: Methods whose requests get ``content-length: 0`` if they have no body, as in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
-#: The errors that count as no answer of a host.
+#: If a health check raises one of these errors, the host counts as not answering.
 _SILENCE = (OSError, HboneError, TproxyError, XdsError, RpcFailed, UpstreamFailed, BadAnswer)
 
 
@@ -59,7 +59,7 @@ class Prober:
         self._dialler = Dialler(poller)
 
     async def ask(self, cluster: LiveCluster, host: Host) -> CheckResult:
-        """Return the outcome of one check, within the check's time limit."""
+        """Run one health check within its time limit, and return the outcome."""
         settings = cluster.model.health_check
         assert settings is not None
         try:
@@ -85,7 +85,7 @@ class Prober:
 
     @contextlib.asynccontextmanager
     async def _connection(self, cluster: LiveCluster, host: Host) -> AsyncIterator[PlainSocket]:
-        """Connect to a host. With TLS, a socket pair carries the bytes to the TLS connection."""
+        """Connect to a host for a health check. With TLS, a relay connects a socket pair to the TLS connection."""
         async with contextlib.AsyncExitStack() as stack:
             context = _context(cluster, host)
             sock = await self._dialler.connect(cluster, checked_address(host), _NO_OPTIONS)
@@ -108,7 +108,7 @@ class Prober:
             stack.callback(inner.close)
 
             def ended(_: RelayEnd) -> None:
-                # Reports the end of the TLS connection to the reader of the other socket.
+                # When the TLS connection ends, close the inner socket, so that the reader of ``plain`` gets EOF.
                 self._poller.loop.call_soon(inner.close)
 
             running = relay(inner, sealed, ByteCounts(), on_end=ended)
@@ -129,7 +129,9 @@ class Prober:
 
 
 def checked_address(host: Host) -> SocketAddress | PipeAddress:
-    """Return the address to probe, never an internal listener, because such clusters have no health checks."""
+    """Return the address to check. It is never an internal listener, because clusters with internal endpoints have
+    no health checks.
+    """
     address, own = host.endpoint.address, host.endpoint.check
     assert isinstance(address, (SocketAddress, PipeAddress))
     if own is None:

@@ -1,8 +1,9 @@
-"""Feeds a pod's connections to a tap in Envoy's dialect. Imported only where taps are permitted.
+"""Feeds a pod's connections to a tap (a packet capture) in Envoy's dialect. Imported only where taps are
+permitted.
 
-This dialect identifies pods by address, so a tap does so, too. A connection belongs to the tapped pod if its
-client or its application has the pod's address. A connection between two pods of the node can match at both ends.
-Each end is then captured at its own socket.
+A tap names its pod by address, because Envoy's dialect knows pods only by address. A connection belongs to the
+tapped pod if its client or its application has the pod's address. A connection between two pods of the node can
+match at both ends. Each end is then captured at its own socket.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _WithChain(Protocol):
-    """A hop, in use or received from another process."""
+    """A hop that is live in this process, or was just received from another process."""
 
     @property
     def chain(self) -> LiveChain | None:
@@ -62,7 +62,7 @@ class TcpProxies:
     async def carry(
         self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> None:
-        """Carry one connection to its end.
+        """Carry one accepted connection from its filter chain to its end.
 
         Raises:
             Refused: the connection ended before bytes flowed.
@@ -76,7 +76,8 @@ class TcpProxies:
     async def _secured(
         self, connection: LiveConnection, listener: LiveListener, chain: LiveChain, end: PlainSocket
     ) -> End:
-        """Make the client's TLS handshake. Like in Envoy, the filter's longest duration includes it.
+        """Run the client's TLS handshake. Like in Envoy, the filter's maximum connection duration includes the
+        handshake.
 
         Raises:
             Refused: see :func:`~ztunnel.proxy.envoy.path.downstream_tls.accept_tls`, or the time is over.
@@ -114,13 +115,14 @@ class TcpProxies:
         proxy, info = chain.proxy, connection.info
         assert proxy is not None
         capture = self.taps.of(info.source.host) if self.taps is not None else None
-        # First bytes sent along with a CONNECT bypass the relay, so a tap would miss them.
+        # With a tap, no first bytes are sent along with a CONNECT: they bypass the relay, so the tap would miss
+        # them.
         first = downstream if capture is None else None
         limit, by_duration = proxy.opening_limit_s, False
         if limit == math.inf:
             upstream = await self.connector.open(connection, proxy, first, begun)
         else:
-            # An attempt that began before this coroutine has used part of the limit.
+            # If the attempt began before this coroutine, part of the time limit is already used.
             began_s = begun.began_s if begun is not None else None
             idle, longest = proxy.model.idle_timeout_s or math.inf, proxy.model.max_duration_s or math.inf
             if longest < math.inf:
@@ -128,7 +130,7 @@ class TcpProxies:
                 by_duration = longest - age_s <= idle
                 if began_s is None and by_duration:
                     limit = longest
-                    # Younger connections share a timer, which is inexact by this much.
+                    # For younger connections, a shared timer is exact enough: it can be late by 1/64 of the limit.
                     began_s = self._poller.loop.time() - age_s if age_s > longest / 64 else None
             deadline = Deadline(self._poller, limit, began_s)
             try:
@@ -153,7 +155,7 @@ class TcpProxies:
     async def carry_moved(
         self, connection: LiveConnection, proxy: LiveTcpProxy, ends: tuple[End, End], running: Relay
     ) -> None:
-        """Carry a moved connection with a running relay to its end.
+        """Carry a connection that came from another process, with a running relay, to its end.
 
         Args:
             connection: the connection. Its ``upstream`` is the relay's upstream.
@@ -193,7 +195,7 @@ class TcpProxies:
         upstream: ClusterUpstream,
         running: Relay,
     ) -> None:
-        """Wait for the end of a relay."""
+        """Wait until a running relay has ended."""
         self.relays(connection, upstream, running)
         limit = self.limit_duration(connection, proxy, upstream, running)
         ended = None
@@ -225,7 +227,7 @@ class TcpProxies:
 
     @staticmethod
     def relays(connection: LiveConnection, upstream: ClusterUpstream, running: Relay) -> None:
-        """Store a running relay in the table entries of its hops."""
+        """Store a running relay in the connection table's entries of its hops."""
         counts = running.counts
         connection.relay, connection.upstream = running, upstream
         connection.opened(running.abort, finish=running.finish)
@@ -274,7 +276,7 @@ class TcpProxies:
 
 
 def idle_timeout_s(proxy: LiveTcpProxy, hops: Iterable[_WithChain]) -> float | None:
-    """Return the shortest idle time of a connection's TCP proxies, or ``None`` if there is no limit.
+    """Return the shortest idle timeout of a connection's TCP proxy filters, or ``None`` if none has a limit.
 
     Args:
         proxy: the first TCP proxy.
@@ -288,7 +290,7 @@ def idle_timeout_s(proxy: LiveTcpProxy, hops: Iterable[_WithChain]) -> float | N
 
 
 def _filters(hops: Sequence[LiveHop], proxy: LiveTcpProxy) -> Iterator[tuple[LiveHop, LiveTcpProxy]]:
-    """Yield each hop that has a TCP proxy, and its TCP proxy. ``proxy`` belongs to the first hop."""
+    """Yield each hop that has a TCP proxy filter, with this filter. ``proxy`` is the filter of the first hop."""
     yield hops[0], proxy
     for hop in hops[1:]:
         if hop.chain is not None and hop.chain.proxy is not None:
@@ -296,7 +298,7 @@ def _filters(hops: Sequence[LiveHop], proxy: LiveTcpProxy) -> Iterator[tuple[Liv
 
 
 def _over_s(each: tuple[LiveHop, LiveTcpProxy]) -> float:
-    """Return when a hop reaches its longest duration, by its clock."""
+    """Return the time, by the hop's clock, at which the hop reaches its maximum duration."""
     hop, proxy = each
     return hop.info.started + (proxy.model.max_duration_s or math.inf)
 
@@ -306,7 +308,9 @@ def _idle_s(each: tuple[LiveHop, LiveTcpProxy]) -> float:
 
 
 def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, upstream: ClusterUpstream) -> None:
-    """Set flags and details of an ended relay. The first hop is the accepted connection."""
+    """Set the response flags and termination details of all hops after their relay has ended. The first hop is the
+    accepted connection.
+    """
     flag: Flag | None = None
     details = ""
     flagged = hops
@@ -318,7 +322,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
         by.idle_timeout.value += 1
         details = "tcp_session_idle_timeout"
     elif on_purpose:
-        # One hop was ended on purpose. The other hops then end gracefully, as they would over the network.
+        # This proxy ended one hop on purpose, so the other hops end gracefully, as they would over the network.
         for each in hops:
             each.info.termination_details = each.reason
         return
@@ -330,13 +334,14 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
             flagged = hops[hops.index(hop) :]  # as in Envoy, hops before an internal listener have no DT
             flag, details = Flag.DURATION_TIMEOUT, "max_downstream_connection_duration"
     elif upstream.end.source is SourceState.CUT:
-        # Check which end was cut, not which end stopped first. After the client's half-close, the client would
-        # always be the first.
+        # Blame the end that was cut, not the end that stopped first. After a half-close by the client, the client
+        # would always count as first.
         lost = isinstance(ended.error, TunnelBroken) and ended.error.code is None
         flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
         broken = lost
     elif ended.error is not None:
-        # A lost client sets no flag, like a reset of plain TCP. The transport's error gives the reason.
+        # A lost client connection sets no response flag, like a reset of plain TCP. The transport's error is the
+        # reason.
         hops[0].info.downstream_failure = str(ended.error)
         broken = not is_ordinary(ended.error)
     if broken:
@@ -349,7 +354,7 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
 
 
 def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunnel: Tunnel | None = None) -> End:
-    """Return the end of an upstream, wrapped by a tap if the destination pod is tapped."""
+    """Return the upstream end of a relay, wrapped by a tap if the destination pod is tapped."""
     from ztunnel.proxy.envoy.path.tapped import (
         observed_application,  # imported here to save memory: most proxies have no taps
     )
@@ -358,8 +363,8 @@ def application_of(taps: Taps, info: StreamInfo, upstream: ClusterUpstream, tunn
 
 
 def _too_late(info: StreamInfo, proxy: LiveTcpProxy, *, by_duration: bool) -> UpstreamFailed:
-    """Count and return the failure of an upstream that did not open in time. Its flag is UF, with ``by_duration``
-    DT.
+    """Count and return the failure of an upstream that did not open in time. The flag is UF, or DT if
+    ``by_duration``.
     """
     error = UpstreamFailed("", failure=Reason.TIMEOUT)
     if by_duration:

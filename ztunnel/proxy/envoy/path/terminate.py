@@ -28,7 +28,7 @@ from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 
-#: HTTP/2 error code CONNECT_ERROR. Envoy resets the stream with it after a failed CONNECT.
+#: The HTTP/2 error code CONNECT_ERROR, with which Envoy resets the stream after a failed CONNECT.
 CONNECT_ERROR = 10
 
 NO_IP_ADDRESS = "a tunnel can only lead to an IP address"
@@ -43,13 +43,13 @@ _BODIES = {
 }
 
 
-#: Checks a tunnel's application before it is dialled. Raises ``Denied``.
+#: Checks a tunnel's application before the proxy dials it. Raises ``Denied`` to refuse the application.
 AdmitsApplication = Callable[[LiveHop, SocketAddress], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The response that refuses a request."""
+    """The HTTP response to a refused request."""
 
     status: int
     details: str
@@ -130,7 +130,7 @@ class TunnelRules:
 
 
 class Application(NamedTuple):
-    """The route chosen for a request, and the host that is its application."""
+    """The route chosen for a tunnel request, and the host that the request is for."""
 
     route: Route
     cluster: LiveCluster
@@ -139,7 +139,7 @@ class Application(NamedTuple):
 
 
 class RequestPlan:
-    """The decisions shared by the requests of a tunnel connection that have equal heads.
+    """The decisions that are the same for all requests with equal heads on one tunnel connection.
 
     A route depends on the head and the connection manager's routes. The address check depends on the head, the
     cluster and this proxy's ports. If the route table or the cluster was replaced, the decision is made again. The
@@ -187,7 +187,7 @@ class Terminator:
         dialler: opens sockets.
         rng: picks among weighted clusters.
         rules: checks which targets requests can name.
-        admit: a further check of the application. ``None`` disables it.
+        admit: an additional check of the application. ``None`` disables it.
 
     Attributes:
         rules: see above.
@@ -213,7 +213,8 @@ class Terminator:
         """Connect to a request's application.
 
         Raises:
-            RequestRefused: the request is refused. The error has the answer, and ``hop`` has the response flags.
+            RequestRefused: the request is refused. The error contains the answer, and ``hop`` has the response
+                flags.
         """
         chosen = self.choose(hop, chain)
         try:
@@ -337,7 +338,7 @@ class Terminator:
 
 
 def _unreachable(hop: LiveHop, chosen: Application, error: Refused) -> RequestRefused:
-    """Count a failed dial, and return the answer to its request."""
+    """Count a failed connection to the application, and return the answer to the tunnel request."""
     if isinstance(error, UpstreamFailed):
         count_failure(chosen.cluster, chosen.host, error)
     hop.info.ready_s = hop.clock.monotonic() - hop.info.started
@@ -345,7 +346,7 @@ def _unreachable(hop: LiveHop, chosen: Application, error: Refused) -> RequestRe
 
 
 def _refusal(hop: LiveHop, error: Refused) -> RequestRefused:
-    """Record why a request is refused, and return the answer."""
+    """Record why a tunnel request is refused, and return the answer."""
     hop.refused(error)
     if isinstance(error, Denied):
         return RequestRefused(Answer(403, error.details, DENIED))
@@ -353,7 +354,7 @@ def _refusal(hop: LiveHop, error: Refused) -> RequestRefused:
 
 
 def _answer_to(error: Refused) -> Answer:
-    """Return Envoy's 503: the same status and body for every way a host can be unreachable."""
+    """Return Envoy's answer if a host is unreachable: 503, with the same body for every cause."""
     if isinstance(error, UpstreamFailed):
         kind = "local" if error.timed_out else "remote"
         details = f"upstream_reset_before_response_started{{remote_connection_failure|{error.reason}}}"
@@ -366,7 +367,7 @@ def _answer_to(error: Refused) -> Answer:
 
 
 def tunnel_route(model: HttpConnectionManager, table: RouteTable | None, info: StreamInfo) -> Route:
-    """Return the route of a request for a tunnel, and note its metadata in ``info``.
+    """Return the route of a request for a tunnel, and store the route's metadata in ``info``.
 
     Args:
         model: the configuration of the connection manager that received the request.
@@ -386,7 +387,8 @@ def tunnel_route(model: HttpConnectionManager, table: RouteTable | None, info: S
     info.route_metadata = route.metadata
     if route.direct_status:
         raise RequestRefused(Answer(route.direct_status, "direct_response", route.direct_body))
-    # A route by path can have ``connect_config`` as well, but only a CONNECT request can become a tunnel.
+    # A route that matches by path can have ``connect_config``, too, but only a CONNECT request can become a
+    # tunnel.
     if not (route.tunnel and info.method == "CONNECT" and model.allows_connect):
         raise RequestRefused(Answer(403, "upgrade_failed"))
     return route
@@ -402,8 +404,8 @@ def _route_in(host: VirtualHost | None, info: StreamInfo) -> Route | None:
 
 
 def _virtual_host(hosts: Sequence[VirtualHost], authority: str) -> VirtualHost | None:
-    """Return the best virtual host. As in Envoy, the order is: exact domain, longest ``*.suffix``, longest
-    ``prefix.*``, then ``*``.
+    """Return the virtual host that best matches a request's host name. As in Envoy, the order is: exact domain,
+    longest ``*.suffix``, longest ``prefix.*``, then ``*``.
     """
     name = authority.lower()
     best: tuple[int, int] | None = None
@@ -431,7 +433,8 @@ def _domain_rank(domain: str, name: str) -> tuple[int, int] | None:
 def _matches(route: Route, info: StreamInfo) -> bool:
     connect = info.method == "CONNECT"
     if route.path is None:
-        # Extended CONNECT is an upgrade to its own protocol and not a plain CONNECT (Envoy: 404).
+        # An extended CONNECT is an upgrade to another protocol, so a CONNECT matcher does not match it (Envoy:
+        # 404).
         if not connect or info.path:
             return False
     elif not info.path or not route.path.matches(info.path.partition("?")[0]):

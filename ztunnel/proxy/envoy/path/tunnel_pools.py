@@ -24,13 +24,13 @@ from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, UpstreamOptions
 from ztunnel.proxy.envoy.upstream.cluster import LiveCluster, LiveTransport
 from ztunnel.proxy.flows.times import ConnectionTimes
 
-#: The key of a pooled tunnel connection in Envoy's dialect, with the source of its TLS context and its socket
+#: The key of a pooled tunnel connection in Envoy's dialect. It contains the TLS context's source and the socket
 #: options.
 TunnelKey = PoolKey[LiveContext | None, UpstreamOptions]
 
 
 class Dialled(NamedTuple):
-    """An open tunnel connection: its cluster, its key in the cluster's pool, and its statistics."""
+    """An open tunnel connection of a pool: the cluster, the key in the cluster's pool, and the statistics."""
 
     cluster: LiveCluster
     key: TunnelKey
@@ -38,7 +38,8 @@ class Dialled(NamedTuple):
 
 
 class TunnelPools:
-    """The pools, and the connections that they have dialled or have taken over from another process.
+    """The tunnel connection pools of all clusters, with their connections: dialled, or taken over from another
+    process.
 
     Args:
         dialler: opens sockets.
@@ -63,7 +64,8 @@ class TunnelPools:
     def key_of(
         self, info: StreamInfo, cluster: LiveCluster, transport: LiveTransport, address: SocketAddress
     ) -> TunnelKey:
-        """Return the pool key of connections that can carry a tunnel, and store the identities presented on them.
+        """Return the pool key of connections that can carry a tunnel, and store the identities that we present on
+        them.
 
         Raises:
             UpstreamFailed: the cluster's certificate has not arrived.
@@ -144,11 +146,11 @@ class TunnelPools:
 
         connection.wait_closed().add_done_callback(ended)
 
-    # Connections of another process: see ztunnel.proxy.envoy.handover
+    # Hand-over of connections to and from another process: see ztunnel.proxy.envoy.handover
 
     @property
     def dialled(self) -> Mapping[Connection, Dialled]:
-        """The open tunnel connections."""
+        """The open tunnel connections of all pools."""
         return self._dialled
 
     def idle_s(self, connection: Connection) -> float | None:
@@ -161,7 +163,7 @@ class TunnelPools:
         self._dialled.pop(connection).counted.went()
 
     def settings_for(self, cluster: LiveCluster) -> ConnectionSettings:
-        """Return the settings of tunnel connections to a cluster."""
+        """Return the HTTP/2 settings for tunnel connections to a cluster."""
         return client_settings(cluster, early_data=self._early_data)
 
     def adopt(
@@ -185,7 +187,7 @@ class TunnelPools:
 
     @property
     def pools(self) -> Mapping[LiveCluster, Pool]:
-        """The pools in use, for statistics and drain."""
+        """All tunnel connection pools, for statistics and draining."""
         return self._pools
 
 

@@ -1,4 +1,4 @@
-"""The request for a connection's tunnel: its authority, headers and encoding."""
+"""Makes the CONNECT request that opens a connection's tunnel: authority, headers and encoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _header_block(request: tuple[Header, ...]) -> bytes:
 
 
 def request_for(proxy: LiveTcpProxy, info: StreamInfo) -> TunnelRequest:
-    """Return the request for a connection's tunnel.
+    """Return the encoded CONNECT request for a connection's tunnel.
 
     Raises:
         UpstreamFailed: see :func:`tunnel_request`.
@@ -45,8 +45,8 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
     authority = proxy.hostname(info)
     if not authority:
         raise UpstreamFailed("tunnel hostname is empty")
-    # As in Envoy, a header "exists" if the original request has it. Here the original request has no such headers.
-    # Headers that overwrite are set first, and then headers are added.
+    # As in Envoy, "exists" in an append action means that the original request has the header. A CONNECT has none
+    # of these headers. Overwriting headers are set first, then the other headers are added.
     overwritten: dict[str, str] = {}
     added: list[tuple[str, str]] = []
     for header in proxy.headers:

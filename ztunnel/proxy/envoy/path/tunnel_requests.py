@@ -1,4 +1,4 @@
-"""The answer, the relay and the end of a tunnel request. Coroutines and planned requests share these steps."""
+"""The last steps of a tunnel request: answer, relay and end. Coroutines and planned requests share this code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Timeouts:
 
 
 class TunnelRequests:
-    """The steps of tunnel requests.
+    """The steps that coroutines and planned requests share.
 
     Args:
         terminator: finds the application of a request.
@@ -57,7 +57,7 @@ class TunnelRequests:
         self._timeouts = timeouts
 
     def accepted(self, request: Request, hop: LiveRequest, manager: LiveConnectionManager) -> Tunnel:
-        """Answer 200, and return the tunnel.
+        """Answer a tunnel request with 200, and return the opened tunnel.
 
         Raises:
             TunnelBroken: the client has disconnected.
@@ -69,13 +69,13 @@ class TunnelRequests:
 
     @staticmethod
     def broken(info: StreamInfo, error: TunnelBroken) -> None:
-        """Record that the client disconnected before the answer."""
+        """Record that the client disconnected before its tunnel request was answered."""
         info.flags.add(Flag.DOWNSTREAM_TERMINATED)
         info.response_details = f"downstream_remote_disconnect: {error}"
         info.failure = Reason.CLIENT_GONE
 
     def gave_up(self, request: Request, hop: LiveRequest, manager: LiveConnectionManager) -> None:
-        """Record that a request was cancelled. If a policy denied it, answer as for a denial before dialling."""
+        """Record that a request was cancelled. If a policy change was the cause, answer 403, as for any denial."""
         if hop.reason.startswith(POLICY_CHANGE) and not request.answered:
             answer = Answer(403, hop.reason, DENIED, failure=Reason.POLICY_CHANGE)
             self.refuse(request, hop.info, manager, answer)
@@ -83,12 +83,12 @@ class TunnelRequests:
             self.note_cancelled(hop)
 
     def wait(self, work: Coroutine[Any, Any, None]) -> Fiber:
-        """Run a coroutine of a request. The request's connection waits until the coroutine has ended."""
+        """Run a coroutine for a request. The request's tunnel connection ends only after this coroutine."""
         return Fiber(self._poller, work, "inbound dial")
 
     @staticmethod
     def note_cancelled(hop: LiveRequest) -> None:
-        """Note that a request was cancelled."""
+        """Record for the access log that a request was cancelled, and why."""
         if hop.reason:
             hop.info.response_details = hop.reason
         else:
@@ -123,7 +123,9 @@ class TunnelRequests:
         upstream: ClusterUpstream,
         running: Relay,
     ) -> list[asyncio.TimerHandle]:
-        """Store a running relay in a request's table entry. Return a list that gets the route timeout's timer."""
+        """Store a running relay in a request's table entry. Return a list to which the route timeout's timer is
+        added when it starts.
+        """
         limit = route.timeout_s if route is not None and route.timeout_s is not None else self._timeouts.route_s
         hop.relay, hop.upstream = running, upstream
         manager.cx_upgrades_active.stored += 1
@@ -134,7 +136,9 @@ class TunnelRequests:
         if limit:
 
             def half_closed(end: End, limit_s: float = limit) -> None:
-                """Start the route timeout, which in Envoy runs from the request's END_STREAM."""
+                """Start the route timeout when the client half-closes. In Envoy, it runs from the request's
+                END_STREAM.
+                """
                 if end is tunnel:
                     timers.append(self._poller.loop.call_later(limit_s, running.abort, "response_timeout"))
 
@@ -190,7 +194,7 @@ class TunnelRequests:
             info.flags.add(Flag.UPSTREAM_TERMINATED)
             info.response_details = "upstream_reset_after_response_started{connection_termination}"
         elif tunnel.gone and ended.first is tunnel:
-            # A client that disconnects after the application's complete answer has lost no data.
+            # If the client disconnects after the application has sent everything, no data is lost.
             lost = isinstance(tunnel.error, TunnelBroken) and tunnel.error.code is None
             info.flags.add(Flag.DOWNSTREAM_TERMINATED if lost else Flag.DOWNSTREAM_RESET)
             info.failure = Reason.BROKEN if lost else None
@@ -203,5 +207,5 @@ class TunnelRequests:
 
 @lru_cache(maxsize=1)
 def _date_header(second: int) -> tuple[bytes, bytes]:
-    """Return the ``date`` of answers, which is cached for a second."""
+    """Return the ``date`` header of HTTP answers. The text is cached for a second."""
     return b"date", utc("%a, %d %b %Y %H:%M:%S GMT", second).encode()

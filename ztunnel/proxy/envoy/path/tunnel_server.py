@@ -74,7 +74,7 @@ class Served:
         return self.chain.manager
 
     def plan(self, head: RequestHead) -> RequestPlan:
-        """Return the plan of a request for a tunnel."""
+        """Return the plan for tunnel requests with this head, made on first use."""
         key = head.authority, head.headers
         found = self._plans.get(key)
         if found is None:
@@ -84,7 +84,9 @@ class Served:
         return found
 
     def opened(self, tunnels: Connection) -> None:
-        """End ``tunnels`` and its requests together with the connection's table entry, for the same reason."""
+        """Make the end of the connection's table entry also end ``tunnels`` and all its requests, with the same
+        reason.
+        """
 
         def ended(reason: str, *, finish: bool = False) -> None:
             for life in list(self.carried):
@@ -148,7 +150,7 @@ class TunnelServer(TunnelRequests):
         pending: PendingHandshake | None = None
 
         def established(tunnels: Connection) -> None:
-            """Authorize the peer, before any HTTP/2 frame is answered."""
+            """Check whether policies allow the peer, before any HTTP/2 frame is answered."""
             if pending is not None:
                 tunnels.handshake_s = pending.proved()
             if tunnels.facts is not None:
@@ -200,7 +202,7 @@ class TunnelServer(TunnelRequests):
             manager.cx_protocol_error.value += isinstance(tunnels.error, RemoteProtocolError)
 
     def settings_for(self, chain: LiveChain) -> ConnectionSettings:
-        """Return the settings of tunnel connections to a chain."""
+        """Return the HTTP/2 settings for tunnel connections accepted by a filter chain."""
         manager = chain.manager
         assert manager is not None
         wanted = manager.model.http2
@@ -218,10 +220,10 @@ class TunnelServer(TunnelRequests):
             http2 = replace(http2, max_header_list_bytes=manager.model.max_request_headers_kb * 1024)
         return settings if http2 is settings.http2 else replace(settings, http2=http2)
 
-    # A connection of another process: see ztunnel.proxy.envoy.handover
+    # Taking over a connection from another process: see ztunnel.proxy.envoy.handover
 
     def requests_of(self, served: Served) -> Requests:
-        """Return the handler of a connection's requests."""
+        """Return the object that handles the requests of a tunnel connection."""
         return Requests(partial(self._request, served), partial(self._take_now, served))
 
     async def serve_moved(self, served: Served, requests: Requests, tunnels: Connection) -> None:
@@ -230,7 +232,7 @@ class TunnelServer(TunnelRequests):
         Args:
             served: the connection. Its table entry is registered and open, and the caller closes the entry.
             requests: the handler from :meth:`requests_of` that ``tunnels`` was created with.
-            tunnels: the HTTP/2 connection, which this call owns. Its open tunnels have other owners.
+            tunnels: the HTTP/2 connection, which this call closes. Its already open tunnels are closed elsewhere.
         """
         assert served.connection is not None
         served.manager.connection_came(secured=served.connection.info.tls is not None)
@@ -242,7 +244,7 @@ class TunnelServer(TunnelRequests):
     async def carry_moved(
         self, served: Served, hop: LiveRequest, tunnel: Tunnel, running: Relay, route: Route | None
     ) -> None:
-        """Carry a moved request with a running relay to its end.
+        """Carry a request that came from another process, with a running relay, to its end.
 
         Args:
             served: the request's connection.
@@ -269,7 +271,7 @@ class TunnelServer(TunnelRequests):
     def register(
         self, served: Served, info: StreamInfo, abort: Abort | None, *, came: bool = False
     ) -> LiveRequest:
-        """Create a request's connection-table entry, registered with its tunnel connection.
+        """Create the connection table's entry for a request, and register it with the tunnel connection.
 
         Args:
             came: whether the request came from another process, which has counted it as new.
@@ -281,7 +283,7 @@ class TunnelServer(TunnelRequests):
         )
 
     def _info(self, served: Served, request: Request, plan: RequestPlan) -> StreamInfo:
-        """Return the facts about a request."""
+        """Return the facts about a tunnel request, from its head and its connection."""
         connection, manager = served.connection, served.chain.manager
         assert connection is not None
         assert manager is not None
@@ -313,8 +315,8 @@ class TunnelServer(TunnelRequests):
         return info
 
     def _take_now(self, served: Served, request: Request) -> PlannedRequest | None:
-        """Begin to carry a request without a coroutine. Return ``None`` if it needs a coroutine, because addons or
-        policies decide about it.
+        """Begin to carry a request without a coroutine. Return ``None`` if the request needs a coroutine, because
+        addons or policies must decide about it.
         """
         head = request.head
         if (
@@ -344,7 +346,9 @@ class TunnelServer(TunnelRequests):
         )
 
     async def _request(self, served: Served, request: Request) -> None:
-        """Answer one request of a tunnel connection: usually a CONNECT, carried to the application."""
+        """Answer one request on a tunnel connection. It is usually a CONNECT, whose bytes are carried to the
+        application.
+        """
         manager = served.manager
         info = self._info(served, request, RequestPlan(request.head))
         hop = self.register(served, info, current(self._poller).cancel)
@@ -392,7 +396,7 @@ class TunnelServer(TunnelRequests):
         upstream: ClusterUpstream,
         running: Relay,
     ) -> None:
-        """Wait for the end of a request's relay."""
+        """Wait until the relay of a request has ended."""
         timers = self.relays(hop, manager, route, tunnel, upstream, running)
         ended = None
         try:

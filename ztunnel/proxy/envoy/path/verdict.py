@@ -1,8 +1,8 @@
 """Summarizes an explanation in Envoy's dialect: whether the connection is allowed on all its possible routes.
 Pure.
 
-This module is separate from :mod:`ztunnel.proxy.envoy.path.explain` because a command that adds the far side's
-answer computes the verdict again, and needs no other part of the data path.
+This module is separate from :mod:`ztunnel.proxy.envoy.path.explain`, so that a command which adds the far node's
+answer can compute the verdict again without importing the data path.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ def verdict_of(hop: Answer) -> str:
 
 
 def _ends(hop: Answer) -> Iterator[str]:
-    """Yield for each route through a hop why it is refused, or a text that says that it is allowed."""
+    """Yield the result for each route through a hop: why the route is refused, or the text ``allowed ...``."""
     reason = _closed(hop)
     if reason is not None:
         yield reason

@@ -1,4 +1,4 @@
-"""Builds OpenSSL's context from a configured TLS context and its secrets, or names the invalid field.
+"""Builds an OpenSSL context from a configured TLS context and its secrets, or names the invalid field.
 
 Pure, except for the TLS key log file.
 
@@ -45,9 +45,9 @@ Find = Callable[[SecretRef], Secret | None]
 def build(
     role: Role, model: ContextModel, find: Find, *, movable: bool = False
 ) -> tuple[TlsContext, Validation | None] | None:
-    """Return the context and its peer validation, or ``None`` while a secret is missing.
+    """Return the OpenSSL context and the validation of its peers, or ``None`` while a secret is missing.
 
-    The validation includes the part from SDS, and has only usable roots. For ``movable`` see
+    The validation includes the part from SDS, and contains only usable roots. For ``movable`` see
     :class:`hbone.tls_context.TlsSettings`.
 
     Raises:
@@ -65,7 +65,7 @@ def build(
     try:
         return TlsContext(role, _settings(model, own, validation, movable=movable)), validation
     except ValueError as error:
-        # OpenSSL refuses valid keys that are below its security level.
+        # OpenSSL refuses even a valid key if it is weaker than OpenSSL's security level.
         raise ConfigError(str(error), _certificate_path(model)) from None
 
 
@@ -83,7 +83,7 @@ def _check_inline(model: ContextModel) -> None:
 
 
 def _certificates(model: ContextModel, find: Find) -> list[Certificate]:
-    """Return the certificates that have arrived."""
+    """Return the configured certificates, without those that SDS has not delivered yet."""
     found = []
     for index, source in enumerate(_sources(model)):
         secret = find(source) if isinstance(source, SecretRef) else source
@@ -162,8 +162,8 @@ def _settings(
 
 
 def _client_certificate(model: ContextModel, validation: Validation) -> ClientCertificate:
-    """Return whether client certificates are required (as configured, or to match names or keys), optional (with
-    roots only) or not requested, like in Envoy.
+    """Return whether client certificates are required, optional or not requested. Like in Envoy, they are required
+    if configured, or if names or keys must match. They are optional if only roots are configured.
     """
     if model.require_peer_certificate or validation.restricts:
         return ClientCertificate.REQUIRED
@@ -172,7 +172,7 @@ def _client_certificate(model: ContextModel, validation: Validation) -> ClientCe
 
 @lru_cache(maxsize=256)  # a mesh's contexts have the same few parameters; a refusal is not kept
 def _check_parameters(role: Role, cipher_suites: tuple[str, ...], curves: tuple[str, ...]) -> None:
-    """Refuse unknown names and lists that OpenSSL rejects.
+    """Refuse unknown cipher suites and groups, and lists that OpenSSL rejects.
 
     ``SSL_CTX_set_cipher_list`` ignores unknown names beside a known one. Envoy refuses every unknown name.
     """
@@ -216,14 +216,16 @@ def _known_group(role: Role, name: str) -> bool:
 
 
 def _split(cipher_suites: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split suites into TLS 1.3 and older versions."""
+    """Split cipher suites into those of TLS 1.3 and those of older versions."""
     names = [name for entry in cipher_suites for name in _names(entry)]
     modern = tuple(name for name in names if name in _TLS13_SUITES)
     return modern, tuple(name for name in names if name not in _TLS13_SUITES)
 
 
 def _names(entry: str) -> list[str]:
-    """Return an entry's suites. ``[A|B]`` is BoringSSL's group of equal preference; OpenSSL uses the order."""
+    """Return the cipher suites of one entry. In BoringSSL, ``[A|B]`` means equal preference. With OpenSSL, the
+    first is preferred.
+    """
     if entry.startswith("[") and entry.endswith("]"):
         return entry[1:-1].split("|")
     return entry.split(":")

@@ -1,4 +1,4 @@
-"""TLS contexts in use. They are built when their secrets have arrived, and rebuilt for each changed secret."""
+"""TLS contexts in use. A context is built when its secrets have arrived, and rebuilt when one of them changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def hardened(context: ContextModel) -> ContextModel:
-    """Return a client's context that verifies its server even if the configuration does not.
+    """Return a client's TLS context that verifies the server even if the configuration does not require this.
 
     A control plane of 2022 sent upstream contexts without any validation. For such a context with a workload
     certificate from SDS, the root is requested under this control plane's name (``ROOTCA``), and the server must
@@ -47,7 +47,7 @@ def hardened(context: ContextModel) -> ContextModel:
 
 @dataclass(frozen=True, slots=True)
 class Presented:
-    """A certificate presented to peers: its configuration, its leaf, and its identities."""
+    """A certificate that we present to peers: its configuration, its leaf, and the identities in it."""
 
     certificate: Certificate | None = None
     leaf: x509.Certificate | None = None
@@ -65,7 +65,7 @@ _NOTHING_PRESENTED = Presented()
 
 
 class LiveContext:
-    """A context of the configuration with its current secrets.
+    """A configured TLS context together with the current version of its secrets.
 
     Args:
         role: client or server.
@@ -109,8 +109,8 @@ class LiveContext:
         self._on_update = on_update
         self._handles: list[SecretHandle] = []
         self._unfollow: Callable[[], None] = lambda: None
-        # Build before subscribing, so that a refused context subscribes to no secret. Static secrets, and secrets
-        # that are already in use, are available now.
+        # The context is built before it subscribes to secrets, so that a refused context has no subscriptions.
+        # Static secrets, and secrets that are already in use, are available at this point.
         self._use(build(role, model, secrets.find, movable=secrets.movable))
         try:
             for ref in model.secret_refs:
@@ -144,8 +144,8 @@ class LiveContext:
         return self.presented.uri_sans
 
     def has_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
-        """Return whether the current revocation lists contain a certificate of a chain that was verified
-        earlier.
+        """Return whether a certificate of a chain, verified in an earlier handshake, is in the current revocation
+        lists.
         """
         validation = self.validation
         if validation is None or validation.crl_pem is None or not chain:
@@ -155,7 +155,7 @@ class LiveContext:
     def trusts(self, peer: PeerFacts) -> bool:
         """Return whether this client context accepts a server's certificates that another process has verified.
 
-        Also returns ``False`` if only a handshake can decide, because of pinned keys or revocation lists. The
+        With pinned keys or revocation lists, the result is ``False``, because only a handshake can decide. The
         validity period is not checked, because an open connection can outlive its certificates.
         """
         if self._role is not Role.CLIENT or self.party is None:
@@ -176,7 +176,8 @@ class LiveContext:
 
     @property
     def party(self) -> Party | None:
-        """The context's :class:`Party` for checks without a handshake; ``None`` if only a handshake can decide.
+        """The context as a :class:`Party`, for checks without a handshake. ``None`` if only a handshake can
+        decide.
 
         Created on first use, because few contexts serve node-local tunnels.
         """
@@ -211,7 +212,8 @@ class LiveContext:
         return [one for one in sources if isinstance(one, Certificate)]
 
     def _reload(self) -> bool:
-        """Read the context's own files again and use their contents. Return whether they have changed.
+        """Read the files that the context itself names again, and use their contents. Return whether they have
+        changed.
 
         Raises:
             ConfigError: the contents are unusable. The context keeps its old contents.
@@ -231,17 +233,17 @@ class LiveContext:
         return True
 
     def close(self) -> None:
-        """Release the secrets. Idempotent."""
+        """Unsubscribe from the context's secrets. Idempotent."""
         self._unfollow()
         for handle in self._handles:
             self._secrets.release(handle, self)
         self._handles.clear()
 
     def prepare(self, handle: SecretHandle, secret: Secret) -> Callable[[], None]:
-        """Build the context with a new secret. Return a function that makes it current.
+        """Build the OpenSSL context with a new secret. Return a function that puts the result into use.
 
         Raises:
-            ConfigError: the context cannot use the secret. It does not change.
+            ConfigError: the context cannot use the secret, and stays unchanged.
         """
 
         def find(ref: SecretRef) -> Secret | None:
@@ -270,7 +272,9 @@ class LiveContext:
 
 
 def verified_client(client: LiveContext, server: LiveContext) -> Sequence[x509.Certificate]:
-    """Return the client's chain as verified by the server, for two contexts that :func:`agree`."""
+    """Return the client's certificate chain as the server verifies it. :func:`agree` must hold for the two
+    contexts.
+    """
     assert client.party is not None
     assert server.party is not None
     found = server.party.credentials.verified(client.party.credentials, Role.CLIENT)
@@ -290,7 +294,7 @@ def refusal(client: LiveContext, server: LiveContext, now: datetime) -> str:
 
 
 def _unnamed(context: LiveContext) -> Party | None:
-    """Return a context as a party that accepts every name, or ``None`` if only a handshake can decide."""
+    """Return a context as a :class:`Party` that accepts all names. ``None`` if only a handshake can decide."""
     own, validation = context.certificates, context.validation
     if len(own) != 1 or (validation is not None and validation.allow_expired):
         return None
@@ -304,7 +308,7 @@ def _unnamed(context: LiveContext) -> Party | None:
 def agree(client: LiveContext, server: LiveContext, now: datetime) -> bool:
     """Return whether a handshake between two contexts of this process would succeed at ``now`` (aware, UTC).
 
-    Also returns ``False`` if only a handshake can decide, because of pinned keys or revocation lists.
+    With pinned keys or revocation lists, the result is ``False``, because only a handshake can decide.
     """
     if client.current is None or server.current is None:
         return False
@@ -321,5 +325,5 @@ def _lists(crl_pem: bytes) -> RevocationLists:
 
 
 def certificates_in(pem: bytes | None) -> list[x509.Certificate]:
-    """Return the certificates in a PEM text, or none for ``None``."""
+    """Return the certificates in a PEM text. For ``None``, the list is empty."""
     return x509.load_pem_x509_certificates(pem) if pem else []

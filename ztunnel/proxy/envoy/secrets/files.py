@@ -25,7 +25,7 @@ T = TypeVar("T", bound=Secret)
 
 
 def files_of(secrets: Iterable[Secret | None]) -> tuple[str, ...]:
-    """Return the paths that secrets were read from."""
+    """Return the paths of the files that the given secrets were read from."""
     paths: list[str] = []
     for secret in secrets:
         if isinstance(secret, Certificate):
@@ -36,7 +36,7 @@ def files_of(secrets: Iterable[Secret | None]) -> tuple[str, ...]:
 
 
 def reread(secret: T, read_file: Callable[[str], bytes]) -> T:
-    """Return a secret with its files read again. Inline parts are unchanged.
+    """Read the files of a secret again, and return the resulting secret. Inline parts are unchanged.
 
     Raises:
         ConfigError: a file cannot be read. The error has the file's path.
@@ -63,11 +63,11 @@ def reread(secret: T, read_file: Callable[[str], bytes]) -> T:
 
 
 class _Followed:
-    """The files of one secret or context.
+    """The followed files of one secret or TLS context.
 
     Attributes:
         seen: the files' states at the last check, or ``None`` before the first check.
-        failed: why the files in state ``seen`` are unusable, until this is reported.
+        failed: why the files are unusable in state ``seen``. Cleared once this was reported.
     """
 
     __slots__ = ("failed", "files", "owner", "reload", "seen")
@@ -81,13 +81,14 @@ class _Followed:
 
 
 class SecretFiles:
-    """All followed files. :meth:`run` checks them until cancelled."""
+    """Follows the files of all secrets and TLS contexts. :meth:`run` checks the files until cancelled."""
 
     def __init__(self) -> None:
         self._followed: dict[_Followed, None] = {}
 
     def follow(self, owner: str, files: tuple[str, ...], reload: Callable[[], bool]) -> Callable[[], None]:
-        """Call ``reload`` when a file has changed, and once soon, in case it has changed since it was read.
+        """Call ``reload`` whenever a file has changed, and once soon, in case a file changed right after it was
+        read.
 
         Args:
             owner: the secret, listener or cluster, for the log.

@@ -8,7 +8,7 @@ from cryptography import x509
 from xds.model.facts import PeerCertificate
 from ztunnel.proxy.envoy.secrets.verify import subject_alt_names
 
-#: OpenSSL's short names of attributes. Other attributes are written as their OID and the DER of their value.
+#: OpenSSL's short names of subject attributes. Other attributes are written as OID and DER-encoded value.
 _SHORT_NAMES: Final = {
     "0.9.2342.19200300.100.1.1": "UID",
     "0.9.2342.19200300.100.1.25": "DC",
@@ -67,7 +67,7 @@ def subject_of(certificate: x509.Certificate) -> str:
 
 @lru_cache(maxsize=1024)
 def issuer_of(certificate: x509.Certificate) -> str:
-    """Return the issuer, in the form of :func:`subject_of`."""
+    """Return a certificate's issuer, written like the subject in :func:`subject_of`."""
     return distinguished_name(_field(certificate, 2))
 
 
@@ -86,7 +86,7 @@ def peer_names(leaf: x509.Certificate, uri_sans: tuple[str, ...]) -> PeerCertifi
 
 
 def _field(certificate: x509.Certificate, number: int) -> bytes:
-    """Return the DER of a field of a certificate's signed part. Fields are numbered from the serial number."""
+    """Return the DER of a field of TBSCertificate. ``number`` counts fields from the serial number (0)."""
     (signed,) = _elements(certificate.tbs_certificate_bytes)
     fields = _elements(signed[1])
     if fields[0][0] == _VERSION:
@@ -95,7 +95,7 @@ def _field(certificate: x509.Certificate, number: int) -> bytes:
 
 
 def distinguished_name(rdns: bytes) -> str:
-    """Return a name from the DER of its parts, the last part first; see :func:`subject_of`."""
+    """Return a distinguished name as text, in the form of :func:`subject_of`. ``rdns`` is the DER of its parts."""
     texts = []
     for _, rdn in reversed(_elements(rdns)):
         pairs = [_elements(attribute) for _, attribute in _elements(rdn)]
@@ -137,7 +137,9 @@ def _dotted(oid: bytes) -> str:
 
 
 def _elements(der: bytes) -> list[tuple[int, bytes]]:
-    """Return each element's tag and content. The library that read the certificate has checked the encoding."""
+    """Return the tag and content of each DER element. The library that read the certificate has checked the
+    encoding.
+    """
     found, at = [], 0
     while at < len(der):
         tag, length = der[at], der[at + 1]

@@ -1,4 +1,4 @@
-"""Secrets by name, from the sources that the configuration names, shared by all users."""
+"""The TLS secrets in use, by name. Each comes from its configured source, and is shared by all TLS contexts."""
 
 import asyncio
 import logging
@@ -27,10 +27,10 @@ TYPE_URL = registry.type_url(tls_pb2.Secret)
 
 
 class SecretUser(Protocol):
-    """A user of a secret."""
+    """A user of a secret, such as a TLS context."""
 
     def prepare(self, handle: "SecretHandle", secret: Secret) -> Callable[[], None]:
-        """Prepare for a new version without using it yet. Return a function that makes it current.
+        """Prepare for a new version of a secret, without using it yet. Return a function that puts it into use.
 
         Raises:
             ConfigError: this user cannot use the version, which is then refused for all users.
@@ -44,7 +44,7 @@ class SecretHandle:
         secret: the accepted value, or ``None`` before the first value.
         body: the message as received, for dumps (which redact it).
         contents: the secret as read from its message and files, before decryption with a password.
-        settled: set when waiting has ended: the secret arrived or was removed, or the time limit passed.
+        settled: set when the wait for the secret ends: it arrived or was removed, or the time limit passed.
         error: the error text and the time of the last rejected version.
 
     Args:
@@ -71,7 +71,7 @@ class SecretHandle:
         self.scope: Scope | None = None
 
     def settle(self) -> None:
-        """End the wait for the first version; idempotent."""
+        """End the wait for the secret's first version. Idempotent."""
         if not self.settled.is_set():
             self.settled.set()
             self._waited(self._clock.monotonic() - self._began_s)
@@ -82,7 +82,7 @@ class SecretHandle:
 
 
 class SecretStore:
-    """All secrets in use. A secret is subscribed to while it has users.
+    """All secrets in use. The store is subscribed to a secret as long as the secret has users.
 
     Attributes:
         movable: whether connections of contexts with these secrets can move to another process.
@@ -154,7 +154,7 @@ class SecretStore:
         """Start using a secret. Each later version is accepted only after ``user`` has prepared for it.
 
         Raises:
-            ConfigError: there is no such source; :meth:`check` first.
+            ConfigError: there is no such source. Call :meth:`check` first to avoid this.
         """
         handle = self._static.get(ref.name)
         if handle is None:
@@ -171,7 +171,8 @@ class SecretStore:
                 )
                 handle.scope = self._stats.scope(f"sds.{ref.name}")
                 self._sources.count(handle.scope, handle.subscription)
-                # Added last: the next user must not find a handle that was never subscribed to.
+                # The handle is stored only after the subscription, so that an error above leaves no handle without
+                # one.
                 self._handles[key] = handle
         handle.users.append(user)
         return handle
@@ -194,12 +195,13 @@ class SecretStore:
             raise UpdateRejected(f"{handle.ref.name}: duplicate secret in one update")
         if not found:
             if handle.ref.name in update.removed:
-                # As in Envoy, a delivered version stays current. If no version was delivered, the wait ends.
+                # The control plane has removed the secret. As in Envoy, a delivered version stays in use. If there
+                # is none, the wait for it ends.
                 handle.settle()
             return
         resource = found[0]
         if handle.body is not None and handle.body.value == resource.body.value:
-            # A state-of-the-world response repeats every secret when one changes. This secret is unchanged.
+            # This secret is unchanged: a state-of-the-world response repeats all secrets when one of them changes.
             handle.version = resource.version
             handle.error = None
             return
@@ -240,7 +242,7 @@ class SecretStore:
         return True
 
     def read_file(self, path: str) -> bytes:
-        """Return the contents of a file that the configuration names."""
+        """Return the contents of a file named by the configuration."""
         return self._surroundings.read_file(path)
 
     def _use(self, handle: SecretHandle, contents: Secret) -> None:
@@ -250,7 +252,8 @@ class SecretStore:
         secret = contents
         if isinstance(secret, Certificate):
             secret = unlocked(secret)
-        # If one user cannot use the version, it is refused for all users, and the accepted version stays.
+        # If one user cannot use the new version, it is refused for all users, and the accepted version stays in
+        # use.
         taken_into_use = [user.prepare(handle, secret) for user in handle.users]
         handle.secret = secret
         handle.contents = contents

@@ -57,9 +57,10 @@ def subject_alt_names(certificate: x509.Certificate) -> Names:
 
 
 def peer_verifier(validation: Validation) -> Callable[[Sequence[x509.Certificate]], str | None] | None:
-    """Return a check for the handshake, which returns the reason to refuse a chain (leaf first) or ``None``.
+    """Return the check that a handshake makes of the peer's chain (leaf first): a reason to refuse it, or
+    ``None``.
 
-    Returns ``None`` if ``validation`` requires only trusted roots.
+    Returns ``None`` instead of a check if ``validation`` requires only trusted roots.
     """
     if not validation.restricts:
         return None
@@ -101,7 +102,7 @@ def san_matches(match: SanMatch, kind: str, text: str) -> bool:
 
 
 def check_secret(secret: Secret) -> None:
-    """Refuse key material that no handshake could use.
+    """Refuse certificates and keys that no handshake could use.
 
     Raises:
         ConfigError: the PEM is unreadable, the key does not match the certificate, or there is no certificate. The
@@ -159,7 +160,7 @@ def _check_certificate(secret: Certificate) -> None:
     try:
         key = load_pem_private_key(secret.key_pem, secret.password)
     except UNREADABLE:
-        # The library's text is not used, because it can quote the input, which is a key.
+        # The library's error text is not used, because it can quote the input, which is a private key.
         reason = "not a private key in PEM, or the wrong password"
         raise _unusable(reason, "private_key", secret.key_file) from None
     form = (Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
@@ -192,5 +193,5 @@ def unlocked(certificate: Certificate) -> Certificate:
 
 
 def leaf_of(secret: Certificate) -> x509.Certificate:
-    """Return the certificate itself, without its chain."""
+    """Return the leaf certificate, without the rest of its chain."""
     return x509.load_pem_x509_certificates(secret.chain_pem)[0]

@@ -19,8 +19,8 @@ from ztunnel.runtime.tasks import Tasks
 async def exported(
     settings: OtlpSettings, node: Node, families: Callable[[], Iterable[Family]], stats: Stats, clock: Clock
 ) -> AsyncIterator[None]:
-    """Export the metrics page while the context is entered. At its exit, export the changes since the last
-    interval.
+    """An async context manager that exports the metrics page periodically. On exit, it exports the changes since
+    the last interval.
 
     Args:
         settings, node: the destination, and the proxy's name at the destination.

@@ -2,7 +2,7 @@
 
 * :func:`envoy_text`: the text of Envoy's ``/stats/prometheus`` on the admin port, byte for byte, with its filters.
 * :func:`scraped`: families for the scrape port, where :mod:`ztunnel.runtime.http.exposition` negotiates the
-format.
+  format.
 
 Both formats use Envoy's metric names, so that dashboards made for Envoy work and names do not depend on the
 negotiated format.
@@ -42,7 +42,7 @@ Families = dict[tuple[str, str], list[AnyMetric]]
 
 
 def families(metrics: Iterable[AnyMetric], pause: Step) -> Generator[Step, None, Families]:
-    """Return metrics by (family, kind), sorted. Family names do not have the prefix ``envoy_``.
+    """Group metrics by (family, kind), sorted. Family names do not have the prefix ``envoy_``.
 
     Yields ``pause`` between steps, so that the metrics of many thousands of clusters do not block the event loop.
     """
@@ -63,7 +63,8 @@ def families(metrics: Iterable[AnyMetric], pause: Step) -> Generator[Step, None,
 def envoy_text(
     metrics: Iterable[AnyMetric], texts: Iterable[TextReadout] = (), *, summaries: bool = False
 ) -> Iterator[str]:
-    """Iterate over Envoy's ``/stats/prometheus``: counters, gauges, text readouts (as gauges of 0), histograms.
+    """Yield the text of Envoy's ``/stats/prometheus``: counters, gauges, text readouts (as gauges with the value
+    0), histograms.
 
     Args:
         metrics: the metrics to print.
@@ -125,8 +126,8 @@ def _summary(name: str, metric: Histogram) -> str:
 
 
 def _cumulative(metric: Histogram, *, short: bool) -> Iterator[tuple[str, int]]:
-    """Iterate over pairs: an upper bound, and the number of values up to this bound. Bounds have Envoy's form, or
-    OpenMetrics' form (``1.0``).
+    """Yield each bucket of a histogram as its upper bound and the number of values up to this bound. Bounds have
+    Envoy's form, or OpenMetrics' form (``1.0``).
     """
     seen = 0
     for bound, count in zip(BUCKETS, metric.counts, strict=False):
@@ -149,7 +150,7 @@ def _escaped(value: str) -> str:
 
 def scraped(stats: Stats, times: ConnectionTimes) -> Iterator[Family]:
     """Yield the proxy's metrics, then connection times, then process metrics (``process_*``). Families without
-    samples, which pages omit, come first: see :func:`families`.
+    samples come first, and pages omit them; see :func:`families`.
     """
     grouped = yield from families(stats, _PAUSE)
     for (name, kind), members in grouped.items():

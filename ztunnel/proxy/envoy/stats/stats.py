@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar, cast
 Labels = tuple[tuple[str, str], ...]
 M = TypeVar("M", "Counter", "Gauge", "Histogram")
 
-#: Upper bounds of histogram buckets, as printed by Envoy (milliseconds).
+#: The upper bounds of histogram buckets, in milliseconds, as Envoy prints them.
 BUCKETS = (
     *(0.5, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
     *(1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0, 300000.0, 600000.0, 1800000.0, 3600000.0),
@@ -26,7 +26,7 @@ BUCKETS = (
 
 @dataclass(slots=True, eq=False)
 class Counter:
-    """A number that only increases; callers add to :attr:`value` directly."""
+    """A counter: a number that only increases. Callers add to :attr:`value` directly."""
 
     name: str
     family: str
@@ -35,13 +35,13 @@ class Counter:
 
     @property
     def used(self) -> bool:
-        """Whether the counter was ever increased (``usedonly``)."""
+        """Whether the counter is not zero, so that pages show it with ``usedonly``."""
         return self.value != 0
 
 
 @dataclass(slots=True, eq=False)
 class Gauge:
-    """A number that can decrease. If ``read`` is set, each page calls it to get the number."""
+    """A gauge: a number that can also decrease. If ``read`` is set, each page calls it to get the number."""
 
     name: str
     family: str
@@ -60,13 +60,13 @@ class Gauge:
 
     @property
     def used(self) -> bool:
-        """Whether the gauge is not zero (``usedonly``)."""
+        """Whether the gauge is not zero, so that pages show it with ``usedonly``."""
         return self.value != 0
 
 
 @dataclass(slots=True, eq=False)
 class TextReadout:
-    """A text, read for each page."""
+    """A statistic whose value is a text, which is read each time a page is made."""
 
     name: str
     read: Callable[[], str]
@@ -74,7 +74,7 @@ class TextReadout:
 
 @dataclass(slots=True, eq=False)
 class Histogram:
-    """A distribution of values over :data:`BUCKETS`."""
+    """A histogram: the distribution of recorded values over :data:`BUCKETS`."""
 
     name: str
     family: str
@@ -104,7 +104,7 @@ class Histogram:
         return self.count != 0
 
     def quantile(self, share: float) -> float:
-        """Return the value at ``share`` (0 to 1), interpolated inside its bucket; NaN if empty."""
+        """Return the quantile ``share`` (0 to 1), interpolated inside its bucket. NaN without values."""
         count = self.count
         if not count:
             return float("nan")
@@ -124,11 +124,12 @@ Metric = Counter | Gauge | Histogram
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A metric that every scope of a kind has, even before it is created.
+    """A metric that pages show for every scope of a kind, even before the metric is created.
 
     Attributes:
         name: the metric's name below the scope's prefix.
-        read: if the owner itself counts, reads the value from the owner that was passed to :meth:`Scope.declare`.
+        read: returns the value, given the owner passed to :meth:`Scope.declare`. ``None`` if the metric itself
+            counts.
     """
 
     name: str
@@ -137,7 +138,7 @@ class Declared:
 
 
 class OnTouch(Generic[M]):
-    """An attribute that creates its metric on first use. The owner has a ``scope`` and a ``__dict__``."""
+    """A descriptor that creates a metric on first use. The owner must have a ``scope`` and a ``__dict__``."""
 
     def __init__(self, kind: type[M], name: str) -> None:
         self.kind: type[Counter] | type[Gauge] | type[Histogram] = kind
@@ -159,7 +160,7 @@ class OnTouch(Generic[M]):
 
 
 def declared_in(owner: type) -> tuple[Declared, ...]:
-    """Return every counter and gauge among a class's :class:`OnTouch`, for :meth:`Scope.declare`.
+    """Return the counters and gauges that a class defines with :class:`OnTouch`, for :meth:`Scope.declare`.
 
     Histograms appear with their first value, because an empty histogram would take 22 lines of Prometheus' text.
     """
@@ -205,7 +206,7 @@ class Stats:
             yield from read()
 
     def show(self, read: Callable[[], Iterable[Counter]], reset: Callable[[], None]) -> None:
-        """Show counters that are kept outside of this object.
+        """Make pages also show counters that another object keeps.
 
         Args:
             read: creates the counters for each page.
@@ -215,7 +216,7 @@ class Stats:
 
     @property
     def texts(self) -> list[TextReadout]:
-        """The text readouts, by name."""
+        """All text readouts, sorted by name."""
         texts = dict(self._texts)
         for scope, declared, owner in reversed(self._declarations()):
             for each in declared:
@@ -350,7 +351,9 @@ class Scope:
         self._stats.add_text(TextReadout(self.prefix + name, read))
 
     def scope(self, name: str) -> "Scope":
-        """Return a scope below this scope, with the same labels. Closing this scope also closes the new scope."""
+        """Return a scope whose prefix extends the prefix of this scope, with the same labels. Closing this scope
+        also closes the new scope.
+        """
         clean = sanitised(name)
         return Scope(self._stats, f"{self.prefix}{clean}.", self._family_of(clean), self._labels, self)
 
@@ -373,7 +376,7 @@ class Scope:
         return held is not None and held.holders > 1
 
     def untouched(self, declared: Declared, owner: object) -> Metric:
-        """Return a declared metric for a page, without storing it."""
+        """Return a declared but not yet created metric, for a page. The metric is not stored."""
         name, family = self.prefix + declared.name, self._family_of(declared.name)
         read = None if declared.read is None else partial(declared.read, owner)
         if declared.kind is Counter:
@@ -446,12 +449,12 @@ class Scopes:
 
 
 def labelled(prefix: str, name: str, value: int, family: str, labels: Labels) -> Counter:
-    """Return the counter ``<prefix>.<name>`` for a page, named as by a :class:`Scope`."""
+    """Return a counter ``<prefix>.<name>`` for a page. Its names follow the rules of :class:`Scope`."""
     return Counter(f"{sanitised(prefix)}.{name}", prometheus_name(f"{family}_{name}"), labels, value)
 
 
 def sanitised(name: str) -> str:
-    """Return a name as part of a dotted name: ``://`` and ``:`` become ``_``, like in Envoy."""
+    """Return a name in the form for dotted names: ``://`` and ``:`` become ``_``, like in Envoy."""
     return name.replace("://", "_").replace(":", "_")
 
 
@@ -461,7 +464,7 @@ def prometheus_name(name: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_:]", "_", name)
 
 
-#: Groups of key exchange whose OpenSSL name differs from BoringSSL's name, which Envoy prints.
+#: Key exchange groups whose OpenSSL name differs from BoringSSL's name. Envoy prints BoringSSL's name.
 _GROUPS = {"x25519": "X25519", "secp256r1": "P-256", "secp384r1": "P-384", "secp521r1": "P-521"}
 
 

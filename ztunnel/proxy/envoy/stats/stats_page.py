@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 
 class Buckets(StrEnum):
-    """The values of ``histogram_buckets=``; ``UNSET`` is the summary."""
+    """The values of the parameter ``histogram_buckets``. ``UNSET`` prints a summary."""
 
     UNSET = ""
     CUMULATIVE = "cumulative"
@@ -36,7 +36,7 @@ class Buckets(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The parameters that select metrics and their format."""
+    """The parameters of ``/stats``, which select metrics and the format."""
 
     kind: Kind = Kind.ALL
     pattern: Pattern | None = None
@@ -46,7 +46,7 @@ class Choice:
     hidden_only: bool = False
 
     def takes(self, name: str) -> bool:
-        """Return whether a metric of this name is shown. No metric here is hidden."""
+        """Return whether the page shows a metric with this name. In this proxy, no metric is hidden."""
         if self.hidden_only:
             return False
         return self.pattern is None or self.pattern.search(name) != self.invert
@@ -62,7 +62,7 @@ class Chosen:
 
 
 def chosen(stats: Stats, choice: Choice) -> Chosen:
-    """Return the metrics that a choice selects."""
+    """Return the metrics that the request's parameters select."""
     texts = [readout for readout in stats.texts if choice.takes(readout.name)]
     numbers: list[Counter | Gauge] = []
     histograms: list[Histogram] = []
@@ -92,7 +92,7 @@ def chosen(stats: Stats, choice: Choice) -> Chosen:
 
 
 def text_pieces(found: Chosen, buckets: Buckets = Buckets.UNSET) -> Iterator[str]:
-    """Iterate over lines ``name: value``: texts, then counters and gauges, then histograms."""
+    """Yield the lines ``name: value``: first text readouts, then counters and gauges, then histograms."""
     yield from _joined(_lines(found, buckets))
 
 
@@ -125,7 +125,7 @@ def _histogram_text(metric: Histogram, buckets: Buckets) -> str:
 
 
 def _summary(metric: Histogram) -> str:
-    # There are no values per flush interval, because there is no stats sink that would be flushed.
+    # Values per flush interval are always ``nan``, because this proxy has no stats sink that is flushed.
     return " ".join(f"P{quantile:g}(nan,{metric.quantile(quantile / 100):g})" for quantile in QUANTILES)
 
 
@@ -137,7 +137,7 @@ def _counts(metric: Histogram, *, cumulative: bool) -> Iterator[tuple[float, int
 
 
 def _filled(metric: Histogram) -> Iterator[tuple[float, float, int]]:
-    """Return (lower bound, width, count) of the non-empty buckets."""
+    """Return the non-empty buckets of a histogram as (lower bound, width, count)."""
     for index, count in enumerate(metric.counts):
         if count:
             low = BUCKETS[index - 1] if index else 0.0
@@ -156,7 +156,7 @@ def _joined(parts: Iterable[str]) -> Iterator[str]:
 
 
 def _whole(value: float) -> str:
-    """Return a value as an unsigned whole number, like Envoy's counters and gauges."""
+    """Return a metric's value as an unsigned integer, because Envoy's counters and gauges are unsigned."""
     return str(value) if isinstance(value, int) else str(int(value)) if math.isfinite(value) else "0"
 
 
@@ -164,7 +164,7 @@ def _whole(value: float) -> str:
 
 
 def json_pieces(found: Chosen, buckets: Buckets = Buckets.UNSET) -> Iterator[str]:
-    """Iterate over pieces of ``{"stats":[...]}``, on one line without a newline at the end."""
+    """Yield the JSON page ``{"stats":[...]}`` in pieces. It is one line without a newline at the end."""
     yield '{"stats":['
     yield from _joined(_with_commas(_entries(found, buckets)))
     yield "]}"
@@ -226,7 +226,7 @@ def _with_commas(parts: Iterable[str]) -> Iterator[str]:
 
 
 def html_pieces(lines: Iterable[str]) -> Iterator[str]:
-    """Iterate over the text page for a browser."""
+    """Yield the HTML page in pieces."""
     yield "<!DOCTYPE html>\n<html lang='en'><head><meta charset='UTF-8'><title>stats</title></head><body><pre>\n"
     for piece in lines:
         yield escape(piece)

@@ -1,4 +1,6 @@
-"""Finds the two ends of a connection through all its hops, for admin pages and the flight recorder. Pure."""
+"""Finds out which two workloads a connection with all its hops joins, for admin pages and the flight recorder.
+Pure.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -36,7 +38,7 @@ class Ends(NamedTuple):
 
 
 def ends_of(hops: Sequence[StreamInfo]) -> Ends:
-    """Return the ends of a connection. ``hops`` begin with the accepted hop."""
+    """Return the two ends of a connection. ``hops`` are its hops, beginning with the accepted one."""
     (client, server), service, host = proven(hops), service_of(hops), last_host(hops)
     tunnelled = False
     authority = tunnel = trace = workload = ""
@@ -87,7 +89,7 @@ def last_host(hops: Sequence[StreamInfo]) -> SocketAddress | None:
 
 
 def service_of(hops: Sequence[StreamInfo]) -> tuple[str, str] | None:
-    """Return name and namespace of the service in istiod's metadata of the cluster, or None."""
+    """Return the service's name and namespace from the metadata that istiod puts into the cluster, or None."""
     for hop in hops:
         if not hop.cluster_metadata:
             continue

@@ -26,9 +26,9 @@ DRAINED = "connection closed due to connection drain"
 STOPPED = "connection closed: the proxy stops"
 #: The prefix of ``CONNECTION_TERMINATION_DETAILS`` if a new policy ends a live connection.
 POLICY_CHANGE = "connection closed due to policy change"
-#: The end reason if no chain of the listener matches any longer.
+#: The termination details of a connection that ends because no filter chain of its listener matches any longer.
 NOT_SERVED = "connection closed: its destination is no longer served"
-#: The end reason if a new revocation list contains the peer's certificate.
+#: The termination details of a connection that ends because a new revocation list has the peer's certificate.
 REVOKED = "connection closed: peer certificate revoked by CRL"
 _ENDED = {
     DRAINED: Reason.DRAIN,
@@ -41,14 +41,14 @@ _ENDED = {
 
 
 def reason_of_end(text: str) -> Reason:
-    """Return the metrics label for ``text``, which states why this proxy ended a connection."""
+    """Return the metrics label for a text which states why this proxy ended a connection."""
     if text.startswith(POLICY_CHANGE):
         return Reason.POLICY_CHANGE
     return _ENDED.get(text) or (Reason.ADDON if text.startswith(CUT_BY_ADDON) else Reason.OTHER)
 
 
 class Refused(Exception):
-    """The connection ends before bytes flow.
+    """The connection ends before any bytes are relayed.
 
     Attributes:
         flag: the response flag, or ``None`` if Envoy prints none.
@@ -69,7 +69,7 @@ class Refused(Exception):
 
 
 class TooMany(Refused):
-    """A chain's limit of connections is reached.
+    """A filter chain's connection limit or rate limit is reached.
 
     Attributes:
         delay_s: the delay before the connection is closed.
@@ -138,7 +138,7 @@ class UpstreamFailed(Refused):
         reason: ``UPSTREAM_TRANSPORT_FAILURE_REASON``.
         status: the HTTP status of a refused tunnel, else 0.
         timed_out: whether the connect timeout passed.
-        final: whether no other host can be tried, even with attempts left.
+        final: whether the connection must fail now, even if the filter permits more attempts.
     """
 
     flag = Flag.UPSTREAM_CONNECT_FAILURE

@@ -14,12 +14,12 @@ from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
 REQUEST_ID: Final = "x-request-id"
 
-#: Returns the values of a header, given the request, its manager and the values that the client sent.
+#: Returns the values of a header, given the request, its connection manager and the values that the client sent.
 _Writes = Callable[[StreamInfo, HttpConnectionManager, Sequence[str]], Sequence[str]]
 
 
 def header_values(info: StreamInfo, name: str) -> Sequence[str]:
-    """Return the values of a request header, empty without a request. ``name`` is in lower case."""
+    """Return the values of a request header. Empty if the hop is not a request. ``name`` is in lower case."""
     sent: Sequence[str] = ()
     for key, value in info.request_headers:
         if key == name:
@@ -30,7 +30,7 @@ def header_values(info: StreamInfo, name: str) -> Sequence[str]:
 
 
 def traceparent(headers: Iterable[tuple[str, str]]) -> str:
-    """Return the ``traceparent`` among headers, or an empty text."""
+    """Return the value of the header ``traceparent``, or an empty text."""
     for name, value in headers:
         if name == "traceparent":
             return value
@@ -38,9 +38,7 @@ def traceparent(headers: Iterable[tuple[str, str]]) -> str:
 
 
 def stream_id(info: StreamInfo) -> str | None:
-    """Return the identifier of a hop, created on first use. For a request, this is the request id, if there is
-    one.
-    """
+    """Return the identifier of a hop, created on first use. For a request, it is the request id, if any."""
     if info.manager is not None:
         return ",".join(header_values(info, REQUEST_ID)) or None
     return _made(info)
@@ -48,7 +46,7 @@ def stream_id(info: StreamInfo) -> str | None:
 
 def _made(info: StreamInfo) -> str:
     if not info.stream_id:
-        # A random UUID (RFC 9562, 5.4) in 2 calls; uuid.uuid4 and str take 12.
+        # Make a random UUID (RFC 9562, 5.4) with 2 function calls. uuid.uuid4 and str together need 12.
         digits = os.urandom(16).hex()
         variant = "89ab"[int(digits[16], 16) & 3]
         info.stream_id = f"{digits[:8]}-{digits[8:12]}-4{digits[13:16]}-{variant}{digits[17:20]}-{digits[20:]}"
@@ -58,7 +56,7 @@ def _made(info: StreamInfo) -> str:
 def _request_id(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
     if not manager.generates_request_id:
         return sent
-    # At the edge of a mesh, clients must not be able to choose the request ids in logs.
+    # A request id from the client is replaced at the edge of a mesh, so that clients cannot choose ids in logs.
     believed = manager.preserves_request_id or not manager.uses_remote_address
     return sent if believed and any(sent) else (_made(info),)
 
@@ -70,7 +68,7 @@ def _scheme(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str
 
 
 def _forwarded_for(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[str]) -> Sequence[str]:
-    # For a client on loopback, Envoy writes its own address, the first address of its interfaces.
+    # For a client on loopback, Envoy writes its own address, which is the first address of its interfaces.
     return (*sent, info.source.host) if manager.uses_remote_address else sent
 
 
@@ -82,7 +80,7 @@ def _internal(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[s
     return ()  # without ``internal_address_config`` no client is internal, whatever its headers claim
 
 
-#: The headers that a manager writes, with their values.
+#: The headers that a connection manager writes, and the functions that return their values.
 WRITTEN: Final[Mapping[str, _Writes]] = {
     REQUEST_ID: _request_id,
     "x-forwarded-proto": _scheme,

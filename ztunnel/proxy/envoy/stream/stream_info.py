@@ -18,7 +18,7 @@ from ztunnel.proxy.dataplane.reasons import Reason
 
 
 class Flag(StrEnum):
-    """Response flags, in the order in which logs print several flags."""
+    """Envoy's response flags, in the order in which logs print them."""
 
     NO_HEALTHY_UPSTREAM = "UH"
     UPSTREAM_CONNECT_FAILURE = "UF"
@@ -40,7 +40,7 @@ class Flag(StrEnum):
     OVERLOAD = "OM"
 
 
-#: The texts printed by RESPONSE_FLAGS_LONG (Envoy's documentation of its access logs).
+#: The long names of response flags, for RESPONSE_FLAGS_LONG (see Envoy's documentation of access logs).
 LONG_NAMES: dict[Flag, str] = {
     Flag.NO_HEALTHY_UPSTREAM: "NoHealthyUpstream",
     Flag.UPSTREAM_CONNECT_FAILURE: "UpstreamConnectionFailure",
@@ -85,7 +85,7 @@ _NO_OPTIONS = UpstreamOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFacts:
-    """The facts of a finished handshake, for logs."""
+    """The facts about a finished TLS handshake, for access logs."""
 
     version: str = ""
     cipher: str = ""
@@ -99,7 +99,8 @@ class TlsFacts:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class StreamInfo:
-    """One hop. A hop behind an internal listener is a second object of this class. No bytes pass between the two.
+    """The facts about one hop of a connection. A hop behind an internal listener has its own object, but no bytes
+    are copied between the two hops.
 
     Attributes:
         facts: addresses, metadata and identity, as matchers and policies see them.
@@ -178,14 +179,14 @@ class StreamInfo:
     route_metadata: Metadata = NO_METADATA
     virtual_host_metadata: Metadata = NO_METADATA
     held: tuple[Callable[[], None], ...] = ()
-    """Functions called at the end of the hop. They release the hop's places under connection limits."""
+    """Functions to call at the end of the hop, after which it no longer counts towards connection limits."""
     bytes_received: int = 0
     bytes_sent: int = 0
     duration_s: float | None = None
 
     @property
     def source(self) -> SocketAddress:
-        """The downstream peer's address."""
+        """The address of the downstream peer."""
         return self.facts.source
 
     @property
@@ -195,17 +196,17 @@ class StreamInfo:
 
     @property
     def downstream_remote(self) -> str:
-        """The peer as logs print it. For the far end of an internal hop, this is no address."""
+        """The downstream peer as logs print it. Behind an internal listener, the text is not an address."""
         return self.remote_text or str(self.facts.source)
 
     def long_flags_text(self) -> str:
-        """The flags by their long names, like :meth:`flags_text`."""
+        """The response flags in the form of :meth:`flags_text`, but with long names."""
         if not self.flags:
             return "-"
         return ",".join([LONG_NAMES[flag] for flag in Flag if flag in self.flags])
 
     def flags_text(self) -> str:
-        """The flags joined by commas in fixed order, ``-`` for none."""
+        """The response flags, joined by commas in a fixed order. ``-`` if there are none."""
         if not self.flags:
             return "-"
         return ",".join(flag for flag in Flag if flag in self.flags)

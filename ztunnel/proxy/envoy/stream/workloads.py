@@ -1,6 +1,6 @@
 """The workloads at the two ends of a connection, by identity, baggage and an endpoint's metadata. Pure.
 
-Envoy's dialect has no table of workloads, so these facts are parsed from texts.
+Envoy's dialect has no table of workloads, so the facts about them are parsed from texts.
 """
 
 from collections.abc import Mapping
@@ -14,27 +14,28 @@ from ztunnel.addons import Workload
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
 _BAGGAGE: Final = "envoy.filters.listener.workload_metadata"
-#: The metadata whose field ``workload`` is ``name;namespace;canonical name;canonical revision;cluster`` (Istio).
+#: Istio's endpoint metadata. Its field ``workload`` is ``name;namespace;canonical name;canonical
+#: revision;cluster``.
 _ISTIO: Final = "istio"
 _LB: Final = "envoy.lb"
 NOBODY: Final = Workload()
 
 
 def host_workload(metadata: Metadata) -> Workload:
-    """Return the workload at an endpoint, by the endpoint's metadata. Texts in ``envoy.lb`` become labels, too."""
+    """Return the workload at an endpoint, from its metadata. Texts in ``envoy.lb`` also become labels."""
     labels = {key: value for key, value in metadata.get(_LB, {}).items() if isinstance(value, str)}
     return named(host_name(metadata), tuple(sorted(labels.items())))
 
 
 def host_name(metadata: Metadata) -> str:
-    """Return the workload's text in an endpoint's metadata, or an empty text."""
+    """Return the text that describes the workload in an endpoint's metadata, or an empty text."""
     text = metadata.get(_ISTIO, {}).get("workload")
     return text if isinstance(text, str) else ""
 
 
 @lru_cache(maxsize=4096)
 def named(text: str, more: tuple[tuple[str, str], ...] = ()) -> Workload:
-    """Return a workload from its text in metadata, and further labels."""
+    """Return the workload described by a text from endpoint metadata, with additional labels."""
     name, namespace, app, version, cluster, *_ = [*text.split(";"), "", "", "", "", ""]
     labels: Mapping[str, str] = {**_filled(app=app, version=version), **dict(more)}
     return Workload(name=name, namespace=namespace, cluster=cluster, labels=MappingProxyType(labels))
@@ -45,13 +46,13 @@ def _filled(**labels: str) -> dict[str, str]:
 
 
 def source_workload(info: StreamInfo) -> Workload:
-    """Return the client's workload, from baggage (sent or configured), or else from its identity."""
+    """Return the client's workload according to its baggage (sent or configured), or else to its identity."""
     baggage = source_baggage(info)
     return described(baggage, peer_identity(info)) if baggage else of_identity(peer_identity(info))
 
 
 def source_baggage(info: StreamInfo) -> str:
-    """Return the client's baggage, sent or configured, or an empty text."""
+    """Return the client's baggage, as sent by the client or as configured, or an empty text."""
     if _BAGGAGE in info.facts.metadata:
         baggage = info.facts.metadata[_BAGGAGE].get("baggage")
         if isinstance(baggage, str):

@@ -32,7 +32,7 @@ class LogSink:
     chooses: Chooses | None = None
 
     def write(self, line: bytes) -> None:
-        """Queue one line; called once per finished hop."""
+        """Queue a hop's line for writing. Called once per finished hop."""
         if self.file.append(line):
             self.writer.hand_over(self.file)
 
@@ -52,7 +52,7 @@ Sink: TypeAlias = LogSink | EntrySink
 def write_all(sinks: Iterable[Sink], info: StreamInfo) -> None:
     """Write one line per logger about a finished hop.
 
-    Loggers of a listener and of its filter usually print equal values, which are then read only once.
+    The loggers of a listener and of its filter usually print the same values, which are then read only once.
     """
     values_of: Callable[[StreamInfo], tuple[str, ...]] | None = None
     values: tuple[str, ...] = ()
@@ -95,7 +95,8 @@ class AccessLogs:
                 dropped=stats.scope("access_log_file").counter("dropped"),
             )
         )
-        #: Each value also holds the configured log, so that the ``id`` of its format is not reused.
+        #: Maps a logger's file, ``id`` of the format, and options to its sink. The values also keep the configured
+        #: log alive, so that the ``id`` is not reused.
         self._sinks: dict[tuple[str, int, bool, LogFilter | None], tuple[AccessLog, LogSink]] = {}
 
     def sinks(self, logs: Iterable[AnyAccessLog]) -> tuple[Sink, ...]:
@@ -110,7 +111,8 @@ class AccessLogs:
                 sinks.append(self._entry_sink(entry))
                 continue
             file = self.writer.file(entry.path)
-            # The compiler returns one object for equal formats, so that thousands of filter chains share one sink.
+            # Equal formats are compiled to one object, so the ``id`` of the format lets thousands of filter chains
+            # share one sink.
             key = (entry.path, id(entry.format), entry.omit_empty, entry.filter)
             known = self._sinks.get(key)
             if known is None:

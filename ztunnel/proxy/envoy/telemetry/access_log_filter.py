@@ -15,7 +15,7 @@ from xds.model.access_log import (
 )
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 
-#: Returns whether a line is written.
+#: Returns whether a logger writes a line about a finished hop.
 Chooses: TypeAlias = Callable[[StreamInfo], bool]
 
 _COMPARE: dict[Comparison, Callable[[int, int], bool]] = {
@@ -27,7 +27,7 @@ _COMPARE: dict[Comparison, Callable[[int, int], bool]] = {
 
 
 def chooser(wanted: LogFilter) -> Chooses:
-    """Return a filter as a function, made once per logger."""
+    """Return the function for a configured filter. Each logger makes its function once."""
     match wanted:
         case StatusFilter(comparison, value):
             compare = _COMPARE[comparison]

@@ -52,7 +52,7 @@ def fingerprints(algorithm: HashAlgorithm) -> ChainReader:
 
 
 def leaf(read: ChainReader) -> ChainReader:
-    """Return a reader of the leaf alone."""
+    """Turn a reader of a certificate chain into a reader of the leaf alone."""
     return lambda chain: read(chain[:1])
 
 
@@ -67,16 +67,17 @@ def pem(chain: Chain) -> str:
 
 
 def start_s(chain: Chain) -> float:
-    """Return the first second of the leaf's validity."""
+    """Return the time from which the leaf is valid."""
     return chain[0].not_valid_before_utc.astimezone(UTC).timestamp()
 
 
 def end_s(chain: Chain) -> float:
-    """Return the last second of the leaf's validity."""
+    """Return the time until which the leaf is valid."""
     return chain[0].not_valid_after_utc.astimezone(UTC).timestamp()
 
 
-#: The readers by suffix of a command operator's name. For peers every suffix exists.
+#: The readers of certificate values, by the suffix of the command operator (``..._URI_SAN``). Peer certificates
+#: have operators with all of these suffixes.
 VALUES: dict[str, ChainReader] = {
     "URI_SAN": names("uri"),
     "DNS_SAN": names("dns"),

@@ -27,12 +27,15 @@ Reader = Callable[[StreamInfo], str | None]
 
 _HOSTNAME = socket.gethostname()
 _FRACTION = re.compile(r"%([1-9])f")
-#: Time format extensions of the library that Envoy uses. ``*`` prints all available digits, here microseconds.
+#: Extensions of strftime in the time library that Envoy uses. ``*`` prints all available digits, here
+#: microseconds.
 _EXTENDED = re.compile(r"%(?:E([0-9*])([Sf])|(E4Y)|f)")
 
 
 def value_reader(command: Command) -> Reader:
-    """Return a function that returns a command's value, cut to the command's length, or ``None``."""
+    """Return the function that reads a command's value, cut to the command's maximum length. It returns ``None``
+    if there is no value.
+    """
     read = (
         _READERS_WITH_ARGUMENT[command.name](command.argument)
         if _takes_argument(command)
@@ -54,7 +57,7 @@ def _takes_argument(command: Command) -> bool:
 
 
 def plain_numbers(value: Any) -> Any:
-    """Return a value of a ``Struct`` with whole numbers as integers, because a Struct has only doubles."""
+    """Convert the whole numbers in a value of a ``Struct`` to integers, because a Struct has only doubles."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, float) and value.is_integer():
@@ -94,7 +97,9 @@ def _duration(info: StreamInfo) -> str | None:
 
 
 class _Kept(str):
-    """A text that is printed even if it is empty, where ``read(info) or missing`` would print ``-``."""
+    """An empty text that is printed as it is. It counts as true, so that ``read(info) or missing`` does not print
+    ``-``.
+    """
 
     __slots__ = ()
 
@@ -104,8 +109,8 @@ class _Kept(str):
 
 _EMPTY = _Kept()
 
-#: Commands without a value in this proxy: request traces, gRPC in a tunnel, fingerprints (the inspector's setting
-#: is refused), QUIC round trips, the HTTP protocol of a TCP upstream.
+#: Commands that never have a value in this proxy, because it has no request traces, no gRPC in tunnels, no TLS
+#: fingerprints (the inspector's setting is refused), no QUIC round trips and no HTTP to upstreams.
 _NEVER = (
     "TRACE_ID",
     "SPAN_ID",
@@ -115,10 +120,10 @@ _NEVER = (
     "ROUNDTRIP_DURATION",
     "UPSTREAM_PROTOCOL",
 )
-#: Commands that are also empty in Envoy: only filters of its own set such flags, and only its local reply mapper
-#: sees the body.
+#: Commands that print an empty text, also in Envoy: custom flags are set only by certain Envoy filters, and the
+#: body is visible only to Envoy's local reply mapper.
 _ALWAYS_EMPTY = ("CUSTOM_FLAGS", "LOCAL_REPLY_BODY")
-#: Values of QUIC and of trailers, which a CONNECT cannot have.
+#: Commands that always print 0: they count for QUIC or for trailers, and a CONNECT has neither.
 _ALWAYS_ZERO = ("BYTES_RETRANSMITTED", "PACKETS_RETRANSMITTED", "RESPONSE_TRAILERS_BYTES")
 
 
@@ -126,7 +131,9 @@ _Local = SocketAddress | InternalAddress
 
 
 def local_address(info: StreamInfo) -> _Local:
-    """Return the local address, or the original destination if a filter has restored it, also behind a tunnel."""
+    """Return the local address of a hop, or the original destination if a filter has restored it (even behind a
+    tunnel).
+    """
     local = info.direct_local
     return local if not info.restored and isinstance(local, InternalAddress) else info.facts.destination
 
@@ -152,7 +159,7 @@ def _remote_endpoint_id(info: StreamInfo) -> str | None:
 
 
 def _attempted(value_of: Callable[[Endpoint], str]) -> Reader:
-    """Return a reader of all hosts that a hop has attempted, in order."""
+    """Return a reader of all upstream hosts that a hop has tried, in order."""
 
     def read(info: StreamInfo) -> str | None:
         if info.endpoint is None or (info.method and not info.connected):
@@ -183,7 +190,9 @@ def _address_without_port(endpoint: Endpoint) -> str:
 
 
 def _query(argument: str) -> Reader:
-    """Return a function for the query, undecoded. Envoy's DECODED does not decode it either."""
+    """Return a reader of the request's query string, without decoding. Envoy does not decode it either, not even
+    with DECODED.
+    """
 
     def read(info: StreamInfo) -> str | None:
         _, mark, query = info.path.partition("?")
@@ -286,7 +295,8 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_CONNECTION_POOL_READY_DURATION": lambda info: (
         None if info.ready_s is None else str(int(info.ready_s * 1000))
     ),
-    # As in Envoy, only requests have a value: the first upstream event of a tunnel is the established connection.
+    # As in Envoy, only requests have a value. It is the time until the upstream connection is established, a
+    # tunnel's first upstream event.
     "RESPONSE_DURATION": lambda info: (
         str(int(info.ready_s * 1000)) if info.method and info.connected and info.ready_s is not None else None
     ),
@@ -308,7 +318,7 @@ _READERS: dict[str, Reader] = {
 
 
 def _plain_pattern(pattern: str) -> str:
-    """Return a pattern with ``%E3S``, ``%E*f``, ``%E4Y`` and ``%f`` in terms of ``%3f`` and of ``strftime``."""
+    """Replace ``%E3S``, ``%E*f``, ``%E4Y`` and ``%f`` in a time pattern by ``%3f`` and codes of ``strftime``."""
 
     def plain(found: re.Match[str]) -> str:
         digits, kind, year = found.groups()
@@ -325,7 +335,7 @@ def _plain_pattern(pattern: str) -> str:
 
 
 def _times(moment_of: Callable[[StreamInfo], float | None]) -> Callable[[str], Reader]:
-    """Return a function that makes a reader for a format. The reader prints a time (wall clock) in UTC."""
+    """Return a function that makes a reader from a time format. The reader prints a wall clock time in UTC."""
     return partial(_time, moment_of)
 
 
@@ -357,7 +367,9 @@ def _time(moment_of: Callable[[StreamInfo], float | None], argument: str) -> Rea
 
 
 def _local_times(moment_of: Callable[[StreamInfo], float]) -> Callable[[str], Reader]:
-    """Return a function that makes a reader for a format. The reader prints a time in this machine's time zone."""
+    """Return a function that makes a reader from a time format. The reader prints a time in this machine's time
+    zone.
+    """
 
     def make(argument: str) -> Reader:
         pieces = _FRACTION.split(_plain_pattern(argument or "%Y-%m-%dT%H:%M:%S.%3f%z"))
@@ -421,7 +433,7 @@ def _header(name: str) -> Reader:
 
 
 def _request_headers(argument: str) -> Reader:
-    """Return a function for ``REQ(X?Y)``: the first of the two headers that is present."""
+    """Return a reader for ``REQ(X?Y)``: the value of header X, or of header Y if X is absent."""
     readers = [_header(name.lower()) for name in argument.split("?")]
     if len(readers) == 1:
         return readers[0]
@@ -462,7 +474,7 @@ STRUCTS: dict[str, _Struct] = {
 
 
 def metadata_value(of: _Struct, argument: str) -> Callable[[StreamInfo], Any]:
-    """Return a function for the value at ``namespace:key:key`` of a hop's metadata. It returns None without a
+    """Return a reader for the value at ``namespace:key:key`` in a hop's metadata. It returns None if there is no
     value.
     """
     namespace, *keys = argument.split(":")

@@ -2,7 +2,7 @@
 
 Envoy's own counters (``<stat prefix>.rbac.allowed``) are per filter, and one filter can have many policies. Here
 each policy has its own counter, ``rbac.policy.<name>.<result>``, for Prometheus with the label ``policy``. The
-ledger counts decisions, and the counters are created from it for each page.
+ledger counts decisions, and each page creates the counters from the ledger.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ztunnel.runtime.line_limit import LineLimit
 
 log = logging.getLogger(__name__)
 
-#: The counting key of a denial without a matching ALLOW policy, which no single policy decided.
+#: Denials because no ALLOW policy matched are counted under this name, because no single policy made the decision.
 NONE_MATCHED: Final = "none"
-#: The results of a policy's decisions on pages, by use.
+#: The names that pages give to the results of policy decisions.
 RESULTS: Final = {
     Use.ALLOWED: "allowed",
     Use.DENIED: "denied",
@@ -56,7 +56,7 @@ class DeniedBy(NamedTuple):
 
 
 class Decisions:
-    """Records decisions in the ledger, and shows the ledger's counts as statistics."""
+    """Records policy decisions in the ledger, and makes pages show the ledger's counts as statistics."""
 
     def __init__(self, stats: Stats, clock: Clock) -> None:
         self._clock = clock
@@ -69,7 +69,7 @@ class Decisions:
         self.ledger.own.note(policy or NONE_MATCHED, use, self._clock.wall())
 
     def line_limit(self) -> LineLimit:
-        """Return a limit for the lines of :meth:`log_denial`."""
+        """Return a new rate limit for the log lines of :meth:`log_denial`."""
         return LineLimit(
             self._clock, lambda count: log.info("denials by policies have no line left_out=%d", count)
         )
@@ -78,7 +78,7 @@ class Decisions:
     def log_denial(
         info: StreamInfo, facts: ConnectionFacts, rules: PolicyList, policy: str, *, live: bool
     ) -> None:
-        """Write a line about a denial, for a connection without a configured access log.
+        """Write a log line about a denial. Used for connections without a configured access log.
 
         Args:
             info: the connection.

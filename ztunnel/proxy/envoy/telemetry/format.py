@@ -48,13 +48,14 @@ def _alone(read: Reader, missing: str) -> Renderer:
 
 
 class Line:
-    """A text format with commands, as a function of a hop, in two steps for formats that share values.
+    """A compiled text format, which renders a hop's log line in two steps: read the values, then insert them.
+    Formats with the same commands share the first step.
 
     A line takes 5 microseconds, with one call per command and one check for unprintable characters per line. With
     a call per part and a check per value, it took 20 (twice per connection; ``bench.compare --only crr``).
 
     Attributes:
-        values: returns the commands' values for a hop. Lines with the same commands have the same function.
+        values: returns the commands' values for a hop. Formats with the same commands have the same function.
     """
 
     __slots__ = ("_line_end", "_plain", "_template", "values")
@@ -68,21 +69,22 @@ class Line:
         self._plain = literals.removesuffix(self._line_end).isprintable()
 
     def __call__(self, info: StreamInfo) -> str:
-        """Return the line of a hop."""
+        """Return the access log line of a hop."""
         return self.of(self.values(info))
 
     def of(self, values: tuple[str, ...]) -> str:
-        """Return the line for the result of :attr:`values`."""
+        """Return the log line with ``values``, a result of :attr:`values`."""
         line = self._template % values
         if not (self._plain and line.isprintable()):
-            # Escape values, because a name from the network must not forge a line or send codes to a terminal.
+            # Escape unprintable characters in values, so that a text from the network cannot forge a line or send
+            # codes to a terminal.
             line = self._template % tuple([_UNSAFE.sub(_escaped, value) for value in values])
         return line + self._line_end
 
 
 @lru_cache(maxsize=256)
 def _values(commands: tuple[Command, ...], missing: str) -> Callable[[StreamInfo], tuple[str, ...]]:
-    """Return one function for all values of a line.
+    """Return one function that reads the values of all commands in a line.
 
     The function is compiled from source text, like a dataclass's ``__init__``. In it, frequent values are
     expressions instead of calls of readers. This saves 45 of 55 calls per connection (``DIALECT=envoy make
@@ -104,7 +106,8 @@ def _without_spaces(name: str) -> str:
     return f'(info.{name}.replace(" ", "_") if info.{name} else missing)'
 
 
-#: Commands as expressions of a hop. An expression has the same value as the command's reader, or ``missing``.
+#: Python expressions for frequent commands. An expression has the value that the command's reader returns for the
+#: hop ``info``, or ``missing``.
 _EXPRESSIONS: Mapping[str, str] = {
     "BYTES_RECEIVED": 'f"{info.bytes_received}"',
     "BYTES_SENT": 'f"{info.bytes_sent}"',
@@ -126,7 +129,7 @@ _EXPRESSIONS: Mapping[str, str] = {
 
 
 def _expression(command: Command) -> str | None:
-    """Return a command's expression, if it has one."""
+    """Return the Python expression for a command, if there is one."""
     if command.name in ("RESP", "RESPONSE_HEADER"):
         return "(read if info.response_headers else missing)"
     if command.name in ("REQ", "REQUEST_HEADER"):
@@ -135,7 +138,8 @@ def _expression(command: Command) -> str | None:
     return _EXPRESSIONS.get(command.name)
 
 
-#: Plain connections have no headers, and no manager that writes headers.
+#: An expression for whether a hop is a request. Plain connections have no request headers and no connection
+#: manager.
 _IS_REQUEST = "info.method or info.path or info.authority or info.request_headers or info.manager is not None"
 _PSEUDO_FIELDS = {f":{name}": f"(info.{name} or missing)" for name in ("method", "authority", "path")}
 
@@ -154,7 +158,9 @@ def _escaped(char: "re.Match[str]") -> str:
 
 
 def _json(value: JsonValue, missing: str) -> Any:
-    """Return a template. A callable in it is a function of a hop. Any other value is printed unchanged."""
+    """Return the template of a JSON log line. Callables in it are called with the hop, and other values are
+    printed unchanged.
+    """
     if isinstance(value, FormatString):
         if len(value.parts) == 1 and isinstance(value.parts[0], Command):
             return _typed(value.parts[0])
@@ -190,8 +196,8 @@ _NUMERIC = frozenset(
 
 
 def _typed(command: Command) -> Callable[[StreamInfo], Any]:
-    """Return a function for the value of a field that is a single command. The value keeps its JSON type. A
-    missing value is null.
+    """Return a reader for a JSON field that is a single command. The value keeps its JSON type, and a missing
+    value becomes null.
     """
     if command.name in STRUCTS and command.max_length is None:
         return metadata_value(STRUCTS[command.name], command.argument)
@@ -211,7 +217,7 @@ def _render_json(template: Mapping[str, Any], omit_empty: bool, info: StreamInfo
 
 
 def _fill(value: Any, info: StreamInfo, omit_empty: bool) -> Any:
-    """Return the values of a template. ``omit_empty`` leaves out missing values at any depth."""
+    """Return a template's values for a hop. With ``omit_empty``, missing values are left out at any depth."""
     if callable(value):
         return value(info)
     if isinstance(value, dict):

@@ -22,7 +22,7 @@ from ztunnel.proxy.envoy.telemetry.command_values import local_address, own_chai
 
 Identifier: TypeAlias = StreamAccessLogsMessage.Identifier
 Entry: TypeAlias = data.TCPAccessLogEntry | data.HTTPAccessLogEntry
-#: Makes the entry of a hop.
+#: Makes the access log entry of a hop.
 MakesEntry: TypeAlias = Callable[[StreamInfo], Entry]
 
 _FLAGS: dict[Flag, str] = {
@@ -48,7 +48,7 @@ _VERSIONS = {
     "TLSv1.2": data.TLSProperties.TLSv1_2,
     "TLSv1.3": data.TLSProperties.TLSv1_3,
 }
-#: Numbers of the suites that a handshake here can end with (IANA, TLS Cipher Suites), by their names in logs.
+#: IANA's numbers of the cipher suites that this proxy can negotiate, by the suites' names in logs.
 _SUITES = {
     "TLS_AES_128_GCM_SHA256": 0x1301,
     "TLS_AES_256_GCM_SHA384": 0x1302,
@@ -60,7 +60,7 @@ _SUITES = {
     "ECDHE-RSA-CHACHA20-POLY1305": 0xCCA8,
     "ECDHE-ECDSA-CHACHA20-POLY1305": 0xCCA9,
 }
-#: Fields of a request's entry that are headers of the request.
+#: The fields of a request's log entry whose values are request headers.
 _REQUEST_FIELDS = {
     "user-agent": "user_agent",
     "referer": "referer",
@@ -79,7 +79,9 @@ def entry_maker(log: GrpcAccessLog) -> MakesEntry:
 
 
 def packed(entries: Iterable[Entry], *, http: bool, identifier: Identifier | None) -> bytes:
-    """Return a message with entries of one kind. A stream's first message has the ``identifier``."""
+    """Return a message with log entries, all for TCP or all for HTTP. The first message of a stream has the
+    ``identifier``.
+    """
     message = StreamAccessLogsMessage(identifier=identifier)
     if http:
         message.http_logs.log_entry.extend(each for each in entries if isinstance(each, data.HTTPAccessLogEntry))
@@ -121,7 +123,7 @@ def _http_entry(info: StreamInfo, wanted: Iterable[str]) -> data.HTTPAccessLogEn
     return entry
 
 
-#: The name of the near end of an internal hop.
+#: The text that replaces the downstream address of a hop behind an internal listener.
 _INTERNAL = "internal_client_address"
 _METHODS = frozenset(core.RequestMethod.keys())
 

@@ -1,8 +1,8 @@
 """Streams to access log services (``envoy.service.accesslog.v3``). As in Envoy, entries are sent in batches, and
 can be lost.
 
-At a connection's end, its entry is only appended to a list. One task per stream sends the collected entries once
-they have the configured size, or after the configured time. While the service is unreachable or does not read, one
+The end of a connection only appends an entry to a list. One task per stream sends the collected entries when they
+reach the configured size, or after the configured time. While the service is unreachable or does not read, one
 batch is kept, and later entries are dropped and counted.
 """
 
@@ -27,9 +27,11 @@ from ztunnel.runtime.tasks import Tasks
 log = logging.getLogger(__name__)
 
 _METHOD: Final = "/envoy.service.accesslog.v3.AccessLogService/StreamAccessLogs"
-#: The idle time after which a stream ends. The next entry opens a new stream. Envoy keeps streams open.
+#: A stream without entries for this time is closed, and the next entry opens a new stream. Envoy keeps streams
+#: open.
 IDLE_S: Final = 60.0
-#: The time limit for sending the last entries at shutdown, and for a service to end a call that we have ended.
+#: The time limit for sending the last entries at shutdown, and for the service to end a call after we have ended
+#: our side.
 _LAST_S: Final = 1.0
 
 #: Connects to a cluster by name; see :meth:`ztunnel.proxy.envoy.upstream.grpc.GrpcClusters.connect`.
@@ -37,7 +39,7 @@ ConnectTo = Callable[[str], Callable[[], AbstractAsyncContextManager[Channel]]]
 
 
 class Batch:
-    """Entries that wait for a stream. Pure.
+    """The log entries that wait to be sent on one stream. Pure.
 
     Attributes:
         full: whether the batch has reached the configured size.
@@ -53,11 +55,11 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether the batch is to be sent at once. With a limit of 0, each entry is sent at once."""
+        """Whether to send the batch now. With a limit of 0, each entry is sent at once."""
         return bool(self._entries) and self._size >= self._limit_bytes
 
     def add(self, entry: Entry) -> bool:
-        """Add an entry, unless the batch is full. Return whether it was added."""
+        """Add an entry unless the batch is full. Return whether the entry was added."""
         if self.full:
             return False
         self._entries.append(entry)
@@ -84,7 +86,7 @@ class EntryCounts:
 
 
 class Sender:
-    """One stream. It opens when entries are queued, and is opened again if it ends."""
+    """One stream to an access log service. It opens when entries are queued, and opens again if it ends."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class Sender:
         self._closing = False
 
     def add(self, entry: Entry) -> None:
-        """Queue an entry; called once per finished hop."""
+        """Queue a log entry for sending. Called once per finished hop."""
         if not self._batch.add(entry):
             self._counts.dropped.value += 1
             return
@@ -149,7 +151,9 @@ class Sender:
             self._running = None
 
     async def _due(self) -> bool:
-        """Wait until a batch must be sent. Return False if no entry arrived for a long time, or after the end."""
+        """Wait until a batch must be sent. Return False if no entry arrived for a long time, or the stream was
+        closed.
+        """
         if self._closing:
             return bool(self._batch)
         with suppress(TimeoutError):
@@ -191,7 +195,7 @@ class Sender:
 
 
 class LogStreams:
-    """The streams of the process, by their settings."""
+    """All streams of the process to access log services, by their settings."""
 
     def __init__(self, connect: ConnectTo, node: Node, stats: Stats) -> None:
         self._connect = connect
@@ -202,7 +206,7 @@ class LogStreams:
         self._senders: dict[LogStream, Sender] = {}
 
     def sender(self, model: LogStream) -> Sender:
-        """Return the stream with these settings."""
+        """Return the stream for these settings, created on first use."""
         sender = self._senders.get(model)
         if sender is None:
             identifier = Identifier(node=self._node, log_name=model.log_name)

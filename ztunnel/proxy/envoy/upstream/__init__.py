@@ -1,1 +1,1 @@
-"""Clusters at run time: hosts, balancing, health, limits."""
+"""Clusters at run time: their hosts, load balancing, health checks and circuit breakers."""

@@ -1,4 +1,6 @@
-"""Derives load assignments from other assignments: with resolved names, or with hosts removed by discovery."""
+"""Changes load assignments: replaces host names by addresses, or adds hosts that discovery has removed but that
+stay in use.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -9,7 +11,7 @@ from ztunnel.proxy.envoy.upstream.host import Host
 
 
 def resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -> LoadAssignment:
-    """Return ``assignment`` with each name replaced by its addresses."""
+    """Return ``assignment`` with each host name replaced by its addresses in ``known``."""
     groups = []
     for group in assignment.groups:
         endpoints: list[Endpoint] = []
@@ -26,7 +28,7 @@ def resolved(assignment: LoadAssignment, known: Mapping[str, tuple[str, ...]]) -
 
 
 def with_hosts(assignment: LoadAssignment, hosts: Iterable[Host]) -> LoadAssignment:
-    """Return an assignment extended by the endpoints of ``hosts``, each in its own locality and priority."""
+    """Return an assignment with the endpoints of ``hosts`` added, each at its locality and priority."""
     groups = list(assignment.groups)
     for host in hosts:
         endpoint = host.endpoint

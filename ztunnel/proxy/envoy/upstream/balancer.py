@@ -43,16 +43,16 @@ class Balancer:
         self.panics = 0
 
     def update(self) -> None:
-        """Apply changed hosts, weights or health."""
+        """Use the hosts, weights and health as they are now."""
         self._loads = None
         self._pickers.clear()
 
     @property
     def _level_loads(self) -> list[LevelLoad]:
-        """Return the load of each level.
+        """Return the share of load of each priority level.
 
-        Computed when a host is first chosen after an update, because most clusters of a big mesh are updated more
-        often than used.
+        It is computed only when a host is chosen after an update, because most clusters of a big mesh are updated
+        more often than used.
         """
         if self._loads is None:
             hosts = self._hosts
@@ -66,7 +66,9 @@ class Balancer:
 
     @property
     def panicking(self) -> bool:
-        """Whether any level with load ignores health."""
+        """Whether a priority level that gets load is in panic, which means that it ignores the health of its
+        hosts.
+        """
         return any(load.panic and load.healthy for load in self._level_loads)
 
     def choose(
@@ -98,7 +100,7 @@ class Balancer:
         return host
 
     def candidates(self) -> list[Host]:
-        """Return every host that :meth:`choose` can return for a connection's first attempt."""
+        """Return all hosts that :meth:`choose` can return for the first attempt of a connection."""
         found: dict[Host, None] = {}
         for index, load in enumerate(self._level_loads):
             for kind, share in (("healthy", load.healthy), ("degraded", load.degraded)):
@@ -151,7 +153,7 @@ class Balancer:
         return len(weights) - 1
 
     def _locality_weights(self, level: PriorityLevel, kind: str) -> list[float]:
-        """Return the weight of each locality, reduced in proportion to its unusable hosts."""
+        """Return the effective weight of each locality: its weight, reduced by its share of unusable hosts."""
         weights = []
         for index, group in enumerate(level.groups):
             usable = len(_usable(level, index, kind))
@@ -173,7 +175,7 @@ def _usable(level: PriorityLevel, locality: int, kind: str) -> list[Host]:
 
 
 def make_picker(settings: Balancing, hosts: Sequence[Host], rng: random.Random) -> Picker:
-    """Return a policy's picker for a non-empty list of hosts."""
+    """Return the picker that implements a load-balancing policy for a non-empty list of hosts."""
     match settings.policy:
         case LbPolicy.RANDOM:
             return _Random(hosts, rng)
@@ -231,7 +233,7 @@ class _LeastRequest:
 
 
 class _Weighted:
-    """Picks the host with the earliest deadline, which advances by ``cost / weight`` with each pick."""
+    """Picks the host with the earliest deadline. Each pick moves the host's deadline by ``cost / weight``."""
 
     def __init__(
         self, hosts: Sequence[Host], slow_start: SlowStart, rng: random.Random, cost: Callable[[Host], float]
@@ -267,7 +269,9 @@ class _Weighted:
 
 
 class _Ring:
-    """Picks by a Ketama-like ring, on which each host has points in proportion to its weight."""
+    """Picks by consistent hashing on a Ketama-like ring. The number of a host's points is proportional to its
+    weight.
+    """
 
     def __init__(self, hosts: Sequence[Host], smallest: int, largest: int, rng: random.Random) -> None:
         self._rng = rng
@@ -321,5 +325,5 @@ class _Maglev:
 
 
 def source_hash(host: str) -> int:
-    """Return the hash of a client's address as text, for the policy ``source_ip``."""
+    """Return the hash of a client address in text form, for the hash policy ``source_ip``."""
     return xxhash.xxh64_intdigest(host.encode())

@@ -1,4 +1,4 @@
-"""A cluster at run time: its hosts and balancers, its limits, its TLS contexts, its statistics."""
+"""A cluster at run time: its hosts, balancers, circuit breaker, TLS contexts and statistics."""
 
 import asyncio
 import logging
@@ -60,16 +60,16 @@ EDS_URL = registry.type_url(endpoint_pb2.ClusterLoadAssignment)
 
 
 class Asks(Protocol):
-    """Checks the health of hosts. :class:`ztunnel.proxy.envoy.path.probe.Prober` implements it."""
+    """Makes health checks of hosts. :class:`ztunnel.proxy.envoy.path.probe.Prober` implements it."""
 
     async def ask(self, cluster: "LiveCluster", host: Host) -> CheckResult:
-        """Return the outcome of one check."""
+        """Check a host once, and return the outcome."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Surround:
-    """The objects of the process that every cluster uses."""
+    """Process-wide objects that all clusters use."""
 
     sources: Sources
     secrets: SecretStore
@@ -82,7 +82,7 @@ class Surround:
 
 
 class LiveTransport(NamedTuple):
-    """A transport socket of a cluster, read once.
+    """The settings of a cluster's transport socket, read from the configuration once.
 
     Attributes:
         model: the configured transport socket, with its wrappers.
@@ -96,7 +96,7 @@ class LiveTransport(NamedTuple):
 
 
 class LiveCluster:
-    """A cluster of the configuration with its hosts, its limits and its statistics.
+    """A configured cluster at run time, with its hosts, limits and statistics.
 
     Attributes:
         warm: set when the cluster can serve: secrets and endpoints have arrived, or their time limit has passed.
@@ -104,7 +104,7 @@ class LiveCluster:
             :meth:`transport`.
 
     Raises:
-        ConfigError: a TLS context cannot be built. Names the context's path.
+        ConfigError: a TLS context cannot be built. The error contains the context's field path.
     """
 
     __slots__ = (
@@ -156,8 +156,8 @@ class LiveCluster:
         self.last_updated = surround.clock.wall()
         self.stats = ClusterStats(surround.stats, model)
         self._contexts: dict[int, LiveContext] = {}  # by id of the model's value, which the model keeps alive
-        # Build the contexts before publishing statistics: if this version is refused, the active version's
-        # statistics must stay.
+        # The TLS contexts are built before this version publishes statistics. If it is refused, the statistics of
+        # the active version must stay.
         self._build_contexts(surround)
         self._matched: dict[str, Counter] = {}
         self._transports: dict[int, LiveTransport] = {}  # also by id; has only transports in use
@@ -165,7 +165,7 @@ class LiveCluster:
         self.stats.declare()
         self.breaker = Breaker(model)
         self._hosts = HostSet()
-        #: The number of assigned hosts if their objects are not created yet. ``None`` once they are created.
+        #: The number of assigned hosts whose objects are not created yet. ``None`` once the objects exist.
         self._unmade: int | None = None
         self.warm = Latch()
         self._surround = surround
@@ -291,8 +291,8 @@ class LiveCluster:
             if resource.name != self.model.eds_name:
                 continue
             if self._assigned is not None and self._assigned == resource.body:
-                # A state-of-the-world response repeats every assignment when one changes. If the bodies are equal,
-                # keep the new one, because the old one would keep its whole response in memory.
+                # A state-of-the-world response repeats every assignment when one changes. Of two equal bodies, the
+                # new one is stored, because a stored body keeps its whole response in memory.
                 self._assigned = resource.body
                 self.unchanged_updates += 1
                 continue
@@ -345,7 +345,7 @@ class LiveCluster:
 
     @property
     def hosts(self) -> HostSet:
-        """The hosts of the latest assignment."""
+        """The cluster's current hosts. Their objects are created on first use."""
         self._make_hosts()
         return self._hosts
 
@@ -359,7 +359,9 @@ class LiveCluster:
 
     @property
     def hosts_shown(self) -> HostSet:
-        """The hosts for a page. Hosts that no connection has needed yet are created for the page only."""
+        """The hosts to show on a page. If no connection has needed the hosts yet, they are created for this page
+        only.
+        """
         if self._unmade is None:
             return self._hosts
         hosts = HostSet()
@@ -374,7 +376,8 @@ class LiveCluster:
         self._dropping = assignment.drop
         leaving: list[Host] = []
         if self.checker is not None and not self.model.ignore_health_on_removal:
-            # Discovery can be wrong for some time, so a removed host that passes its health checks stays in use.
+            # A removed host stays in use while it passes its health checks, because discovery can be temporarily
+            # wrong.
             self._wanted = assignment
             wanted = {endpoint.address for endpoint in assignment.endpoints}
             gone = [host for host in self.hosts.hosts if host.endpoint.address not in wanted]
@@ -426,7 +429,7 @@ class LiveCluster:
             self._run(self._resolve_for_ever(name, known, resolver), f"dns {name}")
 
     def _resolved_names(self, known: Mapping[str, tuple[str, ...] | None]) -> None:
-        """Use the addresses of all names, once every name has been looked up."""
+        """Assign the addresses of all names as hosts, once every name has been looked up."""
         assert self.model.assignment is not None
         found = {name: addresses for name, addresses in known.items() if addresses is not None}
         if len(found) == len(known):
@@ -446,8 +449,8 @@ class LiveCluster:
             except ResolveFailed as error:
                 log.debug("cluster %s: %s", model.name, error)
                 self.updates.update_failure += 1
-                # Like in Envoy, hosts of STRICT_DNS are removed with their name. If the server does not answer,
-                # the hosts stay.
+                # Like in Envoy, hosts of a STRICT_DNS cluster are removed if the DNS server answers that the name
+                # does not exist. If it does not answer, the hosts stay.
                 gone = error.absent and model.discovery is Discovery.STRICT_DNS
                 known[name] = () if gone or before is None else before
                 if backoff is not None:
@@ -476,30 +479,34 @@ class LiveCluster:
             self.outlier.tick(self.hosts.hosts, self._surround.clock.monotonic())
 
     async def _clean_up_for_ever(self) -> None:
-        """Drop hosts unused for one to two intervals, unless a connection to them is open."""
+        """Remove the hosts of an ORIGINAL_DST cluster that were unused for one to two intervals and have no open
+        connection.
+        """
         while True:
             await asyncio.sleep(self.model.cleanup_interval_s)
             self.original.remove_unused(self._surround.clock.monotonic())
 
     @property
     def healthy_count(self) -> int:
-        """The number of healthy hosts, ``membership_healthy``. Hosts of ORIGINAL_DST count as healthy."""
+        """The number of healthy hosts of the cluster, for ``membership_healthy``. Hosts of ORIGINAL_DST count as
+        healthy.
+        """
         healthy = self._hosts.healthy_count if self._unmade is None else self._unmade
         return healthy or len(self.original)
 
     @property
     def degraded_count(self) -> int:
-        """The number of degraded hosts, ``membership_degraded``."""
+        """The number of degraded hosts of the cluster, for ``membership_degraded``."""
         return self._hosts.degraded_count  # none before hosts are made
 
     @property
     def host_count(self) -> int:
-        """The number of hosts, ``membership_total``."""
+        """The number of hosts of the cluster, for ``membership_total``."""
         return (len(self._hosts) if self._unmade is None else self._unmade) + len(self.original)
 
     @property
     def host_changes(self) -> int:
-        """How often hosts were added or removed, ``membership_change``."""
+        """How often hosts of the cluster were added or removed, for ``membership_change``."""
         return self._hosts.changes
 
     # Choice
@@ -510,7 +517,7 @@ class LiveCluster:
         return [*self.hosts_shown.hosts, *self.original]
 
     def context(self, model: ContextModel) -> LiveContext:
-        """Return the live TLS context of a transport socket."""
+        """Return the TLS context at run time that belongs to a configured transport socket."""
         return self._contexts[id(model)]
 
     @property
@@ -532,7 +539,7 @@ class LiveCluster:
         Args:
             info: the hop. ORIGINAL_DST reads its destination.
             subset: the endpoint metadata to require, if the cluster is divided into subsets.
-            hash_source: hash the client's address, for RING_HASH and MAGLEV.
+            hash_source: whether to hash the client's address, for RING_HASH and MAGLEV.
             avoid: hosts that already failed for this connection.
             drops: whether to apply ``drop_overloads``. Envoy does so for requests, but not in ``tcp_proxy``.
 
@@ -559,7 +566,7 @@ class LiveCluster:
         return host
 
     def _drops(self) -> bool:
-        """Return whether ``drop_overloads`` drops the next request, and count it."""
+        """Return whether ``drop_overloads`` drops the next request, and count a dropped request."""
         for _category, share in self._dropping:
             if self._surround.rng.random() < share:
                 self.stats.drop_overload.value += 1
@@ -572,7 +579,7 @@ class LiveCluster:
         return balancer.candidates() if balancer is not None else []
 
     def _balancer_for(self, subset: Mapping[str, object] | None) -> Balancer | None:
-        """Return the balancer of a subset by ``lb_subset_config``, or the balancer of all hosts."""
+        """Return the balancer that ``lb_subset_config`` selects: for a subset of the hosts, or for all hosts."""
         self._make_hosts()
         division = self.model.subsets
         if division is None:
@@ -597,13 +604,15 @@ class LiveCluster:
         return any(in_subset(host, subset) for host in self.hosts.hosts)
 
     def host_at(self, endpoint: Endpoint) -> Host:
-        """Return the host of a moved connection. An unknown address gets a new host."""
+        """Return the host of a connection that came from another process. For an unknown address, a new host is
+        created.
+        """
         if self.model.discovery is not Discovery.ORIGINAL_DST:
             return self.hosts.get(endpoint.address) or Host(endpoint)
         return self.original.host_at(endpoint, self._surround.clock.monotonic())
 
     def transport(self, host: Host) -> LiveTransport:
-        """Return the transport socket for a host, and count the match that chose it."""
+        """Return the transport socket for a host, and count the transport socket match that selected it."""
         if not self.model.socket_matches:
             self.only_transport = self._live(self.model.transport_socket)
             return self.only_transport
@@ -616,7 +625,9 @@ class LiveCluster:
         return self._live(model)
 
     def transport_of(self, host: Host) -> LiveTransport:
-        """Like :meth:`transport`, but without counting, for a connection that another process has counted."""
+        """Return the same as :meth:`transport` without counting, for a connection that another process has
+        counted.
+        """
         return self._live(self.model.transport_socket_for(host.endpoint.metadata)[1])
 
     def _live(self, model: TransportSocket) -> LiveTransport:
@@ -630,15 +641,16 @@ class LiveCluster:
     def report(self, host: Host, result: Result) -> None:
         """Pass the outcome of an attempt on a host to outlier detection.
 
-        Like in Envoy, the outcome is ignored if the host was removed meanwhile. Its ejection would count towards
-        the limit of ejections, and its state would stay in memory.
+        Like in Envoy, the outcome is ignored if the host was removed meanwhile. Otherwise an ejection of this host
+        would count towards the limit of ejections, and its state would stay in memory.
         """
         if self.outlier is not None and self.hosts.get(host.endpoint.address) is host:
             self.outlier.report(host, result, self.hosts.hosts, self._surround.clock.monotonic())
 
 
 _NO_UPDATES = SubscriptionStats()
-#: Hosts of larger assignments are created at once, because creating 100 hosts later delays a connection by 2 ms.
+#: Up to this size, the hosts of an assignment are created only when a connection needs them. Creating 100 hosts
+#: delays the connection by 2 ms.
 _MOST_UNMADE = 100
 
 
@@ -650,12 +662,12 @@ def _unpacked(body: AnyMessage) -> endpoint_pb2.ClusterLoadAssignment:
 
 
 def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
-    """Yield each TLS context of a cluster with its path in the cluster's message."""
+    """Yield each TLS context of a cluster with its field path in the cluster's message."""
     sockets: list[tuple[str, TransportSocket]] = [("transport_socket", model.transport_socket)]
     for index, match in enumerate(model.socket_matches):
         sockets.append((f"transport_socket_matches[{index}].transport_socket", match.socket))
     for place, socket in sockets:
-        # A wrapper has its nested transport socket in a field that is also called ``transport_socket``.
+        # Wrapping transport sockets have the nested one in a field that is also called ``transport_socket``.
         while isinstance(socket, InternalUpstream | ProxyHeader):
             place, socket = f"{place}.typed_config.transport_socket", socket.inner
         if isinstance(socket, ContextModel):
@@ -663,7 +675,9 @@ def tls_contexts(model: Cluster) -> Iterator[tuple[str, ContextModel]]:
 
 
 def live_assignment(cluster: LiveCluster, hosts: HostSet) -> LoadAssignment:
-    """Return ``hosts_shown`` as an assignment for dumps. With ORIGINAL_DST, each address is one locality."""
+    """Return ``hosts_shown`` as a load assignment for dumps. With ORIGINAL_DST, each address is a locality of its
+    own.
+    """
     groups = []
     for priority, level in enumerate(hosts.levels):
         for group in level.groups:

@@ -65,12 +65,12 @@ class ClusterStats:
         self.scope = cluster_scope(stats, model.alt_stat_name or model.name)
 
     def negotiated(self, facts: PeerFacts) -> None:
-        """Count a finished handshake and its parameters."""
+        """Count a finished TLS handshake by its negotiated parameters."""
         self.handshakes.value += 1
         count_parameters(self.scope.scope("ssl"), facts.version, facts.cipher, facts.group)
 
     def ssl_failed(self, error: TlsError) -> None:
-        """Count a failed handshake by its reason."""
+        """Count a failed TLS handshake by the reason of the failure."""
         if error.by_peer:
             self.ssl_errors.value += 1
         elif error.reason is TlsReason.SAN:
@@ -89,7 +89,9 @@ _COUNTED = declared_in(ClusterStats)
 
 
 class Breaker:
-    """Counts resources in use, and compares them with the limits of priority DEFAULT."""
+    """The circuit breaker of a cluster: counts resources in use, and compares the counts with the limits of
+    priority DEFAULT.
+    """
 
     __slots__ = ("connections", "limits", "pending", "requests")
 
@@ -151,7 +153,8 @@ def remaining(priority: str) -> tuple[Declared, ...]:
     return (*shown, retries)
 
 
-#: Envoy's values for a cluster without a subscription. For DNS clusters each resolution is an update.
+#: Envoy's update statistics for a cluster without an EDS subscription. In a DNS cluster, each resolution counts as
+#: an update.
 UPDATES = (
     *(
         Declared(name, Counter, attrgetter(f"updates.{name}"))

@@ -25,7 +25,8 @@ def tls_of(target: GrpcTarget, surroundings: Surroundings) -> ContextModel | Non
     """Return the TLS context of a cluster, or None for plain text.
 
     Raises:
-        ConfigError: the context is unusable, or would accept any server. The error has its path in the bootstrap.
+        ConfigError: the context is unusable, or would accept any server. The error contains the field path in the
+            bootstrap.
     """
     try:
         cluster = compile_cluster(target.cluster, surroundings)
@@ -59,7 +60,7 @@ class GrpcClusters:
         surroundings: the files and variables that the configuration refers to.
         stats: counts renewed TLS contexts, per cluster.
         secrets: returns the source of certificates and roots that are not inline. Called only when the first
-            channel is opened, because the secrets can come from another of these clusters.
+            channel opens, because an SDS server can itself be one of these clusters.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class GrpcClusters:
         return connect
 
     def keepalive(self, name: str) -> Keepalive:
-        """Return the settings of PINGs to a cluster's server: its ``connection_keepalive`` or the default."""
+        """Return the keepalive settings for a cluster's gRPC server: ``connection_keepalive`` or the default."""
         keepalive = self._keepalives.get(name)
         if keepalive is None:
             keepalive = self._keepalives[name] = Keepalive()

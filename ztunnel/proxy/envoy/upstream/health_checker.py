@@ -22,7 +22,7 @@ class Probe(Protocol):
     """Checks a host once."""
 
     async def __call__(self, host: Host) -> CheckResult:
-        """Return the outcome within the check's time limit. Never raises."""
+        """Probe a host within the check's time limit, and return the outcome. Never raises."""
         ...
 
 
@@ -73,11 +73,11 @@ class HealthChecker:
         scope.gauge("health_check.healthy", lambda: float(sum(not host.failed_check for host in self._checks)))
 
     def checks(self, host: Host) -> bool:
-        """Return whether a host's health is checked."""
+        """Return whether this object checks the health of a host."""
         return host in self._checks
 
     def follow(self, hosts: Iterable[Host]) -> None:
-        """Check exactly these hosts from now on. A new host is unhealthy until its first check."""
+        """Replace the set of hosts to check. A new host is unhealthy until its first check."""
         wanted = {host for host in hosts if host.endpoint.check is None or not host.endpoint.check.disabled}
         for host in self._checks.keys() - wanted:
             task = self._checks.pop(host)
@@ -106,7 +106,7 @@ class HealthChecker:
             self.settled.set()
 
     async def _check_for_ever(self, host: Host) -> None:
-        # The coroutine is restarted after an internal error. It then begins with the host's current health.
+        # This coroutine restarts after an internal error, so it begins with the host's current health.
         settings, state = self._settings, HealthState(failed=host.failed_check)
         if settings.initial_jitter_s:
             await asyncio.sleep(self._chance() * settings.initial_jitter_s)

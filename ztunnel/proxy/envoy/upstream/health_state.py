@@ -1,7 +1,8 @@
 """Decides from the results of health checks whether a host is healthy, and when to probe it again. Pure.
 
-As in Envoy, a new host is unhealthy until its first check, whose result applies at once. Later, the health changes
-after a number of consecutive results (the threshold), or at once if the host itself answers that it is unhealthy.
+As in Envoy, a new host is unhealthy until its first check, and the result of this check applies at once. Later,
+the health changes after a number of consecutive results (the threshold), or at once if the host itself answers
+that it is unhealthy.
 """
 
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from xds.model.health_check import HealthCheck
 
 
 class CheckResult(Enum):
-    """The outcome of one check."""
+    """The outcome of one health check."""
 
     PASSED = "passed"
     NO_ANSWER = "no answer"
@@ -21,7 +22,7 @@ class CheckResult(Enum):
 
 @dataclass(slots=True)
 class HealthState:
-    """The state of one host.
+    """The state of one host's health checks.
 
     Attributes:
         failed: whether the host is unhealthy.

@@ -12,8 +12,8 @@ from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
 class Host:
     """An endpoint with its state in this process.
 
-    The object survives EDS updates that do not change its address, so counters, ejection and slow start continue.
-    Counters have the names of ``/clusters``.
+    EDS updates that do not change the address keep this object, so that counters, ejection and slow start
+    continue. The counters are named as in ``/clusters``.
     """
 
     endpoint: Endpoint
@@ -26,28 +26,28 @@ class Host:
     rq_total: int = 0
     ejected: bool = False
     failed_check: bool = False
-    """Whether the cluster's health checks have failed."""
+    """Whether the cluster's health checks consider the host unhealthy."""
     leaving: bool = False
     """Whether discovery has removed the host, which stays as long as it passes its health checks."""
 
     @property
     def active(self) -> int:
-        """The number of open connections and streams, which least-request balancing compares."""
+        """The number of open connections and streams. Least-request balancing compares hosts by this number."""
         return self.cx_active + self.rq_active
 
     @property
     def healthy(self) -> bool:
-        """Whether the host is healthy by discovery and by health checks, and not ejected."""
+        """Whether the host is healthy according to discovery and health checks, and not ejected."""
         return not (self.ejected or self.failed_check) and self.endpoint.health in (Health.HEALTHY, Health.UNKNOWN)
 
     @property
     def degraded(self) -> bool:
-        """Whether the host is used only if too few hosts are healthy."""
+        """Whether the host is degraded: used only if too few hosts are healthy."""
         return not (self.ejected or self.failed_check) and self.endpoint.health is Health.DEGRADED
 
     @property
     def flags(self) -> str:
-        """The ``health_flags`` of ``/clusters``."""
+        """The text of ``health_flags`` in the page ``/clusters``."""
         flags = []
         if self.failed_check:
             flags.append("/failed_active_hc")
@@ -67,7 +67,7 @@ class Host:
 
 @dataclass(slots=True)
 class HostGroup:
-    """The hosts of one locality at one priority; ``weight`` 0 means unset."""
+    """The hosts of one locality at one priority level. ``weight`` 0 means that no weight is set."""
 
     locality: Locality
     weight: int
@@ -76,7 +76,7 @@ class HostGroup:
 
 @dataclass(slots=True)
 class PriorityLevel:
-    """The hosts of one priority, by locality and by usability."""
+    """The hosts of one priority level, grouped by locality and by health."""
 
     groups: list[HostGroup]
     hosts: Sequence[Host] = ()
@@ -84,13 +84,13 @@ class PriorityLevel:
     degraded: Sequence[Host] = ()
 
     def refresh(self) -> None:
-        """Partition the hosts again. Called after any change of health or ejection."""
+        """Group the hosts by health again. Called after each change of health or ejection."""
         hosts = (
             self.groups[0].hosts if len(self.groups) == 1 else [h for group in self.groups for h in group.hosts]
         )
         healthy = [host for host in hosts if host.healthy]
         self.hosts = hosts
-        # If every host is healthy, as in most levels of most clusters, both attributes share one list.
+        # If every host is healthy, which is usual, ``hosts`` and ``healthy`` are the same list, to save memory.
         self.healthy = hosts if len(healthy) == len(hosts) else healthy
         self.degraded = [h for h in hosts if h.degraded] if len(healthy) < len(hosts) else ()
 
@@ -99,7 +99,7 @@ class HostSet:
     """The hosts of a cluster by priority.
 
     Attributes:
-        changes: how often hosts were added or removed, ``membership_change``, including ORIGINAL_DST hosts.
+        changes: how often hosts were added or removed (``membership_change``), including ORIGINAL_DST hosts.
     """
 
     __slots__ = ("_by_address", "changes", "levels", "overprovisioning", "weighted_health")
@@ -126,7 +126,8 @@ class HostSet:
     def assign(self, assignment: LoadAssignment, now: float) -> list[Host]:
         """Replace the hosts by the endpoints of ``assignment``, and return the removed hosts.
 
-        A host whose address stays keeps its object. Its endpoint (health, weight, metadata) is replaced.
+        If an address occurs before and after, its host object stays, with a new endpoint (health, weight,
+        metadata).
         """
         old = self._by_address
         self._by_address = {}
@@ -154,7 +155,7 @@ class HostSet:
         return [host for address, host in old.items() if address not in self._by_address]
 
     def filtered(self, keep: Callable[[Host], bool]) -> "HostSet":
-        """Return a set of the host objects that ``keep`` accepts."""
+        """Return a copy of the host set, reduced to the hosts that ``keep`` accepts."""
         part = HostSet()
         part.overprovisioning = self.overprovisioning
         part.weighted_health = self.weighted_health
@@ -172,18 +173,18 @@ class HostSet:
         return part
 
     def refresh(self) -> None:
-        """Partition every level again."""
+        """Group the hosts of every priority level by health again."""
         for level in self.levels:
             level.refresh()
 
     @property
     def healthy_count(self) -> int:
-        """The number of healthy hosts, ``membership_healthy``."""
+        """The number of healthy hosts in this set."""
         return sum(len(level.healthy) for level in self.levels)
 
     @property
     def degraded_count(self) -> int:
-        """The number of degraded hosts, ``membership_degraded``."""
+        """The number of degraded hosts in this set."""
         return sum(len(level.degraded) for level in self.levels)
 
 

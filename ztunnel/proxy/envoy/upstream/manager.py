@@ -1,4 +1,4 @@
-"""Manages all clusters, from the bootstrap and from CDS, and replaces each version by the next version.
+"""Manages the clusters from the bootstrap and from CDS: creates, updates, replaces and removes them.
 
 While a changed cluster warms, the old version serves. Once warm, the new version replaces it, and the old
 version's connections continue. Clusters become active independently: a cluster whose endpoints or secrets never
@@ -104,14 +104,14 @@ class ClusterManager:
         cluster.start()
 
     async def initialised(self) -> None:
-        """Wait until no cluster is warming, except for clusters that are removed or replaced meanwhile."""
+        """Wait until no cluster is warming: each has become active, or was replaced or removed."""
         for cluster in list(self._active.values()):
             await cluster.warm.wait()
         while self._warming:
             await next(iter(self._warming.values())).warm.wait()
 
     async def receive(self, update: Update) -> Latch:
-        """Apply a CDS update. The returned latch is set once no cluster of the update is warming any more.
+        """Apply a CDS update. The returned latch is set when no cluster of the update is warming.
 
         Raises:
             UpdateRejected: names each refused cluster. All other clusters are applied.
@@ -171,8 +171,8 @@ class ClusterManager:
         body, version = resource.body, resource.version
         current = self._warming.get(resource.name) or self._active.get(resource.name)
         if current is not None and current.added_via_api and current.body == body:
-            # A state-of-the-world response repeats every cluster when one changes. Store the new body although it
-            # is equal, because the old body would keep its whole response in memory.
+            # A state-of-the-world response repeats every cluster when one changes. Of two equal bodies, the new
+            # one is stored, because a stored body keeps its whole response in memory.
             current.body, current.version = body, version
             return None
         model = self._compile(body, resource.name)
@@ -211,7 +211,9 @@ class ClusterManager:
             self._retire(old)
 
     def _discard(self, cluster: LiveCluster) -> None:
-        """Retire a version that never became active, and set its latch, because it no longer warms."""
+        """Retire a cluster version that never became active, and set its latch, because the version no longer
+        warms.
+        """
         cluster.warm.set()
         self._retire(cluster)
 

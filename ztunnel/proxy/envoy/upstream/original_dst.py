@@ -27,11 +27,13 @@ class OriginalHosts:
         return len(self._found)
 
     def __iter__(self) -> Iterator[Host]:
-        """Iterate over a copy, because pages are made in steps, between which connections add and remove hosts."""
+        """Iterate over a copy of the hosts. Pages are made in steps, and connections add and remove hosts between
+        the steps.
+        """
         return iter([host for host, _ in self._found.values()])
 
     def choose(self, info: StreamInfo, now: float) -> Host | None:
-        """Return the host for a connection, created if its address is new. None if there is no address."""
+        """Return the host for a connection, or None if it has no address. A new address gets a new host."""
         address = self.address(info)
         if address is None:
             return None
@@ -45,7 +47,7 @@ class OriginalHosts:
         return found[0]
 
     def address(self, info: StreamInfo) -> SocketAddress | None:
-        """Return an ORIGINAL_DST cluster's address for a connection, or None.
+        """Return the address to which an ORIGINAL_DST cluster sends a connection, or None.
 
         The first available source is used: filter state, metadata, request header, restored destination. The port
         can be overridden. A header that is not ``ip:port`` is counted and ignored, like in Envoy.
@@ -71,7 +73,7 @@ class OriginalHosts:
         return address
 
     def host_at(self, endpoint: Endpoint, now: float) -> Host:
-        """Return the host at the endpoint's address, created if the address is new."""
+        """Return the host at an endpoint's address. A new address gets a new host."""
         found, _ = self._found.get(endpoint.key, (None, now))
         if found is None:
             found = Host(replace(endpoint, hostname=f"{self._model.name}{endpoint.key}"), added_at=now)
@@ -80,7 +82,7 @@ class OriginalHosts:
         return found
 
     def remove_unused(self, now: float) -> None:
-        """Remove hosts unused for the clean-up interval, unless a connection to them is open."""
+        """Remove hosts that were unused for the clean-up interval and have no open connection."""
         before = len(self._found)
         for key, (host, used) in list(self._found.items()):
             if now - used >= self._model.cleanup_interval_s and not host.active:

@@ -1,7 +1,7 @@
 """Outlier detection: ejects failing hosts for some seconds. Pure; time is an argument.
 
-Results are counted as by Envoy's TCP proxy, also with ``tunneling_config``: each failure to open a connection or
-a tunnel, including a CONNECT answered with another status than 200, has a local origin. Without
+Results are counted as by Envoy's TCP proxy, also with ``tunneling_config``. Each failure to open a connection or a
+tunnel, including a CONNECT whose answer is not 200, has a local origin. Without
 ``split_external_local_origin_errors`` it counts as a 503, thus as a 5xx and as a gateway failure. With it, these
 failures and rates have a local origin only, and ``consecutive_5xx`` and ``consecutive_gateway_failure`` have no
 effect. Envoy 1.40 was seen to count so for answers with 403, 500 and 503, resets, and closed connections; only its
@@ -35,7 +35,7 @@ class _Monitor:
 
 
 class OutlierDetector:
-    """Watches one cluster's hosts.
+    """Outlier detection for one cluster: counts failures of its hosts, and ejects hosts.
 
     Args:
         settings: thresholds.
@@ -59,7 +59,7 @@ class OutlierDetector:
             self.ejections_active -= 1
 
     def report(self, host: Host, result: Result, hosts: Sequence[Host], now: float) -> None:
-        """Record the outcome of an attempt on ``host``; ``hosts`` are all hosts of the cluster."""
+        """Record the outcome of an attempt to connect to ``host``. ``hosts`` are all hosts of the cluster."""
         settings = self._settings
         monitor = self._monitors.setdefault(host, _Monitor())
         monitor.requests += 1

@@ -8,7 +8,9 @@ from ztunnel.proxy.envoy.upstream.host import Host, PriorityLevel
 
 @dataclass(frozen=True, slots=True)
 class LevelLoad:
-    """A level's share of all choices, in percent. If ``panic`` is set, even unhealthy hosts are chosen."""
+    """The share of connections that a priority level gets, in percent. With ``panic``, unhealthy hosts are chosen,
+    too.
+    """
 
     healthy: int
     degraded: int
