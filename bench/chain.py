@@ -360,7 +360,7 @@ def chain(
         command: the proxies' command line. :func:`in_pods` selects an Istio mesh.
         target: ``pod`` (tunnel straight from the capture listener) or ``service`` (by the service's address).
         one_node: client and server are on the same node and use the same proxy.
-        pairs: the number of pairs of a client and a server pod.
+        pairs: the number of pairs, each a client pod and a server pod.
         settings: further environment variables of our proxies, in an Istio mesh.
         command_in_pods: the command to run in an Istio mesh instead of our proxy's.
     """

@@ -39,7 +39,7 @@ _LIMIT_S = 60.0
 
 
 class Server:
-    """A control plane with delta streams. It sends the initial resources, then those of each :meth:`push`."""
+    """A control plane with delta streams. It sends initial resources, then the resources of each :meth:`push`."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[bytes | None] = SimpleQueue()

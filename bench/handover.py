@@ -2,8 +2,8 @@
 
 Two pollers of one process stand for the old and the new process. Each connection is frozen, encoded, sent with its
 descriptors over a Unix socket, decoded, created again, compared, released by the old side and continued by the
-new one, as in a hand-over. Log lines and metrics are not moved, so the figures are those of the tunnel engine.
-For each kind of connection it prints connections per second of CPU time of both sides together, bytes of state and
+new one, as in a hand-over. Log lines and metrics are not moved, so the figures measure only the tunnel engine. For
+each kind of connection it prints connections per second of CPU time of both sides together, bytes of state and
 microseconds per connection, and the longest pause of what moves at once (a tunnel connection with its tunnels, or
 one plain connection).
 """

@@ -91,8 +91,8 @@ def _raise_limit() -> int:
 
 
 def _warm_up(made: Chain) -> None:
-    """Open connections so that the proxies have finished their imports and created everything that the first
-    connections need.
+    """Open connections to make the proxies finish their imports and create all objects that the first connections
+    need.
     """
     made.run("crr", "32", "2")
 

@@ -47,7 +47,7 @@ _PROTOBUF = f"sys.path.insert(1, {str(RIVALS)!r})\nfrom xds.proto import registr
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians: the process's resident bytes, the part of them that the measured statements added, and their
+    """Medians: the process's resident bytes, the bytes added by the measured statements, and the statements'
     time.
     """
 

@@ -36,7 +36,7 @@ def push_all(count: int, rate: float) -> tuple[grpc.Server, int, list[str]]:
     """Start a server that sends ``count`` pushes on each stream, ``rate`` a second (0: as fast as it can).
 
     Returns:
-        The server, its port, and a list to which the name of each requested stream is added.
+        The server, its port, and a list that receives the name of each requested stream.
     """
     streams: list[str] = []
 

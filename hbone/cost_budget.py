@@ -28,7 +28,7 @@ _WEIGHT: Final = 0.5  # weight of a new measurement: the load of the core's cach
 
 
 class UnitPrice:
-    """The price of a unit of work on this core, shared by all connections of a process.
+    """The price per unit of work on this core, shared by all connections of a process.
 
     A measurement runs a fixed piece of the engine's work and takes its processor time. So neither a peer's frames
     nor other processes influence the price. The measurement is repeated after each 100,000 units of charged work.
@@ -41,7 +41,7 @@ class UnitPrice:
     Attributes:
         value: the charge for one unit of work, from 1 to :data:`HIGHEST_PRICE`. A core faster than the reference,
             or a compiled build, does not get larger budgets.
-        due: the number of units of work that remain until the next measurement.
+        due: how many units of work remain until the next measurement.
     """
 
     __slots__ = ("_measure", "_measured", "due", "value")

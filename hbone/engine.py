@@ -194,9 +194,9 @@ class Engine(Sender):
         self.slice_units = int(self.settings.limits.slice_units / self._costs.price.value)
 
     def share(self, share: PeerQuota, pod: WindowPool | None = None) -> None:
-        """Charge costs to ``share``, the quota of all the peer's connections, and take window growth from it.
+        """Charge costs and window growth to ``share``, the quota of all the peer's connections.
 
-        Window growth is also taken from ``pod``, if there is one. Called before the first stream, or after the
+        Window growth is also charged to ``pod``, if there is one. Called before the first stream, or after the
         move from another process. :meth:`leave_share` undoes this.
         """
         self._costs.shared = share.work
@@ -207,7 +207,7 @@ class Engine(Sender):
         connection has no quota.
 
         Tunnels that carried no bytes are charged here, too: opening tunnels and then dropping the connection
-        causes as much work as resetting the tunnels.
+        causes the same work as resetting the tunnels.
         """
         self._window.leave()
         account = self._costs
@@ -479,8 +479,8 @@ class Engine(Sender):
         if self._admit(stream_id, StreamFrame.RST_STREAM) is None or stream is None:
             return
         self._forget(stream_id, stream)
-        # Rapid reset, CVE-2023-44487: to open and abandon a stream costs the client almost nothing, but costs us a
-        # handler, a dial and a log line. MAX_CONCURRENT_STREAMS does not limit this.
+        # Rapid reset, CVE-2023-44487: to open and abandon a stream costs the client hardly any work, but costs us
+        # a handler, a dial and a log line. MAX_CONCURRENT_STREAMS does not limit this.
         if self._server and not stream.answered:
             self._charge_reset()
         unprocessed = code == ErrorCode.REFUSED_STREAM and not stream.answered
@@ -588,7 +588,7 @@ class Engine(Sender):
             return StreamState.IDLE
         if self._goaway_limit is not None and stream_id > self._goaway_limit:
             # A server ignores frames on streams above its final GOAWAY, as if it had reset these streams (RFC
-            # 9113, 6.8). A client has only the streams that it has opened, and all others are idle.
+            # 9113, 6.8). A client has only the streams that it has opened, and all other streams are idle.
             return StreamState.RESET if self._server or stream_id <= last else StreamState.IDLE
         if stream_id > last:
             return StreamState.IDLE
@@ -614,8 +614,8 @@ class Engine(Sender):
         self._send_reset(stream_id, code)
 
     def _charge(self, tokens: float = 1.0) -> None:
-        # This limits two floods: control frames that arrive too fast, and answers (ACKs, resets) that are queued
-        # here because the peer sends but does not read.
+        # This limits two floods: a high rate of control frames, and answers (ACKs, resets) that are queued here
+        # because the peer sends but does not read.
         if not self._control.spend(self._now, tokens):
             raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too many control frames")
         if self.output.frames > self.settings.limits.unsent_frames:

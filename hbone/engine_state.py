@@ -1,4 +1,4 @@
-"""Reads the state of an HTTP/2 connection as one value, and creates an engine that resumes from it.
+"""Reads the state of an HTTP/2 connection as one value, and creates an engine that resumes from this state.
 
 :func:`engine_state` reads an :class:`hbone.engine.Engine` between two calls of its methods, and :func:`engine_of`
 makes a new engine from the state, in this process or in another. The peer cannot distinguish the two engines.
@@ -63,8 +63,8 @@ class StreamValue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WindowValue(msgspec.Struct, frozen=True, kw_only=True):
-    """The receive window of the connection, and the bytes left in the pools from which its streams'
-    windows grow.
+    """The receive window of the connection, and the bytes left in the pools for the growth of its streams'
+    windows.
     """
 
     most_bytes: int

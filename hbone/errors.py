@@ -101,7 +101,7 @@ class TlsError(HboneError):
     Attributes:
         reason: the class of the failure.
         detail: the text of OpenSSL or of the verify hook.
-        by_peer: whether the peer sent an alert, from which ``reason`` is taken.
+        by_peer: whether ``reason`` is taken from an alert that the peer sent.
     """
 
     def __init__(self, reason: TlsReason, detail: str, *, by_peer: bool = False) -> None:
@@ -141,8 +141,8 @@ class TunnelBroken(HboneError):
         code: the HTTP/2 error code that the peer sent, if any.
         unprocessed: whether the peer certainly did not process the request, so that it can be repeated elsewhere
             (REFUSED_STREAM, or a GOAWAY below its stream id; RFC 9113, 8.7).
-        perhaps_delivered: whether the application may have received bytes that were sent along with the request.
-            Repeating the request would deliver these bytes twice.
+        perhaps_delivered: whether the application has possibly received bytes that were sent along with the
+            request. Repeating the request would deliver these bytes twice.
     """
 
     def __init__(

@@ -60,8 +60,8 @@ class ResponseReceived:
 class DataReceived:
     """Payload of one stream was received, in one or several consecutive DATA frames.
 
-    ``chunks`` are views of the bytes given to ``receive_data``. The caller must use or copy them before it reuses
-    this buffer. ``size`` bytes (without padding) count against both windows until ``acknowledge``.
+    ``chunks`` are views of the bytes given to ``receive_data``. The caller must use or copy the views before
+    reusing this buffer. ``size`` bytes (without padding) count against both windows until ``acknowledge``.
     """
 
     stream_id: int

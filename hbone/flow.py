@@ -64,8 +64,8 @@ class Budget:
 
 
 class WindowPool:
-    """A budget in bytes from which receive windows grow, shared by the connections of one pod or of
-    one process.
+    """A budget in bytes for the growth of receive windows, shared by the connections of one pod or of one
+    process.
     """
 
     __slots__ = ("limit", "used")
@@ -91,7 +91,7 @@ class PeerQuota:
 
     Args:
         limits: the peer's limits.
-        windows: the process's window budget, from which the peer's windows are also taken.
+        windows: the process's window budget. The peer's windows are also taken from this budget.
     """
 
     __slots__ = (
@@ -118,8 +118,8 @@ class PeerQuota:
         self._turn_bytes = 0
 
     def note_read(self, turn_s: float, size: int) -> None:
-        """Record that a connection of the peer has read ``size`` bytes, in the loop iteration that started at
-        ``turn_s``.
+        """Record that a connection of the peer has read ``size`` bytes. ``turn_s`` is the start time of the loop
+        iteration.
         """
         if self._turn_s != turn_s:
             self._turn_s, self._turn_bytes = turn_s, 0
@@ -145,8 +145,8 @@ class PeerQuota:
             self._windows.used += size
 
     def return_window(self, size: int) -> None:
-        """Record that a connection's window has shrunk by ``size``, or that a connection with a window of this
-        size has closed.
+        """Record that a connection's window has shrunk by ``size``, or a connection with a window of this size has
+        closed.
         """
         self.window_bytes -= size
         if self._windows is not None:

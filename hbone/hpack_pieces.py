@@ -154,7 +154,7 @@ def _field(block: bytes, position: int) -> tuple[int, tuple[int, int]]:
 
 
 def _integer(block: bytes, position: int, mask: int) -> tuple[int, int]:
-    """Parse an integer (RFC 7541, 5.1). Return it and the position after it."""
+    """Parse an integer (RFC 7541, 5.1). Return the integer and the position of the next byte."""
     value = block[position] & mask
     position += 1
     if value < mask:

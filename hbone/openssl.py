@@ -1,4 +1,4 @@
-"""Provides the cffi binding to OpenSSL, and checks that it has the names that this package uses.
+"""Provides the cffi binding to OpenSSL, and checks that it has all names used by this package.
 
 pyOpenSSL wraps the OpenSSL library inside ``cryptography``. Functions that it does not wrap are called through the
 cffi binding, and a few private attributes of pyOpenSSL's classes are used. Another release may rename these. The
@@ -55,7 +55,7 @@ lib: Final[Any] = Binding.lib
 def missing_names(
     library: object, context: object, connection: object, certificate: object, store: object
 ) -> list[str]:
-    """Return the names that this package uses but that the installed releases do not have."""
+    """Return the names that this package uses but the installed releases lack."""
     return [
         f"{where}.{name}"
         for where, holder, names in (

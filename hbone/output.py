@@ -1,7 +1,7 @@
 """Queues the engine's output frames in order. Payload is read from a socket directly into the output buffer.
 
-Frames are written consecutively into a buffer that is borrowed while there is output. Frames that do not fit, or
-that must wait until the network has accepted the buffer, are queued as bytes objects.
+Frames are written consecutively into a buffer that is borrowed while there is output. A frame is queued as a bytes
+object if it does not fit, or must wait until the network has accepted the buffer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OwnBuffers:
         return memoryview(bytearray(BUFFER_BYTES))
 
     def release(self, buffer: memoryview) -> None:
-        """Do nothing: the buffer is freed with its last reference."""
+        """No-op: the buffer is freed with its last reference."""
 
 
 class Output:
@@ -74,8 +74,8 @@ class Output:
         self._overflow.append(frames)
 
     def reserve(self, limit: int) -> memoryview | None:
-        """Return room for up to ``limit`` bytes of payload of one DATA frame. Space for the frame header is left
-        before it.
+        """Return room for up to ``limit`` payload bytes of one DATA frame. Space for the frame header is left in
+        front of the room.
         """
         buffer = self._buffer
         if buffer is None:

@@ -5,7 +5,7 @@ connection of its key that has room. If no connection has room and the limits al
 key is dialled, no matter how many tunnels wait, because a burst of clients must not become a burst of handshakes.
 When the dial succeeds, waiting tunnels open on the new connection in order, and the next dial starts only if
 tunnels still wait. When the dial fails, the waiter that caused it gets the error, and the next waiter causes a new
-dial, so that no waiter depends on an event that never occurs.
+dial. So no waiter depends on an event that never occurs.
 
 A connection has room while it has fewer streams than our limit and the peer's SETTINGS_MAX_CONCURRENT_STREAMS. A
 limit received later applies from then on. A draining connection (GOAWAY, our drain, evicted) keeps its streams and
@@ -34,8 +34,8 @@ class PoolSettings:
     """Limits, with the Rust ztunnel's defaults.
 
     ``max_connections_per_key``, ``max_waiters`` and ``spare_timeout_s`` are our additions. ``spare_timeout_s``
-    closes idle connections left over from a peak early, because even a few of them fragment the heap, and freed
-    memory then cannot return to the system.
+    closes idle connections left over from a peak early, because even a few idle connections fragment the heap, and
+    freed memory then cannot return to the system.
     """
 
     max_streams_per_connection: int = 100
@@ -61,7 +61,7 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """Let ``waiter`` open its stream on ``connection``, where a slot is reserved for it."""
+    """Let ``waiter`` open its stream on ``connection``, where a slot is reserved for this stream."""
 
     waiter: WaiterId
     connection: ConnectionId

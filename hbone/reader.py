@@ -56,7 +56,7 @@ class FrameSink(Protocol):
         """Begin a DATA frame. ``length`` bytes count against the windows, and ``payload`` bytes follow."""
 
     def data_chunk(self, chunk: memoryview, size: int) -> None:
-        """Handle a piece of payload of the current DATA frame."""
+        """Handle a piece of the current DATA frame's payload."""
 
     def data_done(self) -> None:
         """Finish the current DATA frame, whose payload is complete."""
@@ -168,8 +168,8 @@ class FrameReader:
         return position
 
     def _complete(self, view: memoryview, position: int, end: int, sink: FrameSink) -> int:
-        """Continue an incomplete frame. Collect its header first, and then as many bytes as :meth:`_needed`
-        returns.
+        """Continue an incomplete frame. Collect its header first, and then the number of bytes that
+        :meth:`_needed` returns.
         """
         partial = self._partial
         if len(partial) < HEADER_BYTES:
@@ -192,8 +192,8 @@ class FrameReader:
         return position + take
 
     def _needed(self, kind: int, flags: int, length: int) -> int:
-        """Return how many bytes of a frame to collect: all of it, but only the header of DATA and
-        unknown frames.
+        """Return how many bytes of a frame to collect: the whole frame, but only the header of DATA and unknown
+        frames.
         """
         if kind == DATA:
             return HEADER_BYTES + (1 if flags & PADDED and length else 0)

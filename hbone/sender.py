@@ -336,8 +336,8 @@ class Sender:
         if window.unacknowledged >= window.credit:
             self._renew_connection()
         stream = self._streams.get(stream_id)
-        # A peer that has ended the stream does not need more credit for it. The connection's credit was already
-        # returned.
+        # A peer that has ended the stream does not need more credit on this stream. The connection's credit was
+        # already returned.
         if stream is not None and (stream.state is OPEN or stream.state is HALF_CLOSED_LOCAL):
             stream.unacknowledged += size
             if stream.unacknowledged >= stream.step:
@@ -351,8 +351,8 @@ class Sender:
         """Return the connection's credit by a WINDOW_UPDATE. Called when the credit due is at least as large as
         the peer's remaining window.
 
-        It is not compared with the whole window, because slow streams can pin most of it, and other streams must
-        still be able to use the small rest. So the comparison is also made when bytes arrive.
+        It is not compared with the whole window, because slow streams can pin most of that window, and other
+        streams must still be able to use the small rest. So the comparison is also made when bytes arrive.
         """
         window = self._window
         if window.unacknowledged > 0:
@@ -414,7 +414,7 @@ class Sender:
             self._forget(stream_id, stream)
 
     def _forget(self, stream_id: int, stream: Stream) -> None:
-        """Remove a stream that both sides have ended or that the peer has reset."""
+        """Remove a stream that both sides have ended or the peer has reset."""
         del self._streams[stream_id]
         self._window.closed(stream, len(self._streams))
         if self._server and stream.tunnel and stream.answered and not stream.used:

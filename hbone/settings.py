@@ -21,7 +21,7 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Http2Settings:
-    """The SETTINGS that we send and the windows that we grant.
+    """The SETTINGS that we send, and the windows we grant.
 
     Defaults and order are the same as in the Rust ztunnel. ``max_concurrent_streams`` and
     ``max_header_list_bytes`` differ between its two roles, see :func:`client_settings`. Windows start smaller and

@@ -2,10 +2,10 @@
 
 :data:`RECEIVED` is for frames of the peer, :data:`SENT` for our frames. :mod:`hbone.engine` uses both tables, and
 ``docs/streams.md`` prints them. Push is not implemented, so the reserved states are missing. The RFC's state
-*closed* is two states here, because the RFC requires two behaviours: frames that were in flight when we sent
-RST_STREAM must be ignored, while a peer that has closed a stream itself violates the protocol by sending more.
+*closed* is two states here, because the RFC requires two behaviours: frames in flight when we sent RST_STREAM must
+be ignored, while a peer that has closed a stream itself violates the protocol by sending more frames.
 
-The tables check only the order of frames. The engine checks everything else (header fields, windows, sizes, a
+The tables check only the order of frames. The engine makes all other checks (header fields, windows, sizes, a
 second response head) after the table has allowed a frame.
 """
 
@@ -170,7 +170,7 @@ SENT: Final[dict[StreamState, dict[StreamFrame, StreamState]]] = {
 A server does not send HEADERS on an idle stream.
 """
 
-#: The states in which DATA can be received or sent, for fast comparisons by identity on the data path.
+#: The states that permit DATA in at least one direction, for fast comparisons by identity on the data path.
 OPEN: Final = StreamState.OPEN
 HALF_CLOSED_LOCAL: Final = StreamState.HALF_CLOSED_LOCAL
 HALF_CLOSED_REMOTE: Final = StreamState.HALF_CLOSED_REMOTE

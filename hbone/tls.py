@@ -81,7 +81,7 @@ class Unmovable(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficKeys:
-    """The keys of an established TLS 1.3 connection, with which another implementation continues it.
+    """The keys that another implementation needs to continue an established TLS 1.3 connection.
 
     Attributes:
         suite: the cipher suite's name.
@@ -137,8 +137,8 @@ class TlsStream(ABC):
 
     @abstractmethod
     def seal(self, plain: memoryview | bytes, out: memoryview) -> int:
-        """Write output that is already queued to ``out``, and after it the encrypted ``plain``. Return the number
-        of bytes written.
+        """Write to ``out``: first the output that is already queued, then the encrypted ``plain``. Return the
+        number of bytes written.
 
         ``out`` must have :func:`sealed_bytes` of room. ``plain`` can be empty, and must be empty before the
         handshake is finished.
@@ -308,7 +308,7 @@ class TlsSession(TlsStream):
         return HEADER_BYTES - len(self._head) if self._head else self._due
 
     def traffic_keys(self) -> TrafficKeys:
-        """Return the keys with which another TLS implementation continues the connection. The caller must first
+        """Return the keys that another TLS implementation needs to continue the connection. The caller must first
         take all output by :meth:`seal`.
 
         Raises:

@@ -1,8 +1,8 @@
 """Manages the certificates of one TLS context. If there are several, a server chooses one in each handshake.
 
-As in Envoy, the names in the certificates narrow the choice first: to certificates whose subject alternative names
-include the client's server name (RFC 6066, 3), or else to certificates with a matching wildcard, or else to the
-first certificate. Without a server name, all certificates are considered. Then OpenSSL chooses by the client's
+First, the names in the certificates narrow the choice by Envoy's rules: to certificates whose subject alternative
+names include the client's server name (RFC 6066, 3), or else to certificates with a matching wildcard, or else to
+the first certificate. Without a server name, all certificates are considered. Then OpenSSL chooses by the client's
 signature algorithms among the first certificate of each key type, and prefers the shorter elliptic-curve key.
 """
 
@@ -55,8 +55,8 @@ def completed(identity: Identity, trusted_pem: bytes | None) -> Identity:
         return identity
     left = [each for each in x509.load_pem_x509_certificates(trusted_pem) if each.issuer != each.subject]
     chain_pem = identity.chain_pem
-    # If there are two certificates for an intermediate's key, the one that expires last is the renewed one, and is
-    # used.
+    # If there are two certificates for an intermediate's key, the certificate that expires last is the renewed
+    # one, and is used.
     left.sort(key=lambda each: each.not_valid_after_utc, reverse=True)
     while issuer := next((each for each in left if _has_issued(each, last)), None):
         left.remove(issuer)

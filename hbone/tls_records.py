@@ -81,8 +81,8 @@ SUITES: Final = {
 
 
 def record_state(stream: TlsStream) -> RecordState:
-    """Return a connection's state, from which :class:`RecordSession` continues. The caller must first take all
-    pending output.
+    """Return a connection's state for a :class:`RecordSession`, which continues the connection. The caller must
+    first take all pending output.
 
     Raises:
         Unmovable: the connection cannot move, or cannot move yet.
@@ -196,7 +196,9 @@ class RecordSession(TlsStream):
         self.half_rtt_sent = False
 
     def state(self) -> RecordState:
-        """Return the state from which another session continues. This session must not be used after that."""
+        """Return the state for another session, which continues the connection. This session must not be used
+        afterwards.
+        """
         return RecordState(
             suite=self._suite_name,
             sending=self._sending.state(),

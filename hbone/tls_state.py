@@ -1,5 +1,5 @@
-"""Defines the serializable state of a TLS 1.3 connection after its handshake, from which :mod:`hbone.tls_records`
-resumes.
+"""Defines the serializable state of a TLS 1.3 connection after its handshake. :mod:`hbone.tls_records` resumes
+from this state.
 """
 
 from __future__ import annotations

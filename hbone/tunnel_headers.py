@@ -83,7 +83,7 @@ def parse_authority(value: bytes | None) -> Authority:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baggage:
-    """The workload metadata of one side of a tunnel, for the ``baggage`` header. Empty fields are not sent."""
+    """The workload metadata in the ``baggage`` header, for one side of a tunnel. Empty fields are not sent."""
 
     cluster_id: str = ""
     namespace: str = ""

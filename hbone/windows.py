@@ -90,8 +90,8 @@ class ConnectionWindow:
         self.initial = settings.first_window_bytes
         """The window that every stream starts with."""
         streams = settings.max_concurrent_streams or _MOST_STREAMS
-        # If the configured connection window is too small for the first windows of all streams, half of it is kept
-        # for growth.
+        # If the configured connection window is too small for the first windows of all streams, half of the
+        # connection window is kept for growth.
         kept = min(self.initial * streams, self.most_bytes >> 1)
         self._unproven = min(_UNPROVEN_BYTES, (self.most_bytes - kept) >> 1)
         self._proven = self.most_bytes - kept - self._unproven
@@ -145,7 +145,9 @@ class ConnectionWindow:
             self._fit(streams, self._grown)
 
     def renew(self, stream: StreamWindow, now_s: float, streams: int) -> int:
-        """Resize the window of a stream that has used half of it. Return the credit to grant to the stream."""
+        """Resize a stream's window after the stream has used half of the window. Return the credit to grant to the
+        stream.
+        """
         consumed, size = stream.unacknowledged, stream.size
         elapsed_s = now_s - stream.granted_s
         waiting = size - stream.credit - consumed

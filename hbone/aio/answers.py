@@ -101,7 +101,7 @@ class PendingAnswers:
 
         A TLS 1.3 server refuses our certificate after our side of the handshake, when requests can already be in
         flight. The peer has not read these requests, so their early data can be sent again. If we have refused the
-        peer instead, requests with early data are left out, because the peer may have read them.
+        peer instead, requests with early data are left out, because the peer has possibly read them.
         """
         for stream_id, waiter in list(self._waiting.items()):
             if error.by_peer or waiter.tunnel.early_sent is None:

@@ -115,7 +115,7 @@ class Connection(ConnectionTunnels):
         elif tls_context is not None:
             # A server's SETTINGS announce support for early data, and must reach the client before its first
             # CONNECT. So they are sent with the server's first TLS flight (0.5-RTT data, RFC 8446, 4.4.4). They
-            # contain nothing secret.
+            # contain no secrets.
             early = role is Role.SERVER and settings.http2.early_data
             tls = TlsSession(tls_context, engine.opening if early else b"")
         super().__init__(role, settings, poller, engine, Link(sock, tls, poller))
@@ -174,9 +174,9 @@ class Connection(ConnectionTunnels):
                 try:
                     finished = tls.handshake()
                 finally:
-                    # A client's last TLS flight must be sent at once, because the server waits for it. A server's
-                    # last flight contains only session tickets, which our clients do not use, so it is sent in one
-                    # segment with the first frames.
+                    # A client's last TLS flight must be sent at once, because the server waits for this flight. A
+                    # server's last flight contains only session tickets, which our clients do not use, so it is
+                    # sent in one segment with the first frames.
                     if not finished or self.role is Role.CLIENT:
                         self._send_handshake()
                 if not finished:
@@ -198,8 +198,9 @@ class Connection(ConnectionTunnels):
         if self.role is Role.SERVER:
             self.flush()
         else:
-            # Flush only at the end of this loop iteration: the tunnel for which this connection was dialled opens
-            # in it. Its CONNECT, our SETTINGS and our ACK of the server's SETTINGS are then sent in one segment.
+            # Flush only at the end of this loop iteration, because the tunnel that caused the dial opens in the
+            # same iteration. The tunnel's CONNECT, our SETTINGS and our ACK of the server's SETTINGS are then sent
+            # in one segment.
             self.poller.schedule_flush(self)
         self._keep_alive()
         self._limit_first_request()
@@ -453,8 +454,8 @@ class Connection(ConnectionTunnels):
         """Accept no new streams, and close when the last open stream has ended. Idempotent.
 
         A server announces the drain in two steps (RFC 9113, 6.8): a GOAWAY with the highest identifier and a PING,
-        and shortly after the PONG the final GOAWAY, so that requests that crossed the first GOAWAY are not lost.
-        The delay is for multi-threaded clients, where one thread can answer the PING while another has chosen this
+        and shortly after the PONG the final GOAWAY. So requests that crossed the first GOAWAY are not lost. The
+        delay is for multi-threaded clients, where one thread can answer the PING while another has chosen this
         connection for a request but not sent it. (The Rust ztunnel's pool checks for GOAWAY only when it chooses a
         connection, and a request beyond the final GOAWAY fails.)
         """
@@ -509,8 +510,8 @@ class Connection(ConnectionTunnels):
     # Moving the connection to another process: see hbone.aio.handover
 
     def settle(self) -> dict[int, Tunnel]:
-        """Bring the connection into a state in which it can move to another process: no frame is half-read, and
-        all output is encrypted. Return the tunnels.
+        """Make the connection ready to move to another process, with no half-read frame and with all output
+        encrypted. Return the tunnels.
 
         Raises:
             Unmovable: the connection cannot move, or cannot move yet.

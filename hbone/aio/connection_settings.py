@@ -1,4 +1,4 @@
-"""Defines the settings of a connection, and the state with which a connection moves between processes."""
+"""Defines a connection's settings, and the state that moves to another process together with a connection."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class ConnectionSettings:
     ``first_request_timeout_s``: a server closes a connection without a request after this time. None: never.
     ``windows``: the window budget shared by all connections of a pod. None means no limit. ``drain_grace_s``: a
     server accepts requests for this time after its peer has acknowledged the drain. ``ping_interval_s``: None
-    disables keepalive. Both ping times are checked at intervals of a quarter of the shorter time. They differ from
-    the Rust ztunnel's 10 and 20 s: a peer that is gone without a FIN is detected within 20 s instead of 35, and a
-    peer that paused for 10 s stays connected.
+    disables keepalive. The interval between checks of both ping times is a quarter of the shorter time. The
+    default ping times differ from the Rust ztunnel's 10 and 20 s. So a peer lost without a FIN is detected within
+    20 s instead of 35, and a peer that paused for 10 s stays connected.
     """
 
     http2: Http2Settings = field(default_factory=server_settings)
@@ -39,7 +39,7 @@ def default_client() -> ConnectionSettings:
 
 @dataclass(slots=True, kw_only=True)
 class MovedConnection:
-    """The parts from which a connection that another process has established is rebuilt."""
+    """The parts of a connection that another process has established, to rebuild the connection here."""
 
     engine: Engine
     tls: TlsStream | None
@@ -51,7 +51,7 @@ class Progress:
 
     Attributes:
         waiting: streams that wait for room, in their order.
-        room: whether the waiting streams may be able to send again.
+        room: whether the waiting streams can possibly send again.
         closing: whether the connection is draining, and accepts no new streams.
         grace: whether the first GOAWAY of a drain was sent, but not yet the final one.
         unsent: encrypted bytes that the network has not accepted.

@@ -2,7 +2,8 @@
 
 :class:`ConnectionTunnels` is the base of :class:`hbone.aio.connection.Connection`, which reads from the network.
 A tunnel writes into the engine's output. All output of a loop iteration is sent in one TLS write
-(:meth:`ConnectionTunnels.flush`). Then tunnels that ran out of room continue, in the order in which they ran out.
+(:meth:`ConnectionTunnels.flush`). Then tunnels that ran out of room continue: the first to run out continues
+first.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ class ConnectionTunnels(TunnelCarrier):
             self._write()
             if self._room and self._waiting and not self.link.blocked:
                 self._room = False
-                # Tunnels continue in the order in which they ran out of room. A tunnel that runs out again goes to
-                # the end of the queue, so that all tunnels share a small window fairly.
+                # The tunnel that ran out of room first continues first. If a tunnel runs out again, it goes to the
+                # end of the queue. So all tunnels share a small window fairly.
                 waiting, self._waiting = self._waiting, {}
                 for tunnel in waiting.values():
                     if self.link.unsent_bytes:

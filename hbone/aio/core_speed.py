@@ -34,8 +34,8 @@ def unit_s() -> float:
     """Return the processor time in seconds that a unit of work takes now, for the slower of the two kinds of work.
 
     A call takes half a millisecond in pure Python. The median of three runs is used, to exclude a garbage
-    collection or an interrupt. Time in which other processes run does not count. But their use of shared caches
-    and of the core's other thread slows down a measurement as much as the work for peers.
+    collection or an interrupt. The running time of other processes does not count. But their use of shared caches
+    and of the core's other thread slows down a measurement and the work for peers equally.
     """
     engine = Engine(Role.SERVER, Http2Settings())
     engine.receive_data(_OPENING)

@@ -1,4 +1,4 @@
-"""Limits the time of part of a coroutine, at a tenth of the cost of :func:`asyncio.timeout`.
+"""Sets a time limit for part of a coroutine, at a tenth of the cost of :func:`asyncio.timeout`.
 
 Each connection has one or two time limits, and few of these expire. With a loop timer per connection, creating and
 cancelling timers would be most of the cost. So deadlines of equal length share a timer

@@ -141,7 +141,7 @@ class End(ABC):
 
     @abstractmethod
     def flush(self) -> None:
-        """Send the bytes given to ``write``, and copy those that the network does not accept."""
+        """Send the bytes given to ``write``, and copy the bytes that the network does not accept."""
 
     @abstractmethod
     def write_eof(self) -> None:
@@ -163,8 +163,8 @@ class End(ABC):
 
     @abstractmethod
     def delivered(self, size: int) -> None:
-        """Record that the peer has sent ``size`` bytes passed to its ``write``, so that flow-control credit for
-        them can be returned.
+        """Record that the peer has sent ``size`` bytes passed to its ``write``. Flow-control credit for these
+        bytes can then be returned.
         """
 
     # States: see hbone.end_state
@@ -230,7 +230,7 @@ class End(ABC):
 
     @abstractmethod
     def _drop_pending(self) -> int:
-        """Drop the pending bytes. Return the number of bytes for which the peer is still owed credit."""
+        """Drop the pending bytes. Return the number of bytes whose credit is still owed to the peer."""
 
     @abstractmethod
     def _send_eof(self) -> None:

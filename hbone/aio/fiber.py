@@ -198,8 +198,8 @@ class Fiber(asyncio.Future[None]):
             future.fiber = self
         else:
             future.add_done_callback(self._woken)
-        # A fiber that was cancelled while it ran, or before its first step, is cancelled here, at its await, as in
-        # asyncio. If the awaited future is already done, the next step raises the CancelledError.
+        # A fiber that was cancelled while it ran, or before its first step, is cancelled here, at its await, like
+        # an asyncio task. If the awaited future is already done, the next step raises the CancelledError.
         if self._must_cancel and future.cancel(self._message):
             self._must_cancel = False
 

@@ -1,5 +1,5 @@
-"""Turns open relays and their connection into a serializable value and socket descriptors, with which another
-process continues these relays.
+"""Turns open relays and their connection into a serializable value and socket descriptors. Another process uses
+both to continue these relays.
 
 The smallest movable part is a *unit*: one HTTP/2 connection with the relays of all its tunnels, or a relay of two
 plain sockets. :class:`Frozen` stops a unit and reads its :class:`UnitState`. Then either :meth:`Frozen.leave`
@@ -61,7 +61,7 @@ class PlainState(msgspec.Struct, frozen=True, kw_only=True, tag="plain"):
 
 
 class TunnelState(msgspec.Struct, frozen=True, kw_only=True, tag="tunnel"):
-    """The state of a stream of the unit's connection.
+    """The state of one stream on the unit's connection.
 
     Attributes:
         pending: bytes that wait for room in the flow-control window or output.
@@ -314,8 +314,8 @@ class Resumed:
                 self.relays.append(None)
 
     def discard(self) -> None:
-        """Close this process's descriptors without sending anything, because the other process
-        keeps the sockets.
+        """Close this process's descriptors without sending any bytes, because the other process keeps
+        the sockets.
         """
         for pair in self.ends:
             for end in pair:

@@ -79,7 +79,7 @@ class Link:
 
     @property
     def in_flight(self) -> int:
-        """The number of output bytes that wait for the network, or that the remote kernel has not acknowledged.
+        """The number of output bytes still waiting for the network, or not acknowledged by the remote kernel.
 
         Closing the socket can destroy such bytes: the kernel answers bytes that arrive for a closed socket, such
         as a WINDOW_UPDATE, with a reset.
@@ -145,8 +145,8 @@ class Link:
         overhead -= size
         self.overhead = overhead if overhead > _MOST_OVERHEAD and overhead > size >> 3 else 0
         if tls.peer_closed:
-            # A close_notify alert was in the bytes just read. Read again to process it: there may be no further
-            # event, because some peers send their FIN only after our close_notify.
+            # A close_notify alert was in the bytes just read. Read again to process the alert, because a further
+            # event is not certain: some peers send their FIN only after our close_notify.
             self.readable = True
         return plain[:size]
 
@@ -252,7 +252,7 @@ class Link:
         self._unsent = bytearray()
 
     def close(self, *, lingers: bool = False) -> None:
-        """Close the socket. With ``lingers`` it stays open for some time, but is not read."""
+        """Close the socket. With ``lingers`` it stays open for a limited time, but is not read."""
         self.poller.unregister(self.sock.fileno())
         if lingers:
             self.poller.lingering.keep(self.sock)

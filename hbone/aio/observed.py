@@ -134,16 +134,16 @@ class ObservedEnd(End):
         """Report to the observer that no more bytes will be received."""
         self._observer.receive_ended(reset=reset)
 
-    # Do nothing here: the inner end has the states, and applies the events itself.
+    # The following methods are no-ops: the inner end has the states, and applies the events itself.
 
     def _drop_pending(self) -> int:
         return 0
 
     def _send_eof(self) -> None:
-        """Do nothing, because the inner end sends its EOF itself."""
+        """No-op, because the inner end sends its EOF itself."""
 
     def _send_reset(self) -> None:
-        """Do nothing, because the inner end sends its reset itself."""
+        """No-op, because the inner end sends its reset itself."""
 
 
 class _FarSide(End):
@@ -164,10 +164,10 @@ class _FarSide(End):
         self.read_bytes = 0
 
     def start(self) -> None:
-        """Do nothing, because the relay starts the real end."""
+        """No-op, because the relay starts the real end."""
 
     def close(self, error: Exception | None = None) -> None:
-        """Do nothing, because the owner of the real end closes it."""
+        """No-op, because the owner of the real end closes it."""
 
     def reserve(self, limit: int) -> memoryview | None:
         there = self._observed.peer
@@ -231,10 +231,10 @@ class _FarSide(End):
         return 0
 
     def _send_eof(self) -> None:
-        """Do nothing, because the real end applies its own events."""
+        """No-op, because the real end applies its own events."""
 
     def _send_reset(self) -> None:
-        """Do nothing, because the real end applies its own events."""
+        """No-op, because the real end applies its own events."""
 
 
 class _Reports(RelayObserver):

@@ -38,8 +38,8 @@ class Pool(PoolConnections):
     async def open(self, key: Hashable, request: Iterable[Header], client: PlainSocket | None = None) -> Tunnel:
         """Return a tunnel on a connection of ``key``, after the tunnel's 200. The caller closes the tunnel.
 
-        A request that the peer has certainly not processed (REFUSED_STREAM, a GOAWAY that crossed it) is repeated
-        on another connection (RFC 9113, 8.7). Cancelling is safe at any point.
+        A request that the peer has certainly not processed (after REFUSED_STREAM, or if a GOAWAY crossed the
+        request) is repeated on another connection (RFC 9113, 8.7). Cancelling is safe at any point.
 
         Args:
             key: tunnels with equal keys share connections.

@@ -58,7 +58,7 @@ class PoolConnections:
 
     Args:
         poller: sends and receives for the connections.
-        settings: limits of the pool; None stands for the defaults.
+        settings: limits of the pool. None stands for the defaults.
     """
 
     def __init__(self, poller: Poller, settings: PoolSettings | None = None) -> None:
@@ -140,7 +140,7 @@ class PoolConnections:
     def adopt(
         self, key: Hashable, connection: Connection, tunnels: Iterable[Tunnel], *, idle_s: float = 0.0
     ) -> None:
-        """Add a connection that was taken over from another process to the pool. It may have open ``tunnels``.
+        """Add a connection that was taken over from another process to the pool. It can have open ``tunnels``.
 
         Args:
             key: the connection's key.
@@ -258,8 +258,8 @@ class PoolConnections:
             deadline_s = self._state.next_deadline_s()
             if deadline_s is not None:
                 # There is only one timer. A connection that becomes spare after this call can be due before the
-                # idle connections, but not sooner than the spare timeout from now, so the timer is set no later
-                # than that.
+                # idle connections, but not sooner than the spare timeout from now. So the timer is set to this
+                # time at the latest.
                 soonest_s = self._loop.time() + self.settings.spare_timeout_s
                 self._timer = self._loop.call_at(min(deadline_s, soonest_s), self._advance)
 

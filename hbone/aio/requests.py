@@ -186,7 +186,7 @@ class Requests:
 
     def _failed(self, request: Request, error: Exception) -> None:
         # HEADERS and RST_STREAM can arrive in one read. Then the stream is closed before its fiber's first step,
-        # and a handler that does not await anything is not cancelled.
+        # and a handler without an await is not cancelled.
         if isinstance(error, TunnelBroken) and request.gone:
             logger.debug("request handler met a stream that is gone: %s", error)
         else:

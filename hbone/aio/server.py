@@ -59,8 +59,8 @@ async def serve_to_end(connection: Connection, requests: Requests) -> None:
     """Wait until an established connection and all its handlers have ended. Cancelling this call ends both."""
     try:
         await connection.wait_closed()
-        # The connection has ended, but received bytes may not be delivered yet, which an application that reads
-        # slowly must still get. The relays end within their linger time.
+        # The connection has ended, but its relays can still hold received bytes for an application that reads
+        # slowly. The relays end within their linger time.
         await requests.wait(cancel=False, timeout_s=LINGER_S)
     finally:
         connection.abort("no longer served")

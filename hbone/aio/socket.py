@@ -246,7 +246,7 @@ class PlainSocket(End):
                 self._pump()
 
     def delivered(self, size: int) -> None:
-        """Do nothing, because the kernel's buffers need no credit."""
+        """No-op, because the kernel's buffers need no credit."""
 
     def _pump(self) -> None:
         if self.source is not SOURCE_OPEN or self.closed:
@@ -554,7 +554,7 @@ class PlainSocket(End):
                 self.broken = bare(error)
 
     def _send_reset(self) -> None:
-        """Do nothing: SO_LINGER makes the kernel send RST when the owner closes the socket right after this."""
+        """No-op: SO_LINGER makes the kernel send RST when the owner closes the socket right after this."""
 
     def end_in_order(self) -> None:
         """Send FIN now, because the kernel would reset a socket that is closed with unread bytes."""
@@ -562,8 +562,8 @@ class PlainSocket(End):
             return
         with contextlib.suppress(OSError):  # the socket has ended, or all bytes are read
             self.sock.shutdown(socket.SHUT_WR)
-            # Discard received bytes, so that the close sends no reset. Bytes that arrive after the close are
-            # answered with a reset, but an application that has already ended does not notice it.
+            # Discard received bytes, so that the close sends no reset. Bytes received after the close are answered
+            # with a reset, but an application that has already ended does not notice this reset.
             room = self.poller.ciphertext  # stays unchanged, because TCP discards without a copy (MSG_TRUNC)
             for _ in range(_MOST_DISCARDS):
                 if self.sock.recv_into(room, 0, socket.MSG_TRUNC) < len(room):

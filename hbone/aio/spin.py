@@ -112,7 +112,7 @@ class Spin:
             os.sched_yield()
             now_s = time.perf_counter()
             # After the yield, another process had the processor for half a millisecond. If cores are scarce,
-            # yielding takes longer than sleeping. So stop spinning for some time, which grows each time this
+            # yielding takes longer than sleeping. So stop spinning, for a period that grows each time this
             # happens.
             if now_s - last_s > _LATE_S:
                 self._hold_s = min(_LONGEST_HOLD_S, 2 * self._hold_s)

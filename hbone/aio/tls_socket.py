@@ -216,7 +216,7 @@ class TlsSocket(End):
         elif error.notified:
             self.advance(EndEvent.READ_EOF)
         else:
-            # After a FIN without close_notify, the stream may have been truncated by an attacker (RFC 8446, 6.1).
+            # After a FIN without close_notify, the stream was possibly truncated by an attacker (RFC 8446, 6.1).
             # But many applications close like this. So the relay's other end gets an EOF, and the relay gets the
             # error.
             truncated = ConnectionBroken("peer ended TLS without close_notify")
@@ -340,7 +340,7 @@ class TlsSocket(End):
                 self.broken = bare(error)
 
     def _send_reset(self) -> None:
-        """Do nothing: SO_LINGER makes the kernel send RST when the owner closes the socket right after this."""
+        """No-op: SO_LINGER makes the kernel send RST when the owner closes the socket right after this."""
 
     def close(self, error: Exception | None = None) -> None:
         """Send close_notify if the network accepts it, and close. Idempotent."""

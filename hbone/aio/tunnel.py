@@ -173,7 +173,7 @@ class Tunnel(End):
             self.source = SourceState.ENDED  # start() reports it
 
     def on_reset(self, error: TunnelBroken) -> None:
-        """Record that the peer has reset the stream, or that the connection has ended. Idempotent."""
+        """Record that the peer has reset the stream, or the connection has ended. Idempotent."""
         if self.gone:
             return
         # As in the Rust ztunnel, a stream that ends by NO_ERROR or CANCEL counts as complete: a server has
@@ -230,7 +230,7 @@ class Tunnel(End):
         self._started = True
 
     def resume(self) -> None:
-        """Do nothing, because the connection pushes received bytes, limited by the flow-control window."""
+        """No-op, because the connection pushes received bytes, limited by the flow-control window."""
 
     def delivered(self, size: int) -> None:
         """Return the credit of delivered bytes to the peer."""
@@ -248,8 +248,8 @@ class Tunnel(End):
 
     @property
     def scatters(self) -> bool:
-        """Whether the remote side accepts only small frames, so that one read from a socket should fill several of
-        them.
+        """Whether the remote side accepts only small frames, so that one read from a socket should fill several
+        frames.
         """
         return self.connection.engine.peer_max_frame_bytes < _SMALL_FRAME and self.sink is SINK_OPEN
 
@@ -281,7 +281,7 @@ class Tunnel(End):
             peer.delivered(sent)
 
     def flush(self) -> None:
-        """Do nothing, because the connection flushes at the end of the iteration."""
+        """No-op, because the connection flushes at the end of the iteration."""
 
     def write_eof(self) -> None:
         self.advance(EndEvent.WRITE_EOF)
@@ -294,7 +294,7 @@ class Tunnel(End):
             self.advance(EndEvent.DRAINED)
 
     def on_room(self) -> None:
-        """Continue to send, because the connection may have room again."""
+        """Continue to send, because the connection possibly has room again."""
         while self._pending:
             sent = self._copy(memoryview(bytes(self._pending[:CHUNK_BYTES])))
             if not sent:

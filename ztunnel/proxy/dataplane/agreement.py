@@ -28,8 +28,8 @@ def none_revoked(chain: Chain) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Credentials:
-    """The certificate of one side of a handshake, and the rules by which this side verifies the other side. Create
-    one object per certificate and keep it: the results are cached for each pair of objects.
+    """One side's certificate in a handshake, and this side's rules to verify the other side. Create one object per
+    certificate and keep it: the results are cached for each pair of objects.
 
     Attributes:
         chain: this side's certificates, the leaf first.

@@ -15,10 +15,10 @@ from typing import Final, Generic, TypeVar
 #: No further endpoint is tried after this many seconds, because applications have their own timeouts.
 RETRY_WINDOW_S: Final = 15.0
 
-#: The longest wait for the answer to a CONNECT. The tunnel's far end dials its application before it answers, with
+#: The longest wait for the answer to a CONNECT. Before answering, the tunnel's far end dials its application, with
 #: a limit of ten seconds (in the Rust ztunnel and here). After this timeout no other endpoint is tried, because
 #: the application has possibly received bytes that were sent along with the CONNECT. It is at least as long as the
-#: retry window, so that a single slow endpoint gets as much time as a series of failing endpoints.
+#: retry window, so that a single slow endpoint gets no less time than a series of failing endpoints.
 ANSWER_TIMEOUT_S: Final = 15.0
 
 EndpointT = TypeVar("EndpointT")

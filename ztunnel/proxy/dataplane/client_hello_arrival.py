@@ -12,9 +12,9 @@ _MESSAGE_HEADER: Final = 4
 
 
 class FirstBytes(Enum):
-    """What the first bytes of a connection are.
+    """The kind of a connection's first bytes.
 
-    ``OTHER`` is anything but a TLS ClientHello, and will fail in the handshake.
+    ``OTHER`` is any kind except a TLS ClientHello, and will fail in the handshake.
     """
 
     PART = "part"

@@ -1,4 +1,4 @@
-"""The process metrics that have equal names in both dialects (Istio and Envoy), so that the same alerts apply."""
+"""The process metrics with equal names in both dialects (Istio and Envoy), so that the same alerts apply."""
 
 from __future__ import annotations
 

@@ -80,8 +80,8 @@ class HalfOpenLimits:
 
     @classmethod
     def of_descriptors(cls, most: int, *, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> HalfOpenLimits:
-        """Return limits for a process with ``most`` file descriptors. Half-open connections may use a quarter of
-        them.
+        """Return limits for a process with ``most`` file descriptors. Half-open connections can use a quarter of
+        the descriptors.
         """
         usual = cls()
         in_all = max(16, min(usual.in_all, most // 4))
@@ -182,7 +182,7 @@ class PendingHandshake:
         return self._limiter.leave(self, proved=True)
 
     def offended(self) -> None:
-        """Record that the connection exceeded a protocol limit, so that its source must wait before its next
+        """Record that the connection exceeded a protocol limit. Its source must then wait before its next
         handshake.
         """
         self._limiter.offended(self.source)
@@ -537,7 +537,7 @@ class HandshakeLimiter:
         pending.stop()
 
     def leave(self, pending: PendingHandshake, *, proved: bool) -> float:
-        """Remove a connection. Return its handshake's duration in seconds, or 0 if no handshake has begun.
+        """Remove a connection. Return its handshake's duration in seconds, or 0 if no handshake has started.
         Idempotent.
         """
         if pending.over:

@@ -8,7 +8,7 @@ bottom and skips states that it does not need. :data:`TABLE` has one :class:`Act
 The table ensures that **an open connection is allowed by the current policies and revocation lists**, or is within
 a grace period stated by its :class:`Verdict`. To *judge* a life means to check it against the current policies:
 
-* Once all *facts* that policies read (for example the peer's identity) are known, a life is judged at each event
+* Once all *facts* read by policies (for example the peer's identity) are known, a life is judged at each event
   that can change its verdict (:attr:`Action.JUDGE`).
 * Before that, events have no effect on the life. It is judged when the facts are complete, by the policies that
   are current *then* (:attr:`Action.AWAIT_FACTS`). So no life keeps a policy, a filter chain or a revocation list
@@ -77,7 +77,7 @@ class Event(Key):
 
 
 class Action(Enum):
-    """What an event does to a connection (a life)."""
+    """The effect of an event on a connection (a life)."""
 
     KEEP = "keep"
     """No action, so the life continues unchanged."""

@@ -9,7 +9,7 @@ the action in :data:`~ztunnel.proxy.dataplane.life_table.TABLE` and carries it o
 A life is registered when it is constructed, before policies are checked, so that no policy change misses it. The
 way to end a life changes over time (first by cancelling the dialling fiber, later by aborting the relay), so the
 entry stores the current function. If a life is ended while no function is set, the entry stores the reason, and
-the next function is called with it at once.
+the next function is called at once with this reason.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class Life:
     # Supplied by front ends
 
     def judge(self) -> Verdict:
-        """Check this connection against the current policies. Called only in states in which all facts for this
-        are known.
+        """Check this connection against the current policies. Called only when all facts for this check are known.
 
         Front ends override this, and count and log a refusal. The caller then ends the connection.
         """

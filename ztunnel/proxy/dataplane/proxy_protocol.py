@@ -109,7 +109,7 @@ _VERSION_2_PROXY = 0x21
 
 
 def encode_header(source: SocketAddress, destination: SocketAddress, spiffe_id: str | None) -> bytes:
-    """Return a version 2 header like the one that the Rust ztunnel sends to a sandwiched waypoint
+    """Return a version 2 header in the form that the Rust ztunnel sends to a sandwiched waypoint
     (``application_tunnel``).
 
     One header cannot hold addresses of two families. If the families differ, it has AF_UNSPEC and no addresses.

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _HOSTS_TTL_S: Final = 5.0
 #: The time to live, in seconds, if the answers' own are not used. Envoy assumes this value for getaddrinfo(3).
 _NO_TTL_S: Final = 60.0
-#: The query timeout and number of tries used if only the other one is configured. They are the defaults in Envoy's
-#: documentation of ``CaresDnsResolverConfig``.
+#: The query timeout and number of tries. Each is used if only the other setting is configured. They are the
+#: defaults in Envoy's documentation of ``CaresDnsResolverConfig``.
 _QUERY_TIMEOUT_S: Final = 5.0
 _TRIES: Final = 4
 

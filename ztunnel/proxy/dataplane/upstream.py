@@ -50,9 +50,9 @@ class Upstream(Generic[LifeT]):
     def relayed(self, ended: RelayEnd, downstream: End) -> bool:
         """Record which side ended the relay with ``downstream``. Return whether a request was still in progress.
 
-        As in Envoy's counters, the host has closed the connection if it reset the connection, or ended its
-        direction after the client. A request is complete if both directions ended without a reset, error or
-        time-out.
+        The host has closed the connection if it reset the connection, or ended its direction after the client.
+        Envoy's counters use the same rule. A request is complete if both directions ended without a reset, error
+        or time-out.
         """
         cut = self.end.source is SourceState.CUT
         in_order = ended.error is None and not ended.timed_out and downstream.source is not SourceState.CUT

@@ -507,12 +507,12 @@ class IstioProxy:
     async def _await_certificates(self) -> None:
         """Delay readiness until the workloads of this node have certificates.
 
-        Otherwise a rollout could replace a proxy that has valid certificates by a proxy that cannot get any.
+        Otherwise a rollout could replace a proxy with valid certificates by a proxy that cannot get any.
         """
         if self.config.proxy_mode is ProxyMode.DEDICATED:
             for pod in self._own:
                 if isinstance(pod, PodProxy):
-                    # The control plane may describe a new pod only some time after the rest of the mesh.
+                    # The control plane sometimes describes a new pod later than the rest of the mesh.
                     with contextlib.suppress(EarlyDeny):
                         self.certificates.prefetch({(await pod.context.local.get()).identity})
         lacking = await self.certificates.first_certificates(SETTLE_S)
@@ -521,7 +521,7 @@ class IstioProxy:
         self._complete(CERTIFICATES)
 
     async def _await_policies(self, policies: LivePolicies) -> None:
-        """Delay readiness until all policies have arrived, for the same reason as :meth:`_await_certificates`."""
+        """Delay readiness until all policies have arrived, for the reason given in :meth:`_await_certificates`."""
         await policies.complete()
         self._complete(POLICIES)
 

@@ -1,15 +1,14 @@
 """Reads the Rust ztunnel's environment variables into an :class:`IstioConfig`, and reports all bad values
 together.
 
-Names, defaults and meanings are those of the Rust ztunnel. Additional variables are ``ZTUNNEL_CONNECT_RETRIES``,
-``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_OPEN_AHEAD``, ``ZTUNNEL_SPIN_US``, ``ZTUNNEL_METRIC_SERIES``,
-``ZTUNNEL_METRIC_EXPIRY``,
-``ZTUNNEL_METRIC_LABELS_REMOVED``, ``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``,
-``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``, ``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``,
-``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_FLOWS``, ``ZTUNNEL_HUBBLE*``, ``ZTUNNEL_LOG_WAIT``,
-``ZTUNNEL_HANDOVER_DIR``, ``ZTUNNEL_REPLACE``, ``ZTUNNEL_WARN_UNMATCHED``, ``ZTUNNEL_METRIC_PORTS``, and the
-variables in :mod:`ztunnel.policy.calico.settings`. The variables in :mod:`ztunnel.proxy.otlp.settings` are
-OpenTelemetry's.
+Names, defaults and meanings are the same as in the Rust ztunnel. Additional variables are
+``ZTUNNEL_CONNECT_RETRIES``, ``ZTUNNEL_NODE_LOCAL_SHORTCUT``, ``ZTUNNEL_OPEN_AHEAD``, ``ZTUNNEL_SPIN_US``,
+``ZTUNNEL_METRIC_SERIES``, ``ZTUNNEL_METRIC_EXPIRY``, ``ZTUNNEL_METRIC_LABELS_REMOVED``,
+``ZTUNNEL_HANDSHAKE_TIMEOUT``, ``ZTUNNEL_EARLY_DATA``, ``ZTUNNEL_CONNECT_TIMEOUT``, ``ZTUNNEL_ADDONS``,
+``ZTUNNEL_ADDON_OPTION``, ``ZTUNNEL_ADDON_OPTIONS``, ``ZTUNNEL_TAP_SOCKET``, ``ZTUNNEL_UI``, ``ZTUNNEL_FLOWS``,
+``ZTUNNEL_HUBBLE*``, ``ZTUNNEL_LOG_WAIT``, ``ZTUNNEL_HANDOVER_DIR``, ``ZTUNNEL_REPLACE``,
+``ZTUNNEL_WARN_UNMATCHED``, ``ZTUNNEL_METRIC_PORTS``, and the variables in :mod:`ztunnel.policy.calico.settings`.
+The variables in :mod:`ztunnel.proxy.otlp.settings` are OpenTelemetry's.
 """
 
 import ipaddress
@@ -71,7 +70,7 @@ MESH_CONFIG = "./etc/istio/config/mesh"
 ISTIOD = "https://istiod.istio-system.svc:15012"
 #: The largest ``KEEPALIVE_TIME`` and ``_INTERVAL`` accepted by Linux (``MAX_TCP_KEEPIDLE`` in include/net/tcp.h).
 _KEEPALIVE_LONGEST_S = 32767.0
-#: The largest number of worker processes that is accepted, and the largest number that is used by default.
+#: The largest accepted number of worker processes, and the largest default.
 MOST_WORKERS = 64
 _MOST_BY_DEFAULT = 8
 

@@ -14,7 +14,7 @@ class HandoverCounts:
         connections: the number of pod connections, and of tunnel connections without tunnels, by result and
             reason. The result is ``given`` or ``kept`` for connections offered by this process, and ``taken`` or
             ``declined`` for connections offered to this process.
-        paused_s: the total time for which moved connections were paused.
+        paused_s: the total pause of moved connections, in seconds.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class HandoverCounts:
         self.connections[key] = self.connections.get(key, 0) + number
 
     def offered(self, result: str, reason: str, number: int, pause_s: float) -> None:
-        """Count the connections of one answered offer, and the ``pause_s`` seconds for which they were paused."""
+        """Count the connections of one answered offer, and their pause of ``pause_s`` seconds."""
         self.count(result, reason, number)
         self.paused_s += pause_s
         self._pauses[sum(pause_s > bound for bound in PAUSE_BUCKETS)] += 1

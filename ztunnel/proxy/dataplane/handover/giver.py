@@ -46,7 +46,7 @@ ANSWER_S: Final = 2.0
 #: The pause before units that could not move yet (opening requests, incomplete TLS records) are offered again, in
 #: seconds.
 _AGAIN_S: Final = 0.02
-#: If so many consecutive slices have an unanswered offer, the taker is considered stuck.
+#: If this number of consecutive slices have an unanswered offer, the taker is considered stuck.
 _MOST_UNANSWERED: Final = 3
 _NO_ANSWER: Final = "no answer in time"
 _NO_TAKER: Final = "no taker"
@@ -86,7 +86,7 @@ class Unit(Protocol):
         """
 
 
-#: Returns the units that can move now, and the number of connections that cannot move, by reason.
+#: Returns the units that can move now, and the number of unmovable connections, by reason.
 MovableUnits: TypeAlias = Callable[[], tuple[Iterable[Unit], Counter[str]]]
 
 
@@ -322,8 +322,8 @@ class Giver:
             raise TakerGone from None
 
     def _lose(self) -> None:
-        """Disconnect the taker. It then closes its copies of the descriptors of units that stay in
-        this process.
+        """Disconnect the taker. The taker then closes its copies of descriptors whose units stay in this
+        process.
         """
         self.gone = True
         self._channel.end()

@@ -103,7 +103,7 @@ class SliceEnds(Struct, frozen=True, tag=True):
 
 
 class Taken(Struct, frozen=True, tag=True):
-    """The taker has rebuilt a unit, and waits for :class:`Go` before it continues it."""
+    """The taker has rebuilt a unit, and waits for :class:`Go` before continuing the unit."""
 
     number: int
 

@@ -74,7 +74,7 @@ def protect_secrets() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kinds:
-    """The functions with which a front end gives its connections to another process and continues received ones.
+    """A front end's functions to give its connections to another process and to continue received connections.
 
     Attributes:
         dialect: the dialect's name. Connections never move between processes of different dialects.

@@ -1,6 +1,6 @@
 """The record of one user connection, from accept to its access log line.
 
-A record is either opened once and completed once, or denied before it was opened. A connection between two pods of
+A record is either opened once and completed once, or denied without being opened. A connection between two pods of
 the node has two records, one per reporter, which count the same bytes.
 """
 
@@ -103,14 +103,14 @@ class Observer(Protocol):
 
 
 class Described:
-    """The attributes that are equal in the records of many connections, computed once for all of them.
+    """The attributes that are equal in the records of many connections, computed only once.
 
     Attributes:
         shown: the fields in access lines after the source's address.
         references: see :func:`ztunnel.proxy.istio.accounting.flows.references`.
         series: the metric series that counts these connections. ``None`` until the first one is counted.
         forgotten: the value of :attr:`Metrics.forgotten` when ``series`` was looked up. If that value has changed
-            since, the series may have expired and is looked up again.
+            since, the series has possibly expired, and is looked up again.
 
     The other attributes have the meaning given in :class:`Record`.
     """
@@ -162,8 +162,8 @@ class Record:
         source_labels, destination_labels: the two sides' labels in metrics and logs.
         source_identity, destination_identity: the remote side's authenticated identity, and this pod's own.
         dry_run: the decision that dry-run policies would make, if it differs from the actual decision.
-        http_left: text that names a policy rule about HTTP requests, which ztunnel cannot evaluate, and the
-            waypoint that evaluates it. Usually empty.
+        http_left: text naming a policy rule about HTTP requests, which ztunnel cannot evaluate, and the waypoint
+            that evaluates the rule. Usually empty.
         described: the shared attributes that :meth:`describe` copied into this record. Code that changes one of
             the copies sets this to ``None``.
         opened_s: when the connection was counted as opened, in monotonic seconds. 0 before that time.

@@ -1,4 +1,4 @@
-"""Sends the telemetry of one process of a node proxy in an Istio mesh to an OpenTelemetry collector.
+"""Sends one process's telemetry to an OpenTelemetry collector, for a node proxy in an Istio mesh.
 
 The main process exports the metrics of all processes; each process exports its own access log lines and spans.
 """

@@ -61,7 +61,7 @@ def references(record: Recorded, text: Callable[[Any], Any]) -> tuple[Any, ...]:
 
     Args:
         record: the connection.
-        text: replaces a value by an equal one that other entries already use, to save memory.
+        text: replaces a value by an equal object that other entries already use, to save memory.
     """
     source, destination = record.source_workload, record.destination_workload
     return (

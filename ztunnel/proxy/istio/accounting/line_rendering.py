@@ -16,7 +16,7 @@ class Recurring:
 
     Attributes:
         fields: names and values.
-        plain, json: the fields as rendered in each format; empty until the first line in that format.
+        plain, json: the fields as rendered in each format. Empty until the first line in that format.
     """
 
     __slots__ = ("fields", "json", "plain")

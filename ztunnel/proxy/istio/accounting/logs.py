@@ -23,7 +23,7 @@ from ztunnel.runtime.console.log_form import one_line
 from ztunnel.runtime.line_queue import LineQueue
 from ztunnel.runtime.log_writer import LogFile, LogWriter
 
-#: The clause with which the Rust ztunnel begins every log filter.
+#: The Rust ztunnel begins every log filter with this clause.
 ALWAYS = "hickory_server::server=off"
 TRACE = 5
 _LEVELS = {

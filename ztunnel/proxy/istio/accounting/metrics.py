@@ -4,9 +4,9 @@ A connection looks up its :class:`TrafficSeries` once, when it opens. From then 
 The bytes of open connections are counted when the metrics page is requested, by adding up the byte counts of
 running relays.
 
-Unlike in Rust ztunnel, series are limited in two ways. A series of workloads that no longer exist expires after it
-was unused for :data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). Once a budget of series is used up, new label sets are
-counted with unknown workloads, so that a scan of the mesh cannot use up the node's memory.
+Unlike in Rust ztunnel, series are limited in two ways. A series of workloads that no longer exist expires when it
+has been unused for :data:`EXPIRY_S` (``ZTUNNEL_METRIC_EXPIRY``). Once a budget of series is used up, new label
+sets are counted with unknown workloads, so that a scan of the mesh cannot use up the node's memory.
 """
 
 import logging
@@ -67,7 +67,7 @@ TRAFFIC_LABELS = (
     "destination_region",
     "destination_zone",
 )
-#: The labels of the counter of ended connections by port. Its label ``result`` is ``ok`` or ``failed``.
+#: The labels of the counter for ended connections by port. Its label ``result`` is ``ok`` or ``failed``.
 PORT_LABELS: Final = (
     *("reporter", "destination_workload", "destination_workload_namespace"),
     *("destination_service_name", "destination_port", "result"),
@@ -162,7 +162,7 @@ def _labels(
 
 @lru_cache(maxsize=4096)
 def without(labels: tuple[str, ...], removed: frozenset[str]) -> tuple[str, ...]:
-    """Return the label values (of :data:`TRAFFIC_LABELS`), in which labels removed by the operator are set to
+    """Return the label values (of :data:`TRAFFIC_LABELS`), with the labels removed by the operator set to
     unknown.
     """
     return tuple(
@@ -243,7 +243,7 @@ _SUMMED: Final = (
     "ztunnel_log_lines_dropped",
     "ztunnel_baggage_refused",
 )
-#: The only entry of ``_SUMMED`` that is a gauge, which can decrease; the others are counters.
+#: The only entry of ``_SUMMED`` that is a gauge, which can decrease; all other entries are counters.
 _HALF_OPEN: Final = _SUMMED[0]
 #: The metric label ``result`` of a policy decision, by kind of decision.
 DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "ended"}
@@ -261,7 +261,7 @@ class Metrics(ConnectionTimes):
         series_budget: the largest number of traffic series.
         expiry_s: how long an unused series of removed workloads is kept. 0: for ever.
         removed: labels to omit from traffic series, a subset of :data:`REMOVABLE_LABELS`. Connections that differ
-        only in these labels share one series from the start, so that no counter decreases.
+        only in these labels share one series from the start. So no counter decreases.
         flows: the flight recorder. None disables it.
         ports: whether to count connections by port, too.
     """

@@ -24,7 +24,7 @@ REVOKED = "connection closed: peer certificate revoked by CRL"
 DRAINED = "connection closed due to connection drain"
 REJECTED = "connection closed due to policy rejection"
 RECURSIVE_CALL = "attempted recursive call to ourselves"
-#: The reason phrases (RFC 9110) of HTTP statuses with which peers refuse a CONNECT.
+#: The reason phrases (RFC 9110) of HTTP statuses that peers send to refuse a CONNECT.
 _STATUS = {
     400: "Bad Request",
     401: "Unauthorized",
@@ -66,7 +66,7 @@ _FLAGS = {
 
 
 class Failure(Exception):
-    """The error with which a connection ends. Its text is printed in the access line.
+    """The error that ends a connection. Its text is printed in the access line.
 
     Attributes:
         reason: the cause, as a metrics label.
@@ -80,7 +80,7 @@ class Failure(Exception):
 
 
 class EarlyDeny(Failure):
-    """A connection failed before it counted as opened. It is logged as a warning and counted only as an error."""
+    """A connection failed too early to count as opened. It is logged as a warning and counted only as an error."""
 
     flags = Flags.NONE
 

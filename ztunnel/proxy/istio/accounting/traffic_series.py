@@ -49,7 +49,7 @@ class TrafficSeries:
         self.workloads: set[str] = set()
 
     def opened_now(self, counts: ByteCounts, now_s: float) -> None:
-        """Count an opened connection. The caller has checked that its labels are those of this series.
+        """Count an opened connection. The caller has checked that the connection has this series' labels.
 
         Args:
             counts: the byte counts of the connection's relay.
@@ -79,12 +79,12 @@ class TrafficSeries:
 
     @property
     def received_now(self) -> int:
-        """The number of bytes from client to server, including those of running relays."""
+        """The number of bytes from client to server, including the bytes of running relays."""
         return self.received + sum([counts.sent_here for counts in self.running])
 
     @property
     def sent_now(self) -> int:
-        """The number of bytes from server to client, including those of running relays."""
+        """The number of bytes from server to client, including the bytes of running relays."""
         return self.sent + sum([counts.received_here for counts in self.running])
 
     def went(self, counts: ByteCounts) -> None:

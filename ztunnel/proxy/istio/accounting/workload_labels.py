@@ -12,7 +12,7 @@ class WorkloadLabels(NamedTuple):
     """A workload with the labels printed for each of its connections.
 
     Attributes:
-        workload: the version of the workload from which the labels were computed.
+        workload: the workload, in the version used to compute the labels.
         identity: the identity in the workload's certificate.
         plain: the labels for an unauthenticated connection.
         secured: the labels for an authenticated connection, including the principal.

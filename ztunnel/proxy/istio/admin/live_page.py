@@ -42,7 +42,7 @@ from ztunnel.proxy.ui.seen import (
 
 #: The number of table entries read per event loop iteration: about a millisecond of work.
 _SLICE: Final = 100
-#: The number of connections kept while the table is read. The page shows even fewer of them.
+#: The number of connections kept while the table is read. The page shows even fewer connections.
 _MOST_CONNECTIONS: Final = 200
 #: A certificate's entry lists at most this many workloads that use it.
 _MOST_USERS: Final = 3

@@ -21,7 +21,7 @@ _SWITCHING_PROTOCOLS: Final = 101
 _LONGEST_CHUNK_LINE: Final = 4096
 _VERSION: Final = re.compile(rb"HTTP/([0-9])\.([0-9])")
 _STATUS: Final = re.compile(rb"\+?[0-9]+")
-#: The characters accepted in field names: those of tokens (RFC 9110, 5.6.2), and the space.
+#: The characters accepted in field names: token characters (RFC 9110, 5.6.2) and the space.
 _NAME: Final = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z -]+")
 _BAD_VALUE: Final = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _DIGITS: Final = re.compile(rb"[0-9]{1,18}")

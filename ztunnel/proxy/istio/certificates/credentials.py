@@ -50,7 +50,8 @@ class Endpoint:
 
     @classmethod
     def parse(cls, address: str) -> "Endpoint":
-        """Parse ``https://host:port``, ``host:port`` or ``unix:/path``. Loopback addresses may have ``http://``.
+        """Parse ``https://host:port``, ``host:port`` or ``unix:/path``. ``http://`` is allowed for loopback
+        addresses.
 
         Raises:
             ValueError: the text has another form, or asks for plain text to a remote host, which would expose the
@@ -138,7 +139,7 @@ class Credentials:
 
     Attributes:
         token: identifies this node. Without a token, no ``clusterid`` is sent either, as in the Rust ztunnel.
-        cluster_id: the cluster in which istiod looks up the node of an impersonated pod.
+        cluster_id: the cluster where istiod looks up the node of an impersonated pod.
         headers: further headers, names in lower case (``XDS_HEADER_*``, ``CA_HEADER_*``).
     """
 

@@ -396,7 +396,7 @@ class CertificateManager:
         """Call ``changed`` with each new certificate and the identity that it was requested for.
 
         A change of the revocation lists replaces the objects of all certificates, so ``changed`` is then called
-        for each of them.
+        for each certificate.
         """
         self._watchers.append(changed)
 

@@ -70,8 +70,8 @@ class _Entry:
 
 
 class Schedule:
-    """The state machine described in the module. Each method takes time proportional to the number of identities,
-    of which a node has at most one per pod.
+    """The state machine described in the module. Each method takes time proportional to the number of identities.
+    A node has at most one identity per pod.
     """
 
     def __init__(self, *, concurrency: int = 8) -> None:

@@ -31,8 +31,8 @@ class DnsSettings:
         cluster_domain: the domain of Kubernetes' services.
         search: the clients' search list. None: Kubernetes' search list for the client's namespace.
         ipv6: whether AAAA questions are answered with IPv6 addresses.
-        preferred_namespace: the namespace to prefer if several services share a name, and none of them is in the
-            client's namespace.
+        preferred_namespace: the namespace to prefer if several services share a name, and no such service is in
+            the client's namespace.
         ttl_s: the time to live of our own records. It is short, because the mesh changes.
     """
 
@@ -67,8 +67,7 @@ class Local:
     """An answer from the mesh: the addresses of a service, possibly none.
 
     Attributes:
-        canonical: the service's name, for a CNAME record, if the question's name is an alias of it. Otherwise
-            None.
+        canonical: the service's name, for a CNAME record, if the question's name is an alias. Otherwise None.
     """
 
     service: Service
@@ -134,7 +133,7 @@ def _aliases(name: str, namespace: str, settings: DnsSettings) -> Iterator[Alias
 
 
 def expansions(name: str, namespace: str, domain: str) -> Iterator[str]:
-    """Yield the full names to which Kubernetes' search list can expand a name, if they can be a service's name.
+    """Yield the expansions of a name by Kubernetes' search list that can be a service's full name.
 
     A service's full name is ``name.namespace.svc.domain``, so the number of labels in ``name`` decides which
     expansions are possible.

@@ -16,7 +16,7 @@ from ztunnel.runtime.watched_file import FileState, file_state
 log = logging.getLogger(__name__)
 
 _LOCALHOST: Final = "localhost"
-#: The addresses of ``localhost`` and names below it, whatever the hosts file contains (RFC 6761, 6.3).
+#: The addresses of ``localhost`` and names below it, regardless of the hosts file's content (RFC 6761, 6.3).
 _LOOPBACK: Final[tuple[IpAddress, ...]] = (ipaddress.IPv4Address("127.0.0.1"), ipaddress.IPv6Address("::1"))
 
 

@@ -50,7 +50,7 @@ QUERIES: Final = 1000
 CONNECTIONS: Final = 100
 _IDLE_S: Final = 5.0
 _MOST_ADDRESSES: Final = 1000  # in one answer; about half of the largest message
-#: The number of datagrams read per event loop iteration. Each of them takes 0.1 ms, which delays all pods'
+#: The number of datagrams read per event loop iteration. Each datagram takes 0.1 ms, which delays all pods'
 #: connections.
 _DATAGRAMS: Final = 16
 #: One pod's largest burst of queries, and its largest rate per second, which takes a fifth of a core. These are

@@ -106,7 +106,7 @@ def record_of(value: RecordValue, node: Node, counts: ByteCounts) -> Record:
 
 
 def prepared(value: EntryValue, pod: PodProxy, counts: ByteCounts) -> Callable[[Abort], PodConnection]:
-    """Prepare to take over a connection: everything that can fail is done here.
+    """Prepare to take over a connection. All steps that can fail are done here.
 
     Args:
         value: the connection as serialized by the previous process.

@@ -1,4 +1,4 @@
-"""Builds the functions with which :class:`ztunnel.proxy.dataplane.handover.service.Handover` moves Istio
+"""Builds the functions that :class:`ztunnel.proxy.dataplane.handover.service.Handover` calls to move Istio
 connections.
 """
 

@@ -78,7 +78,7 @@ class CarrierValue(Struct, frozen=True, kw_only=True):
         pod: the pod of the connection.
         dialled: the address and the accepted identities, if the pod's proxy dialled the connection. ``None`` if it
             accepted the connection.
-        idle_s: the seconds for which a dialled connection has had no tunnels. Sent so that the idle timeout
+        idle_s: how long a dialled connection has had no tunnels, in seconds. Sent so that the idle timeout
             continues. If it restarted with each process, idle connections could stay open for ever.
         source, local: for an accepted connection, the peer's address and the local address.
     """

@@ -1,4 +1,4 @@
-"""Groups a process's open connections into units, each of which moves to another process as a whole; see
+"""Groups a process's open connections into units. Each unit moves to another process as a whole; see
 :func:`movable_units`.
 """
 
@@ -119,7 +119,7 @@ def movable_units(pods: Iterable[PodProxy]) -> tuple[list[Unit], Counter[str]]:
 
 
 def _relays(pods: list[PodProxy], stays: Counter[str]) -> Iterator[tuple[Relay, list[Half]]]:
-    """Yield the running relays, each with its connection-table entries, of which the outbound one is first."""
+    """Yield the running relays, each with its connection-table entries, the outbound entry first."""
     relays: dict[int, tuple[Relay, list[Half]]] = {}
     groups = [(pod, pod.connections.outbound) for pod in pods] + [(pod, pod.connections.inbound) for pod in pods]
     for pod, group in groups:

@@ -1,7 +1,7 @@
 """Builds the workload labels that are passed to addons. Pure.
 
-The control plane sends no pod labels, only values that Istio derived: canonical name, revision and locality. Each
-value is passed under the name of the pod label from which Istio usually derives it.
+The control plane sends no pod labels, only values that Istio derived: canonical name, revision and locality. Istio
+usually derives each value from one pod label, and the value is passed under this label's name.
 """
 
 from collections.abc import Mapping

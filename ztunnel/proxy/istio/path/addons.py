@@ -94,8 +94,8 @@ class PodAddons:
             dialled: the address that the application dialled.
 
         Returns:
-            The labels of preferred endpoints, with which the caller chooses an endpoint again. ``None``: keep the
-            endpoint, because no addon had a preference or waited.
+            The labels of preferred endpoints. The caller then chooses an endpoint again, by these labels.
+            ``None``: keep the endpoint, because no addon had a preference or waited.
 
         Raises:
             Failed: an addon denies the connection.

@@ -35,7 +35,7 @@ from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 
 class Refusal(Exception):
-    """An error with which a CONNECT request is answered, instead of being carried to the application.
+    """The refusal of a CONNECT request, which is answered with an error and not carried to the application.
 
     Attributes:
         status: the HTTP status of the answer.
@@ -49,7 +49,7 @@ class Refusal(Exception):
 
     def entered(self, record: Record) -> Failed | None:
         """Write the refusal to a record. A record that is not open yet is counted and logged as an early denial.
-        For an open record, return the failure with which the caller completes it.
+        For an open record, return the failure, which the caller uses to complete the record.
         """
         if isinstance(self.failure, Failed):
             return self.failure

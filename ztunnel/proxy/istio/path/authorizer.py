@@ -23,8 +23,8 @@ from ztunnel.proxy.istio.path.node import Node
 
 log = logging.getLogger(__name__)
 
-#: How long to wait for policies that a workload names but that have not arrived. Control planes send them shortly
-#: after the workload.
+#: How long to wait for missing policies that a workload names. Control planes send them shortly after the
+#: workload.
 POLICY_GRACE_S: Final = 5.0
 
 

@@ -47,7 +47,7 @@ class Question(NamedTuple):
         port: the service's port.
         network: the client's network.
         waypoint: whether the service is a waypoint, whose endpoints need not have the port if they accept tunnels.
-        preferences: the scopes (such as region, zone) in which an endpoint should be equal to the client, widest
+        preferences: the scopes (such as region, zone) where an endpoint should be equal to the client, widest
             first.
         client: the client's value for each of these scopes.
         strict: whether an endpoint must match the client in every scope.
@@ -136,8 +136,8 @@ def scope_of(workload: Workload, scope: Scope) -> str:
 def rank_of(question: Question, workload: Workload) -> int | None:
     """Return how well an endpoint matches a client (higher is better), or None if it must not be used.
 
-    The rank is the number of leading scopes in which both are equal. If the first scope is the network, an equal
-    network counts as much as all scopes together, and a different one does not end the count. With network,
+    The rank is the number of leading scopes where both are equal. If the first scope is the network, an equal
+    network has the same weight as all scopes together, and a different one does not end the count. With network,
     region, zone the ranks are: all equal 5, network and region 4, network 3, region and zone in another network 2,
     region 1, none 0.
     """
@@ -304,7 +304,7 @@ class Candidates:
         return self._ranks[best[0]].draw(choose)
 
     def best(self, mesh: Mesh) -> list[WorkloadUid]:
-        """Return the endpoints of the best rank, from which :meth:`pick` chooses."""
+        """Return the endpoints of the best rank. :meth:`pick` chooses among these endpoints."""
         if self._changed is None or self._changed:
             self._follow(mesh)
             self._preferred.clear()

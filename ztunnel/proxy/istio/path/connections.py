@@ -116,7 +116,7 @@ class PodConnections:
         return len(self)
 
     async def _delivered(self) -> None:
-        """Wait until peers have acknowledged the last bytes of ended streams, except peers that have read nothing
+        """Wait until peers have acknowledged the last bytes of ended streams, except peers that have read no bytes
         for :data:`_STALLED_S`.
 
         A stream already counts as ended when its last bytes are queued, so closing its connection then could
@@ -151,8 +151,8 @@ class PodConnections:
             group.review(Event.STOP, reason)
 
     async def closed(self) -> None:
-        """Wait until all ended connections are closed. Some of them close only in the next iteration of the event
-        loop.
+        """Wait until all ended connections are closed. Some connections close only in the next iteration of the
+        event loop.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_GOODBYE_S):

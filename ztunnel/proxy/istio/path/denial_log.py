@@ -22,7 +22,7 @@ from ztunnel.runtime.line_limit import LineLimit
 log = logging.getLogger(__name__)
 
 _NONE = "-"
-#: If no ALLOW policy matches, a line names at most this many of them. The rest are only counted.
+#: If no ALLOW policy matches, a line names at most this many ALLOW policies. The rest are only counted.
 _MOST_NAMED = 4
 
 

@@ -399,7 +399,8 @@ def _routes(
             except RouteRefused as refused:
                 return refused
 
-        # Recently failed endpoints are avoided, unless every endpoint has failed. Then all of them are candidates.
+        # Recently failed endpoints are avoided, unless every endpoint has failed. Then all endpoints are
+        # candidates.
         failed = set(around.avoided)
         first = routed(failed)
         avoid = failed if first.workload is None or first.workload.uid not in failed else set()
@@ -415,7 +416,7 @@ def _drawn(
 ) -> Iterator[Route | RouteRefused]:
     """Yield the route for every endpoint that can be chosen.
 
-    After each choice, the chosen endpoint is avoided, as after a failed attempt, so that another one is chosen.
+    After each choice, the chosen endpoint is avoided, as after a failed attempt, so that the next choice differs.
     This ends when an avoided endpoint is chosen, because no other is left.
     """
     drawn = set(avoid)
@@ -457,7 +458,7 @@ class _First:
 
 
 def _first_draws(asked: Question, source: Workload, mesh: Mesh) -> Iterator[int]:
-    """Yield, for each waypoint of a service, the random number with which the weighted choice selects this
+    """Yield, for each waypoint of a service, a random number that makes the weighted choice select this
     waypoint.
     """
     service = mesh.service_at(source.network, asked.destination.host, source.namespace)
@@ -545,8 +546,8 @@ def _way(route: Route | RouteRefused, asked: Question, around: Surroundings) -> 
 
 
 def _arriving(asked: Question, workload: Workload, around: Surroundings) -> tuple[bool, Answer]:
-    """Return whether the destination's proxy would accept a connection, and why. What the client's proxy would do
-    is ignored.
+    """Return whether the destination's proxy would accept a connection, and why. The decisions of the client's
+    proxy are ignored.
     """
     destination = asked.destination
     if not asked.identity:

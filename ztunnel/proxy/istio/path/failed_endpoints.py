@@ -1,5 +1,5 @@
-"""Remembers endpoints that failed recently on this node, so that connections avoid them if the service has others.
-Pure.
+"""Remembers endpoints that failed recently on this node. Connections avoid these endpoints if the service has
+others. Pure.
 """
 
 from collections import OrderedDict
@@ -42,7 +42,7 @@ class FailedEndpoints:
 
     def __init__(self) -> None:
         # All entries are kept for the same time, so the oldest expires first. In a plain dict, finding the oldest
-        # key would be slow, because it iterates over all keys removed before it.
+        # key would be slow, because the search iterates over all previously removed keys.
         self._until_s: OrderedDict[WorkloadUid, float] = OrderedDict()
 
     def __len__(self) -> int:

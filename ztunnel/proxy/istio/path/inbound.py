@@ -313,8 +313,8 @@ class Inbound(PlannedInbound):
             failure = of_reason(entry.reason) if entry.reason else broken(error)
         except asyncio.CancelledError:
             failure = of_reason(entry.reason) if entry.reason else gave_up()
-            # If a policy that arrived during the dial denies the request, answer 401, so that the client does not
-            # try another endpoint. In all other cases the unanswered stream is reset, and the client can retry
+            # If a policy that arrived during the dial denies the request, answer 401. The client then does not try
+            # another endpoint. In all other cases the unanswered stream is reset, and the client can retry
             # elsewhere.
             if entry.reason == POLICY_CHANGE and not request.answered:
                 request.refuse(401)

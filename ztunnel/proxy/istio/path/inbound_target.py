@@ -50,12 +50,12 @@ def inbound_target(
     network: str,
     illegal_ports: Collection[int],
 ) -> InboundTarget:
-    """Decide the address to which a CONNECT request is forwarded.
+    """Decide which address a CONNECT request is forwarded to.
 
     Args:
         authority: the request's authority. None if it was missing.
         workload: the destination pod's workload.
-        host: the pod's address, to which the tunnel connection was opened.
+        host: the pod's address, which is the destination of the tunnel connection.
         mesh: the current mesh.
         network: the proxy's own network.
         illegal_ports: the proxy's own ports in the pod.
@@ -173,7 +173,7 @@ def _is_waypoint(gateway: GatewayAddress, workload: Workload, host: str, mesh: M
 
 
 def inbound_service(target: InboundTarget, workload: Workload, mesh: Mesh, meant: str | None) -> Service | None:
-    """Return the service to which a connection is attributed: the requested service, or else a service of the
+    """Return the service that a connection is attributed to: the requested service, or else a service of the
     workload with the dialled port.
 
     Args:

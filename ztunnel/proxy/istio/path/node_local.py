@@ -79,9 +79,7 @@ class InboundHalf:
 
 
 class NodeLocalTarget(Protocol):
-    """A pod of this node to which node-local tunnels can be opened:
-    :class:`ztunnel.proxy.istio.path.inbound.Inbound`.
-    """
+    """A pod of this node that accepts node-local tunnels: :class:`ztunnel.proxy.istio.path.inbound.Inbound`."""
 
     async def open_node_local(self, request: NodeLocalRequest) -> InboundHalf | None:
         """Open the inbound half of a node-local tunnel. Return ``None`` if the tunnel must go over the network.

@@ -268,7 +268,7 @@ class PlannedRequest(PodConnection):
         self.carried_by(running)
 
     def _give_up(self) -> None:
-        # If a policy that arrived during the dial denies the request, answer 401, so that the client does not try
+        # If a policy that arrived during the dial denies the request, answer 401. The client then does not try
         # another endpoint. In all other cases the unanswered stream is reset, and the client can retry elsewhere.
         if self.reason == POLICY_CHANGE and not self._request.answered:
             self._request.refuse(401)

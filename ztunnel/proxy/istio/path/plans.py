@@ -1,10 +1,10 @@
 """Caches routing decisions as plans, which all of a pod's connections to one destination share, per version of the
 mesh.
 
-A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, together with values
-derived from it: the CONNECT, the pool's key, the log fields and the metric series. Choosing an endpoint is not
-part of a plan. The plans of a destination form a small tree: each node is a load-balancing choice, each branch an
-endpoint that can be chosen, each leaf a plan. Each connection walks the tree with its own random choices.
+A plan is a decision of :func:`~ztunnel.proxy.istio.path.route.route_for` for a tunnel, together with derived
+values: the CONNECT, the pool's key, the log fields and the metric series. Choosing an endpoint is not part of a
+plan. The plans of a destination form a small tree: each node is a load-balancing choice, each branch an endpoint
+that can be chosen, each leaf a plan. Each connection walks the tree with its own random choices.
 
 A plan depends only on the mesh and the pod's own workload, and every change of the mesh drops all trees. Decisions
 are then made again, and a plan is reused if its decision comes out equal. Facts that change independently of the

@@ -208,7 +208,7 @@ class PodProxy:
 
 
 def answering_s(left_s: float) -> float:
-    """Return for how many seconds a pod's DNS proxy may still answer queries, ``left_s`` before the drain's
+    """Return for how many seconds a pod's DNS proxy continues to answer queries, ``left_s`` before the drain's
     deadline.
     """
     return max(0.0, min(_ANSWERING_S, left_s))

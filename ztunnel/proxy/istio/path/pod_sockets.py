@@ -162,7 +162,7 @@ class PodSockets(PodDials):
         Args:
             accepted: callback for the connections of a port.
             bound: sockets bound by another process. This object becomes the owner. ``None``: bind here.
-            gate: decides before each connection whether it may be accepted now.
+            gate: decides before each connection whether it is accepted now.
 
         Raises:
             TproxyError: a port is taken, or a capability is missing.

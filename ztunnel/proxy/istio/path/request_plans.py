@@ -42,7 +42,7 @@ _Asked: TypeAlias = tuple[bytes | None, str | None, bytes | None]
 
 
 class _Decision(NamedTuple):
-    """The decision about a request. Its parts are compared one by one with those of a later decision."""
+    """The decision about a request. Its parts are compared one by one with the parts of a later decision."""
 
     address: SocketAddress
     service: Service | None
@@ -195,7 +195,7 @@ def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Work
 
     Usually this is the workload at the peer's address. ``None`` if the request was forwarded from another network
     by a gateway, whose address is not the client's. If the peer's certificate belongs to the workload at its
-    address, the peer is that workload, whatever its headers claim.
+    address, the peer is that workload, even if its headers claim otherwise.
 
     Args:
         peer: the other end of the tunnel connection.

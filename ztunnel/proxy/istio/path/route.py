@@ -1,7 +1,7 @@
 """Decides where a pod's connection goes in an Istio mesh. Pure.
 
 Follows the Rust ztunnel's routing of outbound connections. The caller resolves host names and dials. If an
-endpoint fails before it answers, the caller calls :func:`route_for` again with this endpoint in ``avoid``.
+endpoint fails without an answer, the caller calls :func:`route_for` again with this endpoint in ``avoid``.
 
 :func:`route_for` is the table of decisions, row by row. The functions below it find the object at an address,
 choose a service's endpoint (``balance.py``) with its port and address, and find waypoints and gateways. If an
@@ -264,7 +264,7 @@ class _Upstream:
     """The workload to connect to.
 
     Attributes:
-        service: the service for which the workload was chosen, if any.
+        service: the service whose endpoint was chosen, if any.
         like: the preferred address. If the workload does not have it, an address of the same family is preferred.
     """
 
@@ -280,7 +280,7 @@ class _Upstream:
 
     @property
     def identities(self) -> tuple[str, ...]:
-        """The identities accepted from the workload: its own, and those that the service allows."""
+        """The identities accepted from the workload: its own, and the identities that the service allows."""
         return (*self.service_identities, str(self.workload.identity))
 
     def target(self) -> Target:
@@ -409,7 +409,7 @@ class _Search:
         raise AssertionError("a draw lies below the sum of the weights")
 
     def waypoint(self, gateway: GatewayAddress) -> _Upstream:
-        """Return the workload of a waypoint to which the tunnel goes.
+        """Return a waypoint's workload, which is the tunnel's destination.
 
         Raises:
             RouteRefused: the waypoint has no usable workload.

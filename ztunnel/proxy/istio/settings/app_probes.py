@@ -29,7 +29,8 @@ _TIMEOUT_S: Final = 1.0
 #: The punctuation that kubelet does not escape in a path. It escapes other characters, so any text is a valid
 #: path.
 _SENT_AS_WRITTEN: Final = string.punctuation
-#: Characters that a header value must not contain (RFC 9110, 5.5). All others are sent in UTF-8, as kubelet does.
+#: Characters that a header value must not contain (RFC 9110, 5.5). All other characters are sent in UTF-8, as
+#: kubelet does.
 _CONTROL: Final = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 #: RFC 9110, 5.6.2.
 _TOKEN: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", re.ASCII)

@@ -63,7 +63,7 @@ class ReplicatedCertificates:
             revocations.watch(self._revocations_changed)
 
     def current(self, identity: SpiffeId) -> WorkloadCertificate | None:
-        """Return the identity's certificate if this worker has one that is valid now."""
+        """Return the identity's certificate, if this worker has a currently valid one."""
         certificate = self._certificates.get(identity)
         if certificate is None or certificate.issued.not_after.timestamp() <= self._clock.wall():
             return None
@@ -114,6 +114,6 @@ class ReplicatedCertificates:
             self._certificates.pop(identity, None)
 
     def _revocations_changed(self) -> None:
-        # Create all TLS contexts again, because a context keeps the revocation lists with which it was created.
+        # Create all TLS contexts again, because a context keeps the revocation lists from its creation.
         for wanted, certificate in list(self._certificates.items()):
             self._put(wanted, certificate.issued)

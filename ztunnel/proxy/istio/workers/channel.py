@@ -55,7 +55,9 @@ class Refused(Exception):
 
 
 class Descriptors:
-    """The file descriptors that arrived with a message. :meth:`close` closes those that were not taken."""
+    """The file descriptors that arrived with a message. :meth:`close` closes the descriptors that were not
+    taken.
+    """
 
     def __init__(self, found: Sequence[int] = ()) -> None:
         self._found = deque(found)

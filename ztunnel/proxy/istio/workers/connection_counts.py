@@ -29,7 +29,7 @@ class ConnectionCounts:
 
     @classmethod
     def create(cls, workers: int) -> tuple[Self, int]:
-        """Create the shared memory, with all workers marked as not running. Return a mapping of it and its
+        """Create the shared memory, with all workers marked as not running. Return the mapped memory and its
         descriptor, which the caller owns.
         """
         descriptor = os.memfd_create("ztunnel-workers", os.MFD_CLOEXEC)

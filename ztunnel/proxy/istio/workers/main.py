@@ -126,7 +126,7 @@ class WorkerPod:
         self.leaving = False
 
     def start(self) -> tuple[StartPod, list[int]]:
-        """Return the request that starts this pod in a worker, and the file descriptors to send with it."""
+        """Return the request that starts this pod in a worker, and the file descriptors to send along."""
         listening = tuple(
             Listening(port=each.address.port, host=each.address.host, transparent=each.transparent)
             for each in self._bound
@@ -211,7 +211,7 @@ class Workers:
 
     @property
     def serving(self) -> int:
-        """The number of workers that serve, which means that they have received all pods."""
+        """The number of serving workers. A worker serves once it has received all pods."""
         return sum(worker.serves for worker in self._running.values())
 
     def gauges(self) -> dict[str, Gauge]:
@@ -430,7 +430,7 @@ class Workers:
         self._notify(RevocationsChanged(self._node.revocations.current.encoded()))
 
     def names_given(self, pod: tuple[str, str], name: str, addresses: Sequence[str]) -> None:
-        """Send the addresses with which a pod's DNS query was answered to the workers, for their addons."""
+        """Send the workers the addresses that answered a pod's DNS query, for their addons."""
         self._notify(NamesGiven(namespace=pod[0], pod=pod[1], name=name, addresses=tuple(addresses)))
 
     def log_filter_changed(self) -> None:

@@ -229,7 +229,7 @@ class GetFlows(Struct, frozen=True, kw_only=True, tag=True):
 class TapPod(Struct, frozen=True, tag=True):
     """Capture a pod's new connections until the other end of the socket sends EOF. Answered by :class:`TapTotals`.
 
-    Descriptors: the socket to which packets are written.
+    Descriptors: the socket that receives the packets.
     """
 
     wanted: TapRequest

@@ -111,7 +111,7 @@ class _MainDns:
         return str(address) if address is not None else None
 
     def leave(self) -> None:
-        """Do nothing, because the main process answers the pod's DNS queries."""
+        """No-op, because the main process answers the pod's DNS queries."""
 
     async def finish(self, limit_s: float) -> None:
         """No-op, like :meth:`leave`."""

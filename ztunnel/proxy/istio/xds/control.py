@@ -195,7 +195,7 @@ class ControlPlane:
 
     @property
     def on_demand(self) -> bool:
-        """Whether on-demand xDS is on, so that the mesh holds only resources that were requested by name."""
+        """Whether on-demand xDS is on. Then the mesh holds only resources that were requested by name."""
         return self._config.xds_on_demand and self._client is not None
 
     async def ask(self, key: str) -> None:

@@ -1,6 +1,6 @@
 """Creates the mesh's part of ``/config_dump``: workloads, services, policies, staged endpoints, the local file.
 
-Format and names match those that ``istioctl ztunnel-config`` reads. Lists are generators, so that the dump of a
+Format and names match the input format of ``istioctl ztunnel-config``. Lists are generators, so that the dump of a
 big mesh is written while it is created. The caller sorts the keys.
 """
 

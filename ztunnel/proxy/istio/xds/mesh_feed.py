@@ -1,7 +1,7 @@
 """Applies resources of control planes and local files to the :class:`~xds.model.mesh.Mesh`.
 
-An unreadable resource does not affect the others: all other resources of its response are applied, and then the
-NACK names the unreadable one. A small response is one batch. A big response, such as the whole mesh at the start,
+An unreadable resource does not affect other resources: the rest of its response is applied, and then the NACK
+names the unreadable resource. A small response is one batch. A big response, such as the whole mesh at the start,
 is compiled and applied in pieces, and the event loop runs other work between the pieces. Removals are applied
 first, and services before workloads. So between pieces the mesh is incomplete, but not inconsistent.
 

@@ -1,1 +1,1 @@
-"""ZDS: the protocol by which the node agent announces the pods of this node, with their network namespaces."""
+"""ZDS: the protocol that the node agent uses to announce the pods of this node, with their network namespaces."""

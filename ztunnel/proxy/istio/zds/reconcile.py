@@ -41,7 +41,7 @@ ANSWER_S = 4.0
 #: snapshot), or whose certificate the authority refuses. It permits six attempts to start. A guess.
 SETTLE_S = 30.0
 
-#: The number of one proxy of one pod. Numbers are never reused.
+#: The number of a pod's proxy. A number is never reused, not even for a later proxy in the same pod.
 Generation = NewType("Generation", int)
 
 
@@ -84,8 +84,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class ReadyWithout:
-    """The pods whose proxies have not started within :data:`SETTLE_S`. Readiness does not wait for
-    them any more.
+    """The pods whose proxies have not started within :data:`SETTLE_S`. Readiness no longer waits for these
+    pods.
     """
 
     pods: tuple[PodUid, ...]
