@@ -95,7 +95,7 @@ def _before_the_handshake(config: IstioConfig) -> Iterator[Limit]:
     yield Limit("handshakes of a source", half.handshakes_per_source, "at once", queued)
     yield Limit("handshakes of a pod", half.handshakes_per_pod, "at once", queued)
     yield Limit("handshakes", half.handshakes, "at once", queued)
-    stalled = "handshake that stands still while others wait"
+    stalled = "handshake that stalled while others wait"
     yield Limit(
         stalled, half.patience_s, "seconds", f"closed; {error} {stalled.replace(' that', '')}", metric=_REJECTED
     )

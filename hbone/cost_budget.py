@@ -107,7 +107,7 @@ class CostBudget:
         # Only pauses caused by this connection itself count towards ending it. A hundred workloads can share one
         # name, and thus the peer's shared budget.
         if pause_s and not self._stalls.spend(now_s, pause_s / price.value):
-            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for what it carries")
+            raise Failure(ErrorCode.ENHANCE_YOUR_CALM, "too much work for its payload")
         shared = self.shared
         if shared is not None and not shared.spend(now_s, cost):
             pause_s = max(pause_s, shared.overdrawn_s)

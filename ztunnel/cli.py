@@ -140,7 +140,9 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
         description="Run the proxy of one node. With a bootstrap or a control plane's address it works in Envoy's "
         "dialect; without either it is an Istio mesh's ztunnel, configured by the variables of Istio's chart.",
     )
-    proxy.add_argument("arguments", nargs="*", metavar="ARG", help="ignored; Istio's chart passes an argument")
+    proxy.add_argument(
+        "arguments", nargs="*", metavar="ARG", help="ignored; accepted because Istio's chart passes an argument"
+    )
     proxy.add_argument(
         "--validate", action="store_true", help="check the configuration, list its faults, and exit"
     )

@@ -397,7 +397,7 @@ class Connection(ConnectionTunnels):
                 if tunnel_at is not None:
                     tunnel_at.on_end()
             case StreamReset():
-                what = "peer reset the stream" if event.by_peer else "peer broke the protocol on the stream"
+                what = "peer reset the stream" if event.by_peer else "peer violated the protocol on the stream"
                 error = TunnelBroken(what, code=event.code, unprocessed=event.unprocessed)
                 self._stream_gone(event.stream_id, error)
             case WindowOpened():

@@ -310,7 +310,7 @@ class Resumed:
             try:
                 self.relays.append(continued(a, b, counts, moved, idle_timeout_s))
             except OSError as error:
-                log.error("a connection was taken and is lost error=%s", error.strerror)
+                log.error("a connection was lost while it was taken over error=%s", error.strerror)
                 self.relays.append(None)
 
     def discard(self) -> None:

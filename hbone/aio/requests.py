@@ -188,7 +188,7 @@ class Requests:
         # HEADERS and RST_STREAM can arrive in one read. Then the stream is closed before its fiber's first step,
         # and a handler without an await is not cancelled.
         if isinstance(error, TunnelBroken) and request.gone:
-            logger.debug("request handler met a stream that is gone: %s", error)
+            logger.debug("request handler used a closed stream: %s", error)
         else:
             logger.error("request handler failed", exc_info=error)
 

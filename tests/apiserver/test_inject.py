@@ -89,10 +89,10 @@ async def injector(cluster: ApiServer, folder: Path, pair: Pair, name: str) -> A
         )
     try:
         async with asyncio.timeout(WAIT_S):
-            while "answers on port" not in (said := (folder / "log").read_text()):
+            while "serving on port" not in (said := (folder / "log").read_text()):
                 assert process.poll() is None, said
                 await asyncio.sleep(0.05)
-        files.process, files.port = process, int(said.partition("answers on port ")[2].split()[0])
+        files.process, files.port = process, int(said.partition("serving on port ")[2].split()[0])
         yield files
     finally:
         process.send_signal(signal.SIGTERM)

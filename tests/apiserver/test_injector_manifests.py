@@ -86,11 +86,11 @@ def serves_by_the_command(kubeconfig: Path, ca: Path, said: Path) -> None:
         )
     try:
         deadline_s = time.monotonic() + WAIT_S
-        while "answers on port" not in (text := said.read_text()):
+        while "serving on port" not in (text := said.read_text()):
             assert process.poll() is None, text
             assert time.monotonic() < deadline_s, text
             time.sleep(0.05)
-        port = int(text.partition("answers on port ")[2].split()[0])
+        port = int(text.partition("serving on port ")[2].split()[0])
         trust = ssl.create_default_context(cafile=ca)
         for address in ("127.0.0.1", "::1"):
             with (

@@ -240,7 +240,7 @@ def test_expensive_peers_are_paused_then_disconnected(attack: Callable[[], Itera
         end = failure(list(events))
         if end is not None:
             assert end.code == ErrorCode.ENHANCE_YOUR_CALM, end
-            assert end.detail == "too much work for what it carries"
+            assert end.detail == "too much work for its payload"
             break
         for event in events:
             if isinstance(event, RequestReceived):

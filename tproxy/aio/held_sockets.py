@@ -155,7 +155,7 @@ class Holder:
             self._channel.sendmsg([letter + key.encode()], rights)
         except OSError as error:
             # The holder has closed its end of the channel, so its copies of our sockets are closed, too.
-            log.error("the holder of listening sockets has gone: %s", error.strerror or error)
+            log.error("the process that holds the listening sockets has ended: %s", error.strerror or error)
             self.close()
 
 

@@ -48,10 +48,10 @@ class SysctlMemory:
         except FileNotFoundError:
             return {}
         except OSError as error:
-            log.warning("memory of sysctls not readable file=%s error=%s", self._path, error.strerror)
+            log.warning("saved values of sysctls not readable file=%s error=%s", self._path, error.strerror)
             return {}
         except (ValueError, TypeError):
-            log.warning("memory of sysctls not readable file=%s error=malformed", self._path)
+            log.warning("saved values of sysctls not readable file=%s error=malformed", self._path)
             return {}
 
     def save(self, values: Mapping[SysctlKey, str]) -> None:
@@ -83,4 +83,4 @@ class SysctlMemory:
                 with contextlib.suppress(OSError):  # the folder is not empty
                     path.parent.rmdir()
         except OSError as error:
-            log.info("memory of sysctls not written file=%s error=%s", path, error.strerror)
+            log.info("saved values of sysctls not written file=%s error=%s", path, error.strerror)

@@ -317,7 +317,7 @@ class _Connection:
         elif self._transport.get_write_buffer_size() > _UNSENT_BYTES:
             # Flow control stops messages long before this limit. So most of these bytes are replies to a server
             # that sends PING or SETTINGS frames and does not read.
-            self._cut("the server does not read what it asked for")
+            self._cut("the server does not read our requests")
 
     def pause_writing(self) -> None:
         self._paused = True

@@ -244,7 +244,7 @@ class _Reader(ConfigReader):
                 table = getattr(found, part.name)
                 for key, value in getattr(read.found, part.name).items():
                     if key in table:
-                        self.fault(place, f"{document.get('kind')} {key} is there twice")
+                        self.fault(place, f"{document.get('kind')} {key} is repeated")
                     table[key] = value
         return found
 
@@ -283,7 +283,7 @@ class _Reader(ConfigReader):
         for name in section if isinstance(section, Mapping) else ():
             key = _split(str(name))
             if key in seen:
-                self.fault(f"{place}.{name}", f"{'/'.join(key)} is there twice")
+                self.fault(f"{place}.{name}", f"{'/'.join(key)} is repeated")
             seen.add(key)
 
     def unique_addresses(self, pods: Iterable[Pod]) -> None:

@@ -205,7 +205,7 @@ class ControlPlane:
             self.ready.set()
             log.info("serving %s on %s", self._path, ", ".join(self._server.addresses))
             if self._tls:
-                log.info("TCP has TLS; clients need a token each, and %s as their root", self._root_file)
+                log.info("the TCP port uses TLS: each client needs a token, and must trust %s", self._root_file)
             while True:
                 await asyncio.sleep(_POLL_S)
                 changed = self._reload()
@@ -323,8 +323,8 @@ class ControlPlane:
         if is_node_proxy(node):
             if self._mesh.registry_only:
                 log.warning(
-                    "outbound: REGISTRY_ONLY cannot be sent to Istio's node proxies: node %s will pass on what "
-                    "the mesh does not know",
+                    "outbound: REGISTRY_ONLY cannot be sent to Istio's node proxies: node %s will pass through "
+                    "traffic to unknown destinations",
                     name,
                 )
             return f"{name if name in self._node_proxies else ''}/{_NODE_PROXY}"

@@ -241,7 +241,7 @@ class FileObjects:
                 key, body = recognised
                 if key in found and found[key] != body:
                     unclear.add(key)
-                    faults.append(_Fault(place, _named(item), "is there twice"))
+                    faults.append(_Fault(place, _named(item), "is repeated"))
                 found[key], places[key] = body, place
         if faults and (elsewhere := belongs_elsewhere(text, FileKind.OBJECTS)):
             return {}, {}, [_Fault("", "", elsewhere)]

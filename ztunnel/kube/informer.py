@@ -260,7 +260,7 @@ class Informer:
             try:
                 kept = selection.keep(kept)
             except (KeyError, TypeError, AttributeError, ValueError) as error:
-                log.error("kube: %s is misshapen (%s) and passed on whole", key, error)
+                log.error("kube: %s has an unexpected form (%s), and is passed on whole", key, error)
         self._pending[key] = kept
         self._news.set()
         return key

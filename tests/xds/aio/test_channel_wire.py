@@ -507,7 +507,7 @@ def test_a_server_that_asks_and_does_not_read_is_cut(
 
     async def main(channel: Channel) -> None:
         _, failure = await outcome(channel)
-        assert str(failure) == "UNAVAILABLE: the server does not read what it asked for"
+        assert str(failure) == "UNAVAILABLE: the server does not read our requests"
 
     run(lambda: against(script, main, unix=tmp_path / "s"), loop)
 

@@ -491,7 +491,7 @@ BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
         "routes[0].match.path_specifier: Proto constraint",
     ),
     (_posted(), "upgrade_configs[0].connect_config.allow_post: a request becomes a tunnel only by CONNECT here"),
-    (_retried("connect-failure"), "routes[0].route.retry_policy.retry_on: this proxy tries no request again"),
+    (_retried("connect-failure"), "routes[0].route.retry_policy.retry_on: this proxy does not retry requests"),
 ]
 
 

@@ -386,7 +386,7 @@ def test_registry_only_cannot_be_served_in_istios_dialect_and_is_warned_about(
             stream = Stream(channel)
             await stream.send(ADDRESS, node=node("worker"))
             await stream.next()
-        assert "node worker will pass on what the mesh does not know" in caplog.text
+        assert "node worker will pass through traffic to unknown destinations" in caplog.text
 
     serve(tmp_path, body, tls=False)
 

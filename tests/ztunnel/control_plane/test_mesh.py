@@ -54,7 +54,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"calico": [{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "shop"}}] * 2},
-        "calico[1]: Namespace shop is there twice",
+        "calico[1]: Namespace shop is repeated",
     ),
     (
         {"pods": {"p": {"node": "worker", "addresses": ["10.0.0.1"], "labels": []}}},
@@ -86,7 +86,7 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
     ({"services": {"s": {"ports": {"a": 0}}}}, "services.s.ports.a: must be a port"),
     ({"services": {"s": {"ports": {"a": 1}, "pods": ["gone"]}}}, "services.s.pods: no such pod: gone"),
     ({"waypoints": {"w": {"pods": ["gone"]}}}, "waypoints.w.pods: no such pod: gone"),
-    ({"services": {n: {"ports": {"a": 1}} for n in ("s", "default/s")}}, "default/s is there twice"),
+    ({"services": {n: {"ports": {"a": 1}} for n in ("s", "default/s")}}, "default/s is repeated"),
     ({"policies": {"a..b": {}}}, "policies.a..b: two dots in a row"),
     ({"policies": {"p": {"action": "MAYBE"}}}, "policies.p.action: must be one of ALLOW, DENY, AUDIT"),
     ({"policies": {"p": {"rules": {}}}}, "policies.p.rules: must be a list"),

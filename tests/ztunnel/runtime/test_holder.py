@@ -271,7 +271,7 @@ def test_a_holder_that_has_gone_costs_no_socket(
     with sockets.listen("127.0.0.1", free_port()) as sock:
         assert sock.getsockname()[1]
     assert [record.getMessage() for record in caplog.records] == [
-        "the holder of listening sockets has gone: Broken pipe"
+        "the process that holds the listening sockets has ended: Broken pipe"
     ]
 
 

@@ -119,7 +119,7 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
     )
     if action.retry_policy.retry_on:
         # With retry_on, Envoy would retry a CONNECT at another host if the first could not be reached.
-        raise Unsupported("this proxy tries no request again", "retry_policy.retry_on")
+        raise Unsupported("this proxy does not retry requests", "retry_policy.retry_on")
     tunnel = False
     for index, upgrade in enumerate(action.upgrade_configs):
         with at("upgrade_configs", index):
@@ -133,7 +133,9 @@ def _action(message: proto.Route, path: StringMatch | None, headers: tuple[model
                 tunnel = upgrade.HasField("connect_config")
     if message.match.HasField("connect_matcher") and not tunnel:
         # Without connect_config, Envoy forwards the CONNECT as a request, with its authority and headers.
-        raise Unsupported("a CONNECT is ended here, not passed on: set connect_config", "upgrade_configs")
+        raise Unsupported(
+            "this proxy terminates CONNECT, and does not forward it: set connect_config", "upgrade_configs"
+        )
     enum_name(action, "cluster_not_found_response_code")
     return model.Route(
         name=message.name,

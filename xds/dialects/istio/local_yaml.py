@@ -239,7 +239,7 @@ class _Document:
         if event.value == "<<" and event.implicit[0] and event.tag is None:
             return _MERGE
         if event.value in seen:
-            raise _error(f"{event.value!r} is there twice", event)
+            raise _error(f"{event.value!r} is repeated", event)
         seen.add(event.value)
         return self._value(event)
 

@@ -25,7 +25,7 @@ SCRIPTS: Final[Mapping[str, str]] = {
     last=${words[-1]}
     mapfile -t COMPREPLY < <(ztunnel completion --words "${words[@]:1}" 2>/dev/null)
     COMPREPLY=("${COMPREPLY[@]#"${last%"${last##*:}"}"}")
-    # bash inserts words as they are, and names such as "outbound|80||x" have characters that it obeys.
+    # bash inserts words as they are, and names such as "outbound|80||x" contain special characters.
     (( ${#COMPREPLY[@]} )) && mapfile -t COMPREPLY < <(printf '%q\n' "${COMPREPLY[@]}")
 }
 complete -o default -F _ztunnel ztunnel

@@ -68,7 +68,7 @@ def add_arguments(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="NAMESPACE/NAME",
-        help="this policy selects the same workloads as its active version (the mesh has no such labels); "
+        help="this policy selects the same workloads as its active version (the mesh does not have its labels); "
         "repeatable",
     )
     changes.add_argument(

@@ -289,7 +289,7 @@ class Enroller:
                 pod = enrolment.read_pod(value)
             except Misshapen as error:
                 if self._misshapen.get(key) != str(error):
-                    log.error("pod is not handled object=%s: %s", key, error)
+                    log.error("ignoring an unusable pod object=%s: %s", key, error)
                 self._misshapen[key] = str(error)
                 return touched
         self._misshapen.pop(key, None)

@@ -241,7 +241,7 @@ class ZdsServer:
             await connection.read()
             log.info("ztunnel disconnected")
         except ZdsError as error:
-            log.error("the ztunnel broke the protocol error=%s", error)
+            log.error("the ztunnel violated the protocol error=%s", error)
         except OSError as error:
             log.info("ztunnel disconnected error=%s", plain_reason(error))
         finally:

@@ -122,7 +122,7 @@ class FilePolicies:
         ]
         for problem in problems:
             if problem not in self._reported:
-                log.error("policy object not as written %s", problem)
+                log.error("policy object not enforced as written %s", problem)
         self._reported = set(problems)
         self.faults = (*(f"{path}: {fault}" for path, fault in sorted(self._source.faults.items())), *problems)
         return self._copy()

@@ -148,7 +148,7 @@ class KubernetesReader(ConfigReader):
     def put(self, table: dict[Any, Any], key: Any, value: Any, where: str) -> None:
         """Add a resource to its table, or record a fault if the table has it already."""
         if key in table:
-            self.fault(where, "is there twice")
+            self.fault(where, "is repeated")
         table[key] = value
 
     def labels(self, metadata: Json, where: str) -> Mapping[str, str]:

@@ -225,10 +225,10 @@ class Controller:
         try:
             ended = await self._table.in_thread(lambda: end_connections(built, self._netns))
         except MissingFeature as error:
-            log.warning("established connections live on error=%s", error)
+            log.warning("forbidden open connections not ended error=%s", error)
             return
         except TproxyError as error:
-            log.warning("established connections not judged error=%s", error)
+            log.warning("open connections not checked error=%s", error)
             self._judge = True
             return
         self.counts.ended += len(ended)

@@ -74,7 +74,9 @@ class NodeLock:
                     raise Held(errno.EBUSY, f"another process (pid {pid}) keeps table {self._name}")
                 if not said:
                     log.info(
-                        "another process (pid %d) keeps table %s; takes over when it is gone", pid, self._name
+                        "another process (pid %d) keeps table %s; this process takes over when that process ends",
+                        pid,
+                        self._name,
                     )
                 said = True
                 with contextlib.suppress(ConnectionError):

@@ -58,7 +58,7 @@ def process_gauges(
         # These counts grow if connections, pods or mesh changes leak memory. ``make soak`` checks them.
         ("ztunnel_sockets", "gauge", "Sockets of the data path, listeners included", lambda: poller.registered),
         ("ztunnel_fibers", "gauge", "Coroutines of open connections", tasks.fibers_running),
-        ("ztunnel_tasks", "gauge", "Coroutines of everything else", lambda: len(asyncio.all_tasks())),
+        ("ztunnel_tasks", "gauge", "All other asyncio tasks", lambda: len(asyncio.all_tasks())),
         ("ztunnel_allocated_blocks", "gauge", "Blocks of memory that Python objects have",
          sys.getallocatedblocks),
         ("ztunnel_generations", "gauge",

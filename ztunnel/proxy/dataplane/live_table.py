@@ -37,7 +37,7 @@ LifeT = TypeVar("LifeT", bound="Life")
 #: a millisecond (``bench/review.py``).
 SLICE: Final = 128
 #: The reason for ending a connection whose policy check raised an unexpected error (fail closed).
-UNJUDGED: Final = "connection closed: it could not be judged by the current policies"
+UNJUDGED: Final = "connection closed: the evaluation of its policies failed"
 #: Copied to module constants, which compiled code reads without an attribute look-up.
 _ACCEPTED: Final = State.ACCEPTED
 _CLOSED: Final = State.CLOSED
@@ -256,7 +256,7 @@ class Lives(Generic[LifeT]):
         try:
             verdict = life.judge()
         except Exception:
-            log.exception("a connection cannot be judged, and is closed")
+            log.exception("closing a connection, because the evaluation of its policies failed")
             verdict = Verdict(UNJUDGED)
         if verdict.reason:
             life.end(verdict.reason)

@@ -495,7 +495,7 @@ class Proxy:
         await self._discovered["cds"].wait()
         await self.clusters.initialised()
         self._state = State.INITIALIZING
-        log.info("clusters are initialised; asking for listeners")
+        log.info("clusters are ready; requesting listeners")
         self._discover(
             "lds", self.bootstrap.lds, listener_manager.TYPE_URL, self.listeners.receive, "listener_manager"
         )

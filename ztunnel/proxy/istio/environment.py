@@ -563,7 +563,9 @@ def _worker_threads(seen: _Environment, proxy_config: dict[str, Any], cpus: int,
         seen.faults.append(f"PROXY_CONFIG: concurrency: {concurrency!r} is not a number of threads")
     wanted = seen.get("ZTUNNEL_WORKER_THREADS", threads, default)
     if wanted > MOST_WORKERS:
-        seen.warnings.append(f"{wanted} worker threads are processes here; {MOST_WORKERS} are started")
+        seen.warnings.append(
+            f"{wanted} worker threads are requested, each a process here; {MOST_WORKERS} are started"
+        )
     return min(wanted, MOST_WORKERS)
 
 

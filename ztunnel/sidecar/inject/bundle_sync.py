@@ -67,7 +67,7 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
             except (KubeError, BadBundle, OSError) as error:
                 fault = f"{ca_file} {error}" if isinstance(error, BadBundle) else plain_reason(error)
             if fault and fault != said:
-                log.error("inject: the CA of %s is not kept: %s", name, fault)
+                log.error("inject: the CA bundle of %s cannot be updated: %s", name, fault)
             said = fault
 
 

@@ -164,7 +164,7 @@ async def _serve(args: argparse.Namespace) -> None:
         server = await stack.enter_async_context(InjectServer(listener, certificate, key, args.config))
         for name in args.webhook_config or ():
             tasks.keep(functools.partial(keep_bundle, client, name, ca), f"caBundle of {name}")
-        log.info("inject: answers on port %s", server.port)
+        log.info("inject: serving on port %s", server.port)
         await stop.wait()
 
 

@@ -216,7 +216,7 @@ POLICY = "policies: [{name: p, namespace: n, scope: Global, action: Deny, dryRun
         (POLICY % "[[[{sourceIps: [10.0.0.0/33]}]]]", "sourceIps[0]: '10.0.0.0/33' is no block of addresses"),
         (POLICY % "[[[{destinationPorts: [65536]}]]]", "destinationPorts[0]: 65536 is no port"),
         (POLICY % "[[[{serviceAccounts: [{namespace: n}]}]]]", "serviceAccounts[0].serviceAccount: is required"),
-        ("workloads: []\nworkloads: []", "'workloads' is there twice"),
+        ("workloads: []\nworkloads: []", "'workloads' is repeated"),
         ("a: [", "not valid YAML"),
     ],
 )
@@ -303,7 +303,7 @@ def read(text: str) -> dict[object, object]:
         ("a: &x [*x]", "contains itself by an alias"),
         ("a: *x", "found undefined alias 'x'"),
         ("a: &x 1\nb: &x 2", "found duplicate anchor 'x'"),
-        ("a: {b: 1, b: 2}", "'b' is there twice"),
+        ("a: {b: 1, b: 2}", "'b' is repeated"),
         ("a: [{<<: 1}]", "expected a mapping or list of mappings for merging"),
         ("a: {[1]: 2}", "found unhashable key"),
         ("a: 1\n---\nb: 2", "there is another document"),

@@ -263,7 +263,7 @@ def test_two_forms_of_an_object_in_a_file_leave_its_last_good_form(tmp_path: Pat
     before = found.read()
     (tmp_path / "a.yaml").write_text("---\n".join([*PODS_EACH, second, first]))
     assert found.read() == before
-    assert "GlobalNetworkPolicy/a: is there twice" in found.faults[0]
+    assert "GlobalNetworkPolicy/a: is repeated" in found.faults[0]
     assert not FilePolicies(tmp_path).complete
 
 

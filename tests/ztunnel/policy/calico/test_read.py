@@ -147,7 +147,7 @@ TWICE = "---\n".join(["kind: Namespace\napiVersion: v1\nmetadata: {name: a}\n"] 
             "always has order 1e+06",
         ),
         ("kind: Pod\napiVersion: v1\nmetadata: {name: a}\nstatus: {podIP: x}", "podIPs: must be IP addresses"),
-        (TWICE, "Namespace a: is there twice"),
+        (TWICE, "Namespace a: is repeated"),
     ],
 )
 def test_faults_of_documents(text: str, fault: str) -> None:

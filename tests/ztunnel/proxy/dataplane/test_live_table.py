@@ -131,7 +131,7 @@ def test_a_life_that_cannot_be_judged_is_closed(caplog: pytest.LogCaptureFixture
     broken.verdict = ValueError("a bug")
     with caplog.at_level(logging.ERROR):
         lives.review(Event.POLICIES)
-    assert broken.reason == "connection closed: it could not be judged by the current policies"
+    assert broken.reason == "connection closed: the evaluation of its policies failed"
     assert other.ended == ["denied"]
     assert "a bug" in caplog.text
 

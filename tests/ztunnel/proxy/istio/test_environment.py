@@ -231,7 +231,7 @@ def test_worker_threads(env: dict[str, str], threads: int) -> None:
 def test_worker_threads_are_processes_and_limited() -> None:
     found = config({"ZTUNNEL_WORKER_THREADS": "4096"}, cpus=8)
     assert found.worker_threads == 64
-    assert found.warnings == ("4096 worker threads are processes here; 64 are started",)
+    assert found.warnings == ("4096 worker threads are requested, each a process here; 64 are started",)
 
 
 @pytest.mark.parametrize(

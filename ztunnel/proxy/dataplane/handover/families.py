@@ -8,7 +8,7 @@ from ztunnel.runtime.http.exposition import Family, family
 from ztunnel.runtime.http.prometheus import Metric, Sample
 
 _PAUSE: Final = "ztunnel_handover_pause_seconds"
-_CONNECTIONS: Final = "Connections that moved to a successor or from a predecessor, and that did not (unstable)"
+_CONNECTIONS: Final = "Connections that moved or did not, to a successor or from a predecessor (unstable)"
 
 
 def handover_families(counts: HandoverCounts) -> Iterator[Family]:
@@ -16,7 +16,7 @@ def handover_families(counts: HandoverCounts) -> Iterator[Family]:
     results = list(counts.connections.items())
     yield family("ztunnel_handover_connections", "counter", _CONNECTIONS, results, ("result", "reason"))
     if counts.offers:
-        pauses = Metric(_PAUSE, "How long connections stood still that moved (unstable).", "histogram", "seconds")
+        pauses = Metric(_PAUSE, "Pauses of the connections that moved (unstable).", "histogram", "seconds")
         yield Family(pauses, _pauses(counts))
 
 

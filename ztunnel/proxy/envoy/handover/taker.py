@@ -172,7 +172,7 @@ def _check(offer: Offer) -> None:
     first = Kind.REQUEST if isinstance(carrier, AcceptedValue) else Kind.CONNECTION
     for values in offer.relays:
         if not values or values[0].kind is not first:
-            raise ValueError("a relay of no connection")
+            raise ValueError("a relay without a connection")
         if any(value.kind not in (Kind.INNER, Kind.JOINED) for value in values[1:]):
             raise ValueError("a relay of several connections")
         if any(value.kind is Kind.JOINED for value in values[1:-1]) or (
@@ -331,7 +331,7 @@ class Pending:
         try:
             unit.start()
         except ConnectionBroken as error:
-            log.error("a connection was taken and is lost error=%s", error)
+            log.error("a connection was lost while it was taken over error=%s", error)
             unit.discard()
         self._serve_connection(life)
         for number, (first, ends) in enumerate(zip(lives, unit.ends, strict=True)):

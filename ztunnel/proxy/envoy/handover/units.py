@@ -53,7 +53,7 @@ class Unit:
         for relay, _ in self.relays:
             progress = relay.progress
             if relay.on_half_close is not None and progress is not None and progress.first is not None:
-                raise Unmovable("its route timeout runs")
+                raise Unmovable("its route timeout is running")
         return Frozen([relay for relay, _ in self.relays], self.connection)
 
     def offer(self, number: int, state: UnitState, now_s: float) -> Offer:

@@ -220,7 +220,7 @@ class ListenerManager:
             except (ConfigError, TproxyError, OSError) as error:
                 # The text is capitalised like Envoy's, because it is sent to the control plane.
                 reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-                log.warning("listener %s refused, its last good version stays: %s", resource.name, reason)
+                log.warning("listener %s refused, its last good version stays in use: %s", resource.name, reason)
                 errors.append(f"{resource.name}: {reason}")
                 self._failed(resource.name, resource.body, reason, resource.version)
         if errors:

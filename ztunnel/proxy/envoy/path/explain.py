@@ -200,9 +200,11 @@ class _Explainer:
         answer["chain"] = chain.name if chain is not None else None
         answer["chain_because"] = list(chain_reasons(listener, info.facts, chain))
         if chain is None:
-            return answer | {"verdict": "closed: no filter chain takes it"}
+            return answer | {"verdict": "closed: no filter chain matches"}
         if listener.model.internal and not chain.takes_internal:
-            return answer | {"verdict": "closed: the chain carries no bytes without TLS"}
+            return answer | {
+                "verdict": "closed: an internal listener needs a chain with a TCP proxy and without TLS"
+            }
         missing = [each.name for place, each in enumerate(chain.model.discovered) if chain.lacks(place)]
         if missing:
             # A filter of this chain has not arrived. It could deny the connection, so the chain serves no

@@ -23,7 +23,7 @@ def verdict_of(hop: Answer) -> str:
     if closed:
         return f"allowed, but not by {len(closed)} of {len(ends)} endpoints: {closed[0]}"
     if _FAR in ends:
-        return "allowed here; the tunnel's far end decides, which is another proxy's"
+        return "allowed here; the proxy at the tunnel's far end also decides"
     return "allowed"
 
 

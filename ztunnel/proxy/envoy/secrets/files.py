@@ -123,7 +123,9 @@ class SecretFiles:
                 self._reload(followed)
             elif followed.failed is not None:
                 failed, followed.failed = followed.failed, None
-                log.warning("%s: changed files refused, the last good version stays: %s", followed.owner, failed)
+                log.warning(
+                    "%s: changed files refused, the last good version stays in use: %s", followed.owner, failed
+                )
 
     @staticmethod
     def _reload(followed: _Followed) -> None:
@@ -134,5 +136,5 @@ class SecretFiles:
         except ConfigError as error:
             followed.failed = error
         except Exception as error:  # a bug in this program must not prevent checks of other files
-            log.exception("%s: changed files not read", followed.owner)
+            log.exception("%s: cannot read the changed files", followed.owner)
             followed.failed = ConfigError(f"internal error: {type(error).__name__}")

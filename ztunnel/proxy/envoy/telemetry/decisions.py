@@ -71,7 +71,7 @@ class Decisions:
     def line_limit(self) -> LineLimit:
         """Return a new rate limit for the log lines of :meth:`log_denial`."""
         return LineLimit(
-            self._clock, lambda count: log.info("denials by policies have no line left_out=%d", count)
+            self._clock, lambda count: log.info("log lines about denials were suppressed count=%d", count)
         )
 
     @staticmethod

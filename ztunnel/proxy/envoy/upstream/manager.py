@@ -126,7 +126,7 @@ class ClusterManager:
                 cluster = self._apply(resource)
             except ConfigError as error:
                 reason = str(error)
-                log.warning("cluster %s refused, its last good version stays: %s", resource.name, reason)
+                log.warning("cluster %s refused, its last good version stays in use: %s", resource.name, reason)
                 errors.append(f"{resource.name}: {reason}")
                 self.failures[resource.name] = Failure(
                     resource.name, resource.body, reason, self._surround.clock.wall(), resource.version

@@ -124,7 +124,7 @@ def prepared(value: EntryValue, pod: PodProxy, counts: ByteCounts) -> Callable[[
     facts = None if value.facts is None else _facts_of(value.facts)
     peer = None if value.peer is None else _peer_of(value.peer)
     if facts is None and record.direction is Direction.INBOUND:
-        raise ValueError("an inbound connection without the facts that policies judge")
+        raise ValueError("an inbound connection without the facts that policies evaluate")
 
     def register(abort: Abort) -> PodConnection:
         group, judged_by = (

@@ -79,7 +79,7 @@ class Pending:
         try:
             unit.start()
         except ConnectionBroken as error:
-            log.error("a connection was taken and is lost error=%s", error)
+            log.error("a connection was lost while it was taken over error=%s", error)
             unit.discard()
         self._serve_connection()
         for number, halves in enumerate(found):
@@ -216,11 +216,11 @@ def _check_entries(offer: Offer) -> None:
         ValueError: parts of the offer contradict each other.
     """
     if len(offer.entries) != len(offer.unit.relays) or (offer.carrier is None and len(offer.entries) != 1):
-        raise ValueError("another number of entries than of relays")
+        raise ValueError("the numbers of entries and relays differ")
     for values in offer.entries:
         directions = [value.record.direction for value in values]
         if directions not in (["outbound"], ["inbound"], ["outbound", "inbound"]):
-            raise ValueError("a relay of no connection")
+            raise ValueError("a relay without a connection")
     if offer.carrier is not None:
         wanted = "outbound" if offer.carrier.dialled is not None else "inbound"
         if any(values[0].record.direction != wanted or len(values) > 1 for values in offer.entries):

@@ -32,7 +32,7 @@ class DenialLog:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._limit = LineLimit(
-            node.clock, lambda count: log.info("denials by policies have no line left_out=%d", count)
+            node.clock, lambda count: log.info("log lines about denials were suppressed count=%d", count)
         )
 
     @property

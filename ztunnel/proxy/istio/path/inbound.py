@@ -443,7 +443,7 @@ class Inbound(PlannedInbound):
             failure = of_reason(entry.reason if entry is not None else "")
             raise
         except OSError as error:
-            log.debug("a client was gone before its connection was served: %s", error)
+            log.debug("a client disconnected before its connection was served: %s", error)
         finally:
             client.close()
             if entry is not None:

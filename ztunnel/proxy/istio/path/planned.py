@@ -115,7 +115,7 @@ class PlannedOutbound:
         try:
             destination = self._sockets.original_destination(sock, source)
         except OSError as error:
-            log.debug("a client was gone before its connection was served: %s", error)
+            log.debug("a client disconnected before its connection was served: %s", error)
             client.close()
             return
         plan = self.plan(source, destination)

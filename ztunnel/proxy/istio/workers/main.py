@@ -303,7 +303,7 @@ class Workers:
         try:
             await channel.run()
         except ProtocolViolation as error:
-            log.error("worker broke the link worker=%d error=%s", index, error)
+            log.error("worker violated the protocol worker=%d error=%s", index, error)
         finally:
             syncing.cancel()
             self._connection_counts.remove(index)
@@ -356,7 +356,9 @@ class Workers:
             return
         except OSError as error:
             log.error(
-                "worker cannot be given the pods, ending it worker=%d error=%s", worker.index, plain_reason(error)
+                "pods cannot be started in a worker, ending it worker=%d error=%s",
+                worker.index,
+                plain_reason(error),
             )
             worker.kill()
             return
@@ -380,7 +382,9 @@ class Workers:
             await worker.request(*pod.start())
         except Refused as refused:
             # Other workers carry the pod: it counts as started only if at least one worker has started it.
-            log.error("worker lacks a pod worker=%d pod=%s error=%s", worker.index, _named(pod.name), refused)
+            log.error(
+                "pod not started in a worker worker=%d pod=%s error=%s", worker.index, _named(pod.name), refused
+            )
 
     def _report_serving(self) -> None:
         serves = self.serving > 0

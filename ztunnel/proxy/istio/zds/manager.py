@@ -247,16 +247,16 @@ class PodManager:
                     error = await self._process(packet)
                 await channel.send(answer_bytes(error))
                 served = True
-            log.info("the node agent is gone path=%s", self._path)
+            log.info("disconnected from the node agent path=%s", self._path)
         except ZdsError as fault:
-            log.error("the node agent broke the protocol; pods run on, connecting again error=%s", fault)
+            log.error("the node agent violated the protocol, connecting again; pods keep running error=%s", fault)
             try:
                 await channel.send(answer_bytes(str(fault)))
             except OSError:
                 pass  # the connection has ended, which the agent notices as well
             return False
         except OSError as error:
-            log.info("the node agent is gone path=%s error=%s", self._path, plain_reason(error))
+            log.info("disconnected from the node agent path=%s error=%s", self._path, plain_reason(error))
         return served
 
     async def _process(self, packet: Packet) -> str:

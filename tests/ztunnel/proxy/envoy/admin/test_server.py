@@ -274,7 +274,7 @@ def test_explain_follows_a_pod_to_a_service(answers: Callable[..., list[Answer]]
     assert inbound.json["hop"]["clusters"][0]["endpoints"][0]["address"] == "10.244.2.23:9080"
     assert denied.json["hop"]["verdict"] == "closed: rbac_access_denied_matched_policy[none]"
     assert denied.json["verdict"] == "refused: closed: rbac_access_denied_matched_policy[none]"
-    assert service.json["verdict"] == "allowed here; the tunnel's far end decides, which is another proxy's"
+    assert service.json["verdict"] == "allowed here; the proxy at the tunnel's far end also decides"
     assert "inbound" not in tunnel
     assert (passthrough.json["verdict"], inbound.json["verdict"]) == ("allowed", "allowed")
     local = cluster["endpoints"][1]["hop"]["clusters"][0]["endpoints"][0]

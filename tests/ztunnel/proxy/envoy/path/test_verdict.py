@@ -23,7 +23,7 @@ NO_SECRET = {"tls": {"verdict": "closed: secrets are missing", "awaits": ["a"]}}
         (through(GOES), "allowed"),
         (CLOSED, "refused: closed: no"),
         (through(GOES) | NO_SECRET, "refused: closed: secrets are missing"),
-        (through(TUNNEL), "allowed here; the tunnel's far end decides, which is another proxy's"),
+        (through(TUNNEL), "allowed here; the proxy at the tunnel's far end also decides"),
         (through(TUNNEL | {"inbound": through(GOES)}), "allowed"),
         (through(TUNNEL | {"inbound": CLOSED}), "refused: closed: no"),
         (through(TUNNEL | NO_SECRET), "refused: closed: secrets are missing"),

@@ -152,7 +152,7 @@ def test_denial_lines_are_rate_limited_and_suppressed_ones_counted(
 
     found = lines(tmp_path, caplog, [policy("p", "Deny", ACCOUNT)], QUIET, times=BURST + 7, then=later)
     assert len(found) == BURST + 2
-    assert found[BURST] == "denials by policies have no line left_out=7"
+    assert found[BURST] == "log lines about denials were suppressed count=7"
 
 
 def test_condition_without_separate_rules_has_no_rule_number() -> None:
