@@ -160,7 +160,7 @@ class ApiServer:
         return path
 
     def log(self, name: str) -> str:
-        """Return the log of one of the two programs."""
+        """Return the log of the program ``name``."""
         return (self.folder / f"{name}.log").read_text()
 
     def _ready(self) -> bool:

@@ -43,7 +43,7 @@ _ENDS: Final = "connection ends"
 
 
 class Limit(NamedTuple):
-    """One row of the table of limits. A pair of values is a burst and a rate per second."""
+    """One row of the limit table. A pair of values is a burst and a rate per second."""
 
     name: str
     value: float | tuple[float, ...] | None

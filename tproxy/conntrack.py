@@ -17,7 +17,7 @@ _HEADER = struct.Struct("!BBH")
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """A tracked connection. Its addresses are those of the forwarded packets, after translation of the
+    """A tracked connection. Its addresses are the addresses in forwarded packets, after translation of the
     destination.
 
     Attributes:

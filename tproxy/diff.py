@@ -217,8 +217,8 @@ def _change(have: Table, want: Table) -> Iterator[NftStep]:
 
     All rules of a changed chain are rewritten. Packets never see this, because it happens in one transaction.
     """
-    # References determine the order: rules are removed before the chains and sets that they refer to, and added
-    # after them. The same applies to elements of verdict maps, which refer to chains. In a changed set, only the
+    # References determine the order: rules are removed before the chains and sets that they refer to, and are
+    # added last. The same applies to elements of verdict maps, which refer to chains. In a changed set, only the
     # differing elements are sent, so that a new member costs one element, not the whole set. Objects that are
     # identical on both sides are not compared.
     where = (want.family, want.name)

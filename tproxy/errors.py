@@ -38,7 +38,7 @@ class NeedCapability(TproxyError):
 
 
 class MissingFeature(TproxyError):
-    """The kernel does not know the requested feature. Usually the module for it is neither built in nor loaded."""
+    """The kernel does not know the requested feature. Usually its module is neither built in nor loaded."""
 
     def __init__(self, doing: str, modules: str) -> None:
         super().__init__(doing, modules)
@@ -75,7 +75,7 @@ class UnknownInterface(TproxyError):
 
 
 class NotOurs(TproxyError):
-    """A resource of another program occupies the place of one of ours. It is left unchanged."""
+    """A resource of another program occupies the place of our resource. It is left unchanged."""
 
     def __init__(self, resource: object) -> None:
         super().__init__(resource)

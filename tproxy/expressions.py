@@ -1,4 +1,4 @@
-"""The expressions of an nftables rule, in exactly the form in which the kernel executes and dumps them.
+"""The expressions of an nftables rule, in exactly the form that the kernel executes and dumps.
 
 A rule is a tuple of these values. A dump is parsed into the same values, so comparing a found rule with the
 desired one is ``==``, without interpreting text. The kernel's definitions are in
@@ -577,5 +577,5 @@ def return_() -> Phrase:
 
 
 def jump(chain: str) -> Phrase:
-    """Jump to another chain, and continue with the next rule after it returns."""
+    """Jump to another chain. After that chain returns, continue with the next rule."""
     return (Verdict(VerdictCode.JUMP, chain),)

@@ -21,8 +21,8 @@ The node itself has one table, for probes: connections from its kubelet to captu
 the pods' rules accept. nftables cannot match the sending process, only its user. So all connections of that user
 to pods bypass the mesh.
 
-The rules and numbers are those of istio-cni's nftables variant, but in one table for both IP versions, so that a
-change of rules is one transaction. If any rule is removed, some flow of ``tests/netns`` fails, with three
+The rules and numbers are the same as in istio-cni's nftables variant, but in one table for both IP versions, so
+that a change of rules is one transaction. If any rule is removed, some flow of ``tests/netns`` fails, with three
 exceptions: the two ``accept`` for replies (nat chains see only the first packet of a tracked connection) and the
 zone of answers. These exceptions are kept to match istio-cni.
 """
@@ -241,8 +241,8 @@ def _received(wanted: Capture) -> list[Rule]:
         ]
     if wanted.inbound:
         # Kubelet's probes are not redirected and stay plain text, because kubelet has no mesh certificate. The
-        # rule matches the link-local source address that the node's table gives to probes, and that no other host
-        # can use.
+        # rule matches the link-local source address that the node's table gives to probes. No other host can use
+        # this address.
         rules += [Rule((*source_is(probe), *protocol_is(TCP), *accept()), "probe") for probe in _probes(wanted)]
         rules += [
             Rule(

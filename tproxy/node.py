@@ -126,7 +126,7 @@ class Member:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
     """A node and its member pods. An IP version is captured if the node and its ztunnel both have an address of
-    it.
+    this version.
     """
 
     host_addresses: tuple[IpAddress, ...]
@@ -137,7 +137,7 @@ class Node:
 
     @property
     def versions(self) -> tuple[Version, ...]:
-        """The IP versions of which the node and its ztunnel both have an address."""
+        """The IP versions that the node and its ztunnel both have an address for."""
         both: tuple[Version, Version] = (4, 6)
         return tuple(
             version
@@ -197,9 +197,9 @@ def _host_table(wanted: Node) -> Table:
         ),
         Rule(skip),
         Rule((*input_interface(veth), *set_mark(CONNECTION_SKIP_MARK)), "the ztunnel's own"),
-        # Istio's rule matches only UDP. This rule matches everything except TCP, so that ICMP echo requests also
-        # reach member pods, because the ztunnel would drop them. ICMP errors for connections with a foreign source
-        # have left the chain two rules above.
+        # Istio's rule matches only UDP. This rule matches all protocols except TCP, so that ICMP echo requests
+        # also reach member pods, because the ztunnel would drop them. ICMP errors for connections with a foreign
+        # source have left the chain two rules above.
         Rule((*protocol_is(TCP, negate=True), *set_mark(CONNECTION_SKIP_MARK)), "only TCP is captured"),
         Rule(skip),
         *(

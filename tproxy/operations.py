@@ -216,8 +216,8 @@ class SetSysctl:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Delete sysctl values that :class:`Remember` saved. ``all`` means that no saved value is left, so that the
-    memory table is deleted.
+    """Delete sysctl values that :class:`Remember` saved. If ``all`` is set, no saved value is left, and the memory
+    table is deleted.
     """
 
     namespace: NamespaceName

@@ -184,9 +184,7 @@ class Route:
 
     @property
     def slot(self) -> tuple[int, IpNetwork]:
-        """The values of which the kernel keeps only one route: table and destination (metrics are not used
-        here).
-        """
+        """The values that identify a route in the kernel: table and destination (metrics are not used here)."""
         return (self.table, self.destination)
 
 

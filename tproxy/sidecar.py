@@ -6,7 +6,7 @@ proxy runs as a separate user, whose packets are not redirected. It connects to 
 ::6 (``PASSTHROUGH``), which the rules accept. From another source address, a connection of the proxy to the pod's
 own address would look like the application's call to itself through a service, and return to 15006.
 
-The rules, their order and their numbers are the same as those of ``istio-iptables`` with REDIRECT. The flags and
+The rules, their order and their numbers are the same as in ``istio-iptables`` with REDIRECT. The flags and
 annotations are the same, too, so that the exceptions of a pod for Istio's sidecar stay valid. With several users
 or groups, one rule accepts the loopback traffic of all other users. istio-iptables has one such rule per user, and
 the first also matches traffic meant for later rules. IPv6 is captured if the namespace has it, and not only if the
@@ -119,7 +119,7 @@ class Sidecar:
     drop_invalid: bool = False
 
 
-# The tests of a step: all of them must match a packet.
+# The tests of a step. A packet must match all tests.
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """The packet has this protocol, and its destination (or source) port is one of ``ports``, or none of them if
-    negated.
+    """The packet has this protocol, and its destination (or source) port is one of ``ports``, or none of ``ports``
+    if negated.
     """
 
     protocol: int
@@ -144,7 +144,7 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class Networks:
-    """The destination (or source) is in one of these networks, or if negated, in none of them.
+    """The destination (or source) is in one of these networks, or if negated, in none of these networks.
 
     Attributes:
         name: the set's name, without the IP version.
@@ -328,8 +328,8 @@ def _loopback(wanted: Sidecar, *, negate: bool = False) -> Networks:
 
 
 def _dns_servers(wanted: Sidecar) -> tuple[Networks, ...] | None:
-    """Return the test that selects the servers to which DNS queries are captured. ``None``: no queries are
-    captured.
+    """Return the test that selects DNS servers. Only queries to these servers are captured. ``None``: no queries
+    are captured.
     """
     if wanted.dns_servers is None:
         return ()
@@ -339,7 +339,7 @@ def _dns_servers(wanted: Sidecar) -> tuple[Networks, ...] | None:
 
 
 # The proxy forwards redirected DNS queries. The application's flow and the proxy's flow can have equal tuples, and
-# conntrack would drop one of them. So each flow has its own conntrack zone.
+# conntrack would drop one of the two flows. So each flow has its own conntrack zone.
 
 
 def _asked_dns(wanted: Sidecar) -> Iterator[Step]:

@@ -233,8 +233,8 @@ def _replace_closed_streams() -> None:
 
 
 def _output_is_gone() -> bool:
-    """Return whether the reader of our output has closed it, like ``| head`` does. If so, nothing more is
-    written.
+    """Return whether the reader of our output has closed it, like ``| head`` does. If so, further output is
+    discarded.
     """
     ends = select.poll()
     ends.register(sys.stdout.fileno(), 0)

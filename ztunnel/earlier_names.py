@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-#: For each earlier package, the present packages, in the order in which they are searched.
+#: For each earlier package, the present packages in search order.
 _PACKAGES: Final = {
     "agent": ("node.agent",),
     "authz": ("policy.authz",),
@@ -65,8 +65,8 @@ class EarlierNames:
             except ModuleNotFoundError:
                 continue
             if found is not None:
-                # This class has no base class, because importing importlib.abc for it takes longer than importing
-                # this module.
+                # This class has no base class, because importing importlib.abc takes longer than importing this
+                # module.
                 loader: Any = self
                 is_package = found.submodule_search_locations is not None
                 return ModuleSpec(name, loader, origin=candidate, is_package=is_package)

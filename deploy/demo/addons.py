@@ -19,7 +19,7 @@ from deploy.demo.stage import NODES, OUTSIDE, PORT, SETTLE_S, VERSIONS, VIP, con
 from deploy.lab import Place
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "addons"
-#: The five addons, in the order in which their hooks are called.
+#: The five addons, in the order of their calls.
 ADDONS = ("audit_log", "egress_allow_list", "fault_injection", "canary", "rate_limit")
 _CALLS = 60
 _BURST = 12

@@ -44,8 +44,7 @@ class FolderTooDeep(Exception):
 
 @contextlib.contextmanager
 def demo_folder(prefix: str) -> Iterator[Path]:
-    """Yield a new folder. When this process ends, for whatever reason, the folder and every marked process are
-    removed.
+    """Yield a new folder. When this process ends, for any reason, the folder and every marked process are removed.
 
     Enter this in the main thread before another thread exists, because it forks.
 

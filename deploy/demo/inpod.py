@@ -137,7 +137,7 @@ class InPodDemo(Demo):
     # Lines of the proxies
 
     def _records(self, at_least: int = 0) -> list[dict[str, object]]:
-        """Return the new access log lines, those of the client's side first."""
+        """Return the new access log lines, the client side's lines first."""
         lines = self.new_lines(at_least, lambda line: line.get("scope") == "access")
         return sorted(lines, key=lambda line: line.get("direction") != "outbound")
 

@@ -48,7 +48,7 @@ COLUMNS = 120
 _INDENT = " " * 6
 #: Seconds between two rounds of calls in a demo that stays up.
 _TRAFFIC_S = 0.5
-#: The number of calls before a proxy ends, and of calls after it.
+#: The number of calls before a proxy ends, and of calls afterwards.
 _CALLS = 40
 _ACCOUNTS = {"productpage": "bookinfo-productpage", "ratings": "bookinfo-ratings", "intruder": "intruder"}
 
@@ -110,7 +110,7 @@ class Demo(ABC):
         """Print commands to inspect the running demo."""
 
     def traffic(self) -> "contextlib.AbstractContextManager[object]":
-        """Return a context manager that makes calls while entered, for a demo that stays up."""
+        """Return a context manager that makes calls while entered, for a long-running demo."""
         return Traffic(self)
 
     def print_hints(self, hints: Mapping[str, str]) -> None:

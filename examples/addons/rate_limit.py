@@ -3,7 +3,7 @@ identity.
 
     ztunnel proxy --addon rate_limit.py --addon-option rate-limit.per_second=50
 
-Each process counts separately, so with several workers, each of them admits this rate.
+Each process counts separately, so with several workers, each worker admits this rate.
 """
 
 import time

@@ -132,7 +132,7 @@ class Holder:
         self._send(DROP, key)
 
     def settle(self) -> None:
-        """Report to the holder that this process serves, and close the sockets that were not claimed."""
+        """Report to the holder that this process serves, and close all unclaimed sockets."""
         for key, sock in self._held.items():
             self._send(DROP, key)
             sock.close()
@@ -160,7 +160,7 @@ class Holder:
 
 
 class HeldSocket(socket.socket):
-    """A socket of which the holder keeps a copy, from :meth:`listen` (UDP: :meth:`hold`) to :meth:`close`."""
+    """A socket that the holder keeps a copy of, from :meth:`listen` (UDP: :meth:`hold`) to :meth:`close`."""
 
     holder: Holder
     key: str

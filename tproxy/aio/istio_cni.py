@@ -1,7 +1,7 @@
 """Takes over istio-cni's rules and routes in a pod's network namespace without breaking connections.
 
-istio-cni's routes and policy rules are the same as those of :mod:`tproxy.inpod`, except for the protocol number. A
-route is replaced in one request. A policy rule cannot be replaced, so our rule is added first.
+istio-cni's routes and policy rules equal our own (:mod:`tproxy.inpod`) except for the protocol number. A route is
+replaced in one request. A policy rule cannot be replaced, so our rule is added first.
 
 The nftables tables of istio-cni, or its chains in the tables of ``iptables-nft``, are removed after our table was
 added. Open connections survive: conntrack keeps their translation and their mark, and translates as long as any

@@ -222,8 +222,8 @@ class BlockingKernel:
             message = nftables.nft_message(kind, family, nftables.DUMP, *filters, about="read nftables")
             return [body for body in place.nft.dump(message) if _table_name(body) in ours]
 
-        # Tables are dumped first. If none of them is ours, chains and sets are not dumped, because these dumps
-        # cover every table, including kube-proxy's with thousands of chains.
+        # Tables are dumped first. If no table is ours, chains and sets are not dumped, because these dumps cover
+        # every table, including kube-proxy's with thousands of chains.
         tables = get(nftables.NFT_GETTABLE)
         if not tables:
             return nftables_dump.NftDump((), (), (), (), {})

@@ -37,7 +37,7 @@ class DumpInterrupted(KernelRefused):
 
 
 class NetlinkSocket:
-    """One netlink socket, bound to the namespace in which it was created."""
+    """One netlink socket, bound to the network namespace where it was created."""
 
     def __init__(self, protocol: int, netns: Netns | None = None) -> None:
         self.protocol = protocol
@@ -127,8 +127,8 @@ class NetlinkSocket:
         # nfnetlink_rcv_batch (net/netfilter/nfnetlink.c) answers a committed transaction with the requested
         # acknowledgements. If a message is refused, it rolls back and sends errors for the refused messages and,
         # for a fault of the batch as a whole, one with the sequence number of its begin. Whether it acknowledges
-        # further messages depends on the kernel. So after a failure, read whatever is in the queue instead of
-        # counting answers. All answers were queued before sendmsg returned.
+        # further messages depends on the kernel. So after a failure, read all queued answers instead of counting
+        # them. All answers were queued before sendmsg returned.
         failure: TproxyError | None = None
         while missing:
             try:

@@ -1,9 +1,8 @@
 """Opens, creates and enters network namespaces, so that sockets can be created in them.
 
-A socket always belongs to the namespace in which its thread was when it created the socket, so a process enters a
-namespace only for the few microseconds of ``socket()``. setns(2) affects only the calling thread.
-:meth:`Netns.entered` is therefore synchronous: with an ``await`` inside, other tasks of this thread would run in
-the wrong namespace.
+A socket stays in the namespace that its thread had at the call of ``socket()``, so a process enters a namespace
+only for the few microseconds of ``socket()``. setns(2) affects only the calling thread. :meth:`Netns.entered` is
+therefore synchronous: with an ``await`` inside, other tasks of this thread would run in the wrong namespace.
 """
 
 import contextlib

@@ -330,8 +330,8 @@ def read_route(body: bytes, protocol: int, names: Mapping[int, str]) -> Route | 
     """
     if len(body) < _RTMSG_BYTES:
         raise MalformedDump(body)
-    # Do not decode foreign routes, of which there can be many, and routes with an encapsulation, which ours never
-    # have. pyroute2 loops forever over an encapsulation's attributes if a length is 0.
+    # Do not decode foreign routes: there can be many. Do not decode routes with an encapsulation either, which
+    # ours never have. pyroute2 loops forever over an encapsulation's attributes if a length is 0.
     if body[_RTMSG_PROTOCOL] != protocol or any(kind == _RTA_ENCAP for kind, _ in attributes(body[_RTMSG_BYTES:])):
         return None
     found = _decoded(rtmsg, body)

@@ -48,7 +48,7 @@ class SocketAddress(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepalive:
-    """Settings of TCP keepalive. The defaults are those of the Rust ztunnel: 180 s idle, then 9 probes 180 s
+    """Settings of TCP keepalive. The defaults are the same as in the Rust ztunnel: 180 s idle, then 9 probes 180 s
     apart.
     """
 

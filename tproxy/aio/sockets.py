@@ -1,7 +1,7 @@
 """TCP and UDP sockets for a transparent proxy: foreign addresses, marks, other namespaces.
 
 :mod:`tproxy.aio.socket_calls` has the non-blocking calls that every connection needs. This module also exports
-most of them.
+most of those calls.
 """
 
 import asyncio
@@ -166,8 +166,8 @@ def listen(
 def leave_to_newer(sock: socket.SocketType) -> bool:
     """Direct new connections of a port that two sockets share to the newer socket; idempotent.
 
-    A process that is being replaced calls this, accepts the connections that are still in its queue, and closes
-    the socket. In this order, no connection is lost. If one socket is left, it gets all connections.
+    A process calls this when a newer process replaces it. It then accepts the connections still in its queue, and
+    closes the socket. In this order, no connection is lost. If one socket is left, it gets all connections.
 
     Returns:
         False if the socket is not in a SO_REUSEPORT group, or the kernel has no SO_ATTACH_REUSEPORT_CBPF.
@@ -245,7 +245,7 @@ def datagrams(
     reuse_port: bool = False,
     netns: Netns | None = None,
 ) -> socket.socket:
-    """Return a bound, non-blocking UDP socket. Arguments and errors are the same as those of :func:`listen`."""
+    """Return a bound, non-blocking UDP socket. Arguments and errors are the same as for :func:`listen`."""
     where = ip_address(address) if isinstance(address, str) else address
     family = socket.AF_INET if where.version == 4 else socket.AF_INET6
     sock, is_bound = held(unbound(family, socket.SOCK_DGRAM, mark=mark, netns=netns), str(where), port)
@@ -280,9 +280,9 @@ async def connect(
 
     Args:
         destination: address and port; names are not resolved.
-        source: the source address, which can belong to another host. The source port is one that this host rarely
-            uses. Connections to several destinations can share a port, so the 14,000 ports do not limit the number
-            of connections.
+        source: the source address, which can belong to another host. The source port is rarely used on this host.
+            Connections to several destinations can share a port, so the 14,000 ports do not limit the number of
+            connections.
         own_source: whether ``source`` is one of the host's addresses, so that no capability is needed.
         mark: SO_MARK.
         timeout_s: the time limit for the handshake.

@@ -1,7 +1,7 @@
 """Encodes and decodes expressions as ``NFTA_EXPR_*`` attributes, with one table for both directions.
 
 An expression with attributes missing from the table is decoded as :class:`~tproxy.expressions.Opaque`, so that a
-rule changed by another program is never mistaken for ours. Attributes that the kernel adds are ignored: zeros
+rule changed by another program is never mistaken for ours. Attributes added by the kernel are ignored: zeros
 (NFTA_BITWISE_OP), and the two range flags that it derives from the registers.
 """
 

@@ -49,8 +49,8 @@ def nft_message(kind: int, family: Family | int, flags: int, *attributes: bytes,
 
 
 def nft_batch(steps: Iterable[NftStep]) -> Sequence[Message]:
-    """Return the messages of one transaction, including begin and end. The kernel applies the whole transaction or
-    no part of it.
+    """Return the messages of one transaction, including begin and end. The kernel applies either the whole
+    transaction or no step.
     """
     header = struct.pack("!BBH", 0, 0, NFT_SUBSYSTEM)
     set_ids = count(1)
@@ -162,7 +162,7 @@ def _chunks(elements: Sequence[Element]) -> Iterator[Sequence[Element]]:
 
 
 def _element(item: Element, *, whole: bool) -> Iterator[bytes]:
-    """Yield a set element in the kernel's form. An interval consists of two kernel elements, the second of which
+    """Yield a set element in the kernel's form. An interval consists of two kernel elements; the second element
     marks the end.
     """
     parts = [nest(nf.NFTA_SET_ELEM_KEY, attribute(nf.NFTA_DATA_VALUE, item.key))]
@@ -211,7 +211,7 @@ def memory_steps(table: str, values: Mapping[SysctlKey, str]) -> tuple[NftStep, 
 
 
 def forget_steps(table: str, values: Mapping[SysctlKey, str], *, everything: bool) -> tuple[NftStep, ...]:
-    """Return the steps that delete saved sysctl values, or the whole table that contains them."""
+    """Return the steps that delete saved sysctl values, or the whole table with all saved values."""
     if everything:
         return (DeleteTable(Family.INET, table),)
     return tuple(

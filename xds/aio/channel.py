@@ -236,7 +236,7 @@ class _Connection:
     # Calls
 
     def send(self, call_id: int, data: memoryview) -> int:
-        """Send as many bytes as flow control and the network accept. If some are left, :meth:`Call.room` is called
+        """Send the bytes that flow control and the network accept. If some are left, :meth:`Call.room` is called
         later.
         """
         sent = 0
@@ -328,7 +328,7 @@ class _Connection:
             call.room()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        # The texts for an EOF or a reset by the control plane are those that operators of xDS clients know.
+        # The texts for an EOF or a reset by the control plane are familiar to operators of xDS clients.
         text = "socket closed" if exc is None else (getattr(exc, "strerror", None) or str(exc)).lower()
         self._dispatch(self._core.lost(text))
         self._stop_timer()

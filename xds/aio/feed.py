@@ -116,8 +116,8 @@ class Feed:
         return self._interest.subscribers()
 
     def tell(self) -> None:
-        """Pass the requested names to the protocol's state machine. The stream calls this before it fetches the
-        next request.
+        """Pass the requested names to the protocol's state machine. The stream calls this before fetching the next
+        request.
         """
         change = self._interest.tell()
         type_url = self._interest.type_url

@@ -60,7 +60,7 @@ Answer = Callable[[bytes, Caller], Awaitable[bytes] | bytes]
 
 @dataclass(eq=False, slots=True)
 class _Client:
-    """The state of one stream of a client."""
+    """The server's state for one stream."""
 
     state: ServerState[Any, Any]
     key: str | None = None

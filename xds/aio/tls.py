@@ -28,7 +28,7 @@ class Transport(Protocol):
 
 
 class Inner(Protocol):
-    """A connection on top of the transport, with callbacks like those of :class:`asyncio.BaseProtocol`."""
+    """A connection on top of the transport, with callbacks like in :class:`asyncio.BaseProtocol`."""
 
     def opened(self, transport: Transport) -> None:
         """Called when the connection is open, and its handshake, if any, is done."""

@@ -1,5 +1,5 @@
-"""Writes the header fields of gRPC requests, and checks those of responses ("Requests" and "Responses" in the
-protocol).
+"""Writes the header fields of gRPC requests, and checks the header fields of responses ("Requests" and "Responses"
+in the protocol).
 """
 
 import math

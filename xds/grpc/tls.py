@@ -17,7 +17,7 @@ def client_tls(
     """Return a client's TLS context that accepts only one server.
 
     Args:
-        root_pem: one or more root certificates. The server's chain must end in one of them.
+        root_pem: one or more root certificates. The server's chain must end in one of these roots.
         names: the server's host names or IP addresses. Its certificate must be valid for at least one. If the
             first is a host name, it is sent as SNI.
         tls_1_2: whether TLS 1.2 is accepted.

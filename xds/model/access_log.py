@@ -93,7 +93,7 @@ class LogStream:
     Attributes:
         cluster: a static cluster of the bootstrap.
         http: whether the entries describe HTTP requests instead of TCP connections.
-        flush_interval_s: the longest time that an entry waits before it is sent.
+        flush_interval_s: the longest time that an unsent entry waits.
         buffer_bytes: entries are sent when they reach this size. While they cannot be sent, at most this many
             bytes are kept.
     """

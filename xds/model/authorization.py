@@ -16,7 +16,7 @@ class PolicyScope(StrEnum):
 
 
 class Action(StrEnum):
-    """What happens to connections that a policy matches."""
+    """The effect of a policy on the connections that it matches."""
 
     ALLOW = "Allow"
     DENY = "Deny"

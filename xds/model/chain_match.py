@@ -151,7 +151,7 @@ def _overlap(wanted: Sequence[object], found: Sequence[object]) -> int | None:
 
 
 def _preferred(wanted: Sequence[str], offered: Sequence[str]) -> int | None:
-    """Rank a chain by the client's order of application protocols. The first of them that any chain names wins."""
+    """Rank a chain by the client's order of application protocols. The first protocol that a chain names wins."""
     if not wanted:
         return 0
     return max((len(offered) - place for place, name in enumerate(offered) if name in wanted), default=None)

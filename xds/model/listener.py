@@ -85,7 +85,7 @@ class Discovered:
     Attributes:
         type_urls: full names of the accepted message types.
         without_warming: whether the listener uses the default until the configuration arrives, instead of waiting
-            for it.
+            for the configuration.
     """
 
     name: str

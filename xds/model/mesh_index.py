@@ -66,7 +66,7 @@ class Shared(Generic[Key, Value]):
         return self._found.get(key)
 
     def each(self, key: Key) -> Collection[Value]:
-        """Return all values of a key, in the order in which they were added."""
+        """Return all values of a key, in order of addition."""
         found = self._found.get(key)
         if found is None:
             return ()

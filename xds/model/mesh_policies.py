@@ -178,7 +178,7 @@ def _discard(index: dict[Key, set[_Pair]], key: Key, pair: _Pair) -> None:
 
 
 def _reach(policy: AuthorizationPolicy) -> str | None:
-    """Return the namespace whose workloads the policy applies to. None means all workloads; an empty namespace
+    """Return the namespace whose workloads the policy applies to. None means all workloads. An empty namespace
     also gives None, like in the Rust ztunnel.
     """
     return None if policy.scope is PolicyScope.GLOBAL else policy.namespace or None

@@ -164,7 +164,7 @@ Condition = (
 
 
 class Verdict(StrEnum):
-    """The result of a policy rule, of the default of a tier, or of the end of a policy list."""
+    """The result of a policy rule, of a tier's default, or of a policy list's end."""
 
     ALLOW = "allow"
     DENY = "deny"
@@ -188,7 +188,7 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """A tier: policies in order, of which the first match decides. Without a match, ``default`` decides.
+    """A tier: policies in order. The first matching policy decides. Without a match, ``default`` decides.
 
     Attributes:
         prepared: see :class:`Policy`.

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 
 class Re2Error(ValueError):
-    """RE2 refuses the expression. The error text is RE2's, as in Envoy."""
+    """RE2 refuses the expression. The error text is RE2's, like in Envoy."""
 
 
 class Pattern:

@@ -163,8 +163,8 @@ _LABEL = re.compile(r"[A-Za-z0-9_./-]+")
 _HAS = re.compile(r"has\([ \t]*([A-Za-z0-9_./-]+)[ \t]*\)")
 _WORD = re.compile(r"(all|global)\([ \t]*\)")
 _STRING = re.compile(r'"([^"]*)"|\'([^\']*)\'')
-# An operator that is a word must be followed by a character that labels cannot have: "a inside" is not a
-# comparison with "in".
+# A word operator must be followed by a character that labels cannot have: "a inside" is not a comparison with
+# "in".
 _OPERATOR = re.compile(
     r"(==|!=)|(?:(contains)|(starts[ \t]*with)|(ends[ \t]*with)|(not[ \t]*in)|(in))(?![A-Za-z0-9_./-])"
 )

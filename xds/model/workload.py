@@ -25,7 +25,7 @@ class Protocol(StrEnum):
 
 
 class NetworkMode(StrEnum):
-    """Whether the workload has its own addresses or those of its host."""
+    """Whether the workload has its own addresses or its host's addresses."""
 
     STANDARD = "Standard"
     HOST_NETWORK = "HostNetwork"
@@ -78,7 +78,7 @@ class Locality:
 
 
 class AppProtocol(StrEnum):
-    """The protocol by which a proxy passes tunnelled connections to an application."""
+    """The protocol that a proxy uses to pass tunnelled connections to an application."""
 
     NONE = "NONE"
     PROXY = "PROXY"

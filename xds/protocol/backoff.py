@@ -65,7 +65,7 @@ class JitteredBackoff:
         self._ceiling_s = 0.0
 
     def ended(self, end: StreamEnd) -> None:
-        """Do nothing: here only :meth:`reset` affects the next wait, not the end of a stream."""
+        """Leave the wait unchanged: here only :meth:`reset` affects the next wait, not the end of a stream."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class DoublingBackoff(JitteredBackoff):
         return self._wait_s
 
     def reset(self) -> None:
-        """Do nothing: a stream that first worked and then failed still counts as a failure."""
+        """Leave the wait unchanged: a stream that first worked and then failed still counts as a failure."""
 
     def ended(self, end: StreamEnd) -> None:
         """Double the wait, or after an orderly end reset it."""

@@ -82,7 +82,7 @@ def _merged(older: Update, newer: Update) -> Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused:
-    """A response that breaks a rule of the protocol, so that it was answered with a NACK at once."""
+    """A response that breaks a rule of the protocol. It was answered with a NACK at once."""
 
     type_url: str
     version: str
@@ -113,7 +113,7 @@ class ClientState(Protocol[Request, Response]):
         """A new stream is open: subscribe to all types again, in the order of their first subscription."""
 
     def stream_closed(self) -> None:
-        """The stream has ended: send nothing until the next stream. Versions, names and times to live are kept."""
+        """The stream has ended: stop sending until the next stream. Versions, names and times to live are kept."""
 
     def receive(self, response: Response, now_s: float) -> Received | Refused | None:
         """Process one response. Return None for a response without resources to apply (heartbeats, types without a
@@ -229,7 +229,7 @@ class Dialect:
 
 ENVOY = Dialect()
 
-#: The protocol between the Rust ztunnel and istiod, the only one that istiod is tested with.
+#: The protocol between the Rust ztunnel and istiod. istiod is tested only with this protocol.
 ISTIO = Dialect(
     nack_code=0, node_per_type=True, one_by_one=True, keeps_bodies=False, response_limit_bytes=200 * 2**20
 )

@@ -22,7 +22,7 @@ class FileContent:
     """A parsed file.
 
     Attributes:
-        unknown_fields: fields that our version of the messages lacks. The file is refused because of them.
+        unknown_fields: fields that our version of the messages lacks. The file is refused because of these fields.
     """
 
     response: DiscoveryResponse

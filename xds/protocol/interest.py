@@ -129,9 +129,7 @@ class Interest(Generic[Key]):
         return change
 
     def known(self, key: Key) -> Update | None:
-        """Return the known resources among those that the subscriber ``key`` requests, or None if none is
-        known.
-        """
+        """Return the known resources that the subscriber ``key`` requests, or None if none is known."""
         if key not in self._wants:
             return None
         wanted = self._wants[key]

@@ -47,7 +47,7 @@ class Update:
 
 
 class UpdateRejected(Exception):
-    """A receiver refuses an update or a part of it. The source answers with a NACK that has this text.
+    """A receiver refuses a whole update or one part. The source answers with a NACK that has this text.
 
     Raised after all valid resources of the update were applied if the type allows that (LDS, CDS). For other types
     (EDS, SDS, RDS, ECDS) it is raised before any resource was applied.
@@ -78,7 +78,7 @@ Receive = Callable[[Update], Awaitable[Settling | None]]
 
 @dataclass(slots=True)
 class SubscriptionStats:
-    """The counters of one subscription, named as in Envoy (``<scope>.update_attempt`` and so on)."""
+    """The counters of one subscription, named like in Envoy (``<scope>.update_attempt`` and so on)."""
 
     update_attempt: int = 0
     update_success: int = 0

@@ -45,7 +45,7 @@ class Named:
     (incremental variant only).
 
     Attributes:
-        aliases: other names by which the resource can be requested. Several resources can share an alias.
+        aliases: other names that clients can request the resource by. Several resources can share an alias.
         companions: names of resources that are sent together with this one.
     """
 
@@ -62,8 +62,8 @@ class Snapshot:
     Attributes:
         aliases: per type URL, names of resources by alias.
         companions: per type URL, see :class:`Named`.
-        own: by type URL, the names of the resources of the client's own node. A client gets these without
-            requesting them.
+        own: by type URL, the names of the resources that belong to the client's own node. A client gets these
+            without requesting them.
     """
 
     resources: Mapping[str, Mapping[str, Resource]] = field(default_factory=dict)

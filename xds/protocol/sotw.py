@@ -77,8 +77,8 @@ class SotwClient:
         state = self._types.setdefault(type_url, _Type(type_url))
         if names is not None and state.wanted is not None:
             self._lifetimes.ended(type_url, state.wanted - names)
-        # No request is possible that ends a wildcard subscription, or that requests its resources again. So
-        # resources that are no longer wanted are ignored when they arrive.
+        # No request can end a wildcard subscription, or request its resources again. So resources that are no
+        # longer requested are ignored when they arrive.
         state.repeat = state.repeat or any(True for _ in again)
         if names != state.wanted or state.repeat:
             state.dirty = True

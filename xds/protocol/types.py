@@ -25,7 +25,7 @@ COMPLETE_TYPES: Final = frozenset((LDS, CDS))
 #: Resources of these types are requested by name, and an empty list of names requests none.
 NAMED_TYPES: Final = frozenset((EDS, RDS, SDS, ECDS, RTDS))
 
-#: The order in which types are sent. Referenced resources are sent first ("make before break").
+#: The order of types in a push. Referenced resources are sent first ("make before break").
 PUSH_ORDER: Final = (CDS, EDS, LDS, RDS, SDS, ECDS, RTDS)
 
 _SERVICES = {

@@ -181,7 +181,7 @@ class Delay:
 
 @dataclass(frozen=True, slots=True)
 class Prefer:
-    """Prefer endpoints with these labels. If routing allows none of them, all endpoints are considered.
+    """Prefer endpoints with these labels. If routing allows no such endpoint, all endpoints are considered.
 
     Attributes:
         labels: the preferred labels, at least one.

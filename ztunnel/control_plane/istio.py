@@ -2,8 +2,8 @@
 
 A caller on a Unix socket, or in plain text on this host, is trusted. It can name its node, and get the certificate
 of any pod of the mesh. All other callers need a bearer token (:mod:`ztunnel.control_plane.tokens`), which names
-the node, and get the resources of that node and certificates of its pods. A local caller that presents a token is
-restricted like the others.
+the node, and get the resources of that node and certificates of its pods. A local caller with a token is
+restricted in the same way.
 
 Unlike in istiod, a request without ``ImpersonatedIdentity`` is for the identity in its CSR, because a token here
 is a node's and has no identity. Trust domains are checked, because this authority serves only one.
@@ -101,7 +101,7 @@ class Registrar:
             self._same_node(proven, node_name(node))
 
     def check_node(self, proven: str, claimed: str) -> None:
-        """Check that a node proxy claims the node that its token proves.
+        """Check that a node proxy claims the node proven by its token.
 
         Raises:
             NotAdmitted: they differ, or the mesh has no such node.

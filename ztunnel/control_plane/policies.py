@@ -9,7 +9,7 @@ from ztunnel.policy.calico.resources import Pod, Resources
 
 
 def policy_resources(mesh: Mesh) -> Resources:
-    """Return the resources of all nodes, from which policies are compiled."""
+    """Return the resources of all nodes, as input for the compilation of policies."""
     pods = {
         (pod.namespace, pod.name): Pod(
             namespace=pod.namespace,

@@ -285,8 +285,8 @@ class ControlPlane:
             self._server.publish(f"{node}/{flavour}", Snapshot.of(messages))
 
     def _publish_workloads(self) -> None:
-        """Publish the resources of Istio's node proxies. They are the same for every node, except for those that
-        on-demand clients get without a request.
+        """Publish the resources of Istio's node proxies. They are the same for every node, except for the
+        resources that on-demand clients get without a request.
         """
         config = WorkloadConfig(self._mesh)
         everything = Snapshot.of(config.resources())

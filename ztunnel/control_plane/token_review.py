@@ -100,7 +100,7 @@ class KubeRegistrar:
         }
         try:
             # The limit includes the wait for earlier reviews. Otherwise, while the API server hangs, later callers
-            # would wait for the sum of the time limits before them.
+            # would wait for the sum of all earlier callers' time limits.
             async with asyncio.timeout(_TIMEOUT_S), self._reviewing:
                 reviewed = await self._api.create(TOKEN_REVIEW, "", review)
         except KubeError as error:

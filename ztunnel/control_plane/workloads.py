@@ -30,8 +30,8 @@ class WorkloadConfig:
     mesh: Mesh
 
     def resources(self) -> Iterator[Named]:
-        """Return every resource, with the names and aliases that istiod uses, and with the companions that are
-        sent together with it.
+        """Return every resource, with istiod's names and aliases, and with the companions that are sent together
+        with the resource.
         """
         for pod in self.mesh.pods.values():
             aliases = tuple(f"/{address}" for address in pod.addresses)

@@ -71,7 +71,7 @@ class ListPage:
 
     Attributes:
         items: as the API server writes them: without ``apiVersion`` and ``kind``.
-        resource_version: the version of the whole list, from which a watch starts.
+        resource_version: the version of the whole list. A watch starts from this version.
         continued: the token for the next page. Empty on the last page.
     """
 
@@ -255,7 +255,7 @@ class Client:
         return self._object(await self._request("GET", kind.path(namespace, name)), kind)
 
     async def create(self, kind: Kind, namespace: str, body: Object, *, dry_run: bool = False) -> Object:
-        """Create an object, and return the API server's version of it."""
+        """Create an object, and return the object from the API server's answer."""
         params = {"dryRun": "All"} if dry_run else {}
         return self._object(await self._request("POST", kind.path(namespace), params=params, body=body), kind)
 
@@ -268,8 +268,8 @@ class Client:
     async def merge_patch(
         self, kind: Kind, namespace: str, name: str, patch: Object, *, subresource: str = ""
     ) -> Object:
-        """Change fields of an object by a merge patch (RFC 7386), in which null removes a field. ``subresource``:
-        such as ``status``.
+        """Change fields of an object by a merge patch (RFC 7386); null removes a field. ``subresource``: such as
+        ``status``.
         """
         path = kind.path(namespace, name) + (f"/{subresource}" if subresource else "")
         return self._object(

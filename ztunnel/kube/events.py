@@ -2,7 +2,7 @@
 
 An event is identified by object, reason and message. Repetitions before the write are one event with a count, and
 later repetitions increase the count of the same Event, at most once a minute. All writes of a process share one
-rate. Events only inform people: one that cannot be written is dropped, which is logged once.
+rate. Events only inform people: if an Event cannot be written, it is dropped, which is logged once.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 _MOST: Final = 1000
 #: The API's limit for a message (validateEventMessage).
 _MAX_MESSAGE: Final = 1024
-#: Events about cluster-scoped objects are written to this namespace, like those of Kubernetes' controllers.
+#: Events about cluster-scoped objects are written to this namespace, like the events of Kubernetes' own
+#: controllers.
 _CLUSTER_NAMESPACE: Final = "default"
 
 _What: TypeAlias = tuple[ObjectKey, str, str]

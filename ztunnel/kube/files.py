@@ -50,7 +50,8 @@ class FileObjects:
     A document or list item that cannot be recognised as an object is skipped and reported once. The other
     documents and files apply at once. The unrecognised part could be any object. So objects that disappear in the
     same reading keep their last good form until the part is repaired. If the fault exists from the start, the
-    source is not synced before the repair, because that part could be the policy that denies a pod's traffic.
+    source is not synced before the repair, because the faulty part could be the policy that denies a pod's
+    traffic.
 
     Args:
         paths: folders and files. In a folder, files whose names end in one of ``suffixes`` contain objects,
@@ -88,7 +89,7 @@ class FileObjects:
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """The reasons why files, or parts of them, are currently not followed, by the file's path."""
+        """The reasons why files, or parts of files, are currently not followed, by the file's path."""
         return self._faults
 
     def place_of(self, key: ObjectKey) -> str:

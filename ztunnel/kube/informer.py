@@ -1,10 +1,10 @@
 """Follows objects of an API server: a list, then a watch from the list's version. Implements ObjectSource.
 
-For each kind the list is read in pages. Known objects missing from it have been deleted. Then a watch starts,
-which the API server ends after some minutes, and which continues from the version of the last event or bookmark.
-A new list is read if the API server does not have that version, because it was compacted (410 Gone) or the server
-was restored from a backup, or if it ends two watches from this version with another error. Every failure is
-retried, with growing random waits. Known objects stay known meanwhile.
+For each kind the list is read in pages. Known objects missing from the list have been deleted. Then a watch
+starts, which the API server ends after some minutes, and which continues from the version of the last event or
+bookmark. A new list is read if the API server does not have that version, because it was compacted (410 Gone) or
+the server was restored from a backup, or if it ends two watches from this version with another error. Every
+failure is retried, with growing random waits. Known objects stay known meanwhile.
 
 The reader gets the latest state of each changed object, so a slow reader costs one entry per object. An object
 that was added and removed between two reads is not reported.

@@ -85,8 +85,8 @@ class Selection:
             a malformed object, the error is logged and the whole object is passed to the reader.
         optional: whether the API server can lack the kind (a custom resource that is not installed). Then there
             are no objects.
-        dispensable: if the role has no access to the kind, readers do not wait for it. It is reported as a fault,
-            and there are no objects in the meantime.
+        dispensable: if the role has no access to the kind, readers do not wait for this kind. It is reported as a
+            fault, and there are no objects in the meantime.
     """
 
     kind: Kind

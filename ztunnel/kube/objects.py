@@ -59,7 +59,7 @@ class ObjectSource(Protocol):
 
 
 class WatchedSource(ObjectSource, Protocol):
-    """A source that reports the kinds that it cannot follow."""
+    """A source that reports the kinds it cannot follow."""
 
     @property
     def faults(self) -> Mapping[str, str]:

@@ -4,9 +4,9 @@
 policies on first use, and stores the result in them:
 
 * A tier becomes an index. Most policies can match only for a peer, namespace, address or port that they name,
-  completely or by a prefix or suffix. Such policies are looked up by the connection's values, and only the others
-  are evaluated one by one. Of 10,000 policies with principals, only those that match the connection's principal
-  are evaluated (``bench/scale_istio.py``).
+  completely or by a prefix or suffix. Such policies are looked up by the connection's values, and only the
+  remaining policies are evaluated one by one. Of 10,000 policies with principals, only the policies for the
+  connection's principal are evaluated (``bench/scale_istio.py``).
 * A condition becomes a closure when it is first evaluated, so that only facts are inspected per connection.
 """
 
@@ -35,7 +35,7 @@ class Decision:
 #: number of characters or bits that are compared.
 _Shape = tuple[type[Any], str | int, int]
 
-#: A value that a connection must have for a policy to match, and the shape of the look-up that finds the value.
+#: A value that a connection must have for a policy to match, and the shape of the look-up for this value.
 _Need = tuple[_Shape, Hashable]
 
 
@@ -43,7 +43,7 @@ class _Prepared:
     """A policy prepared for evaluation.
 
     Attributes:
-        needs: the values of which a connection must have one for the policy to match. None means any connection.
+        needs: the policy can match only if the connection has one of these values. None means any connection.
     """
 
     __slots__ = ("_condition", "_test", "needs")
@@ -152,8 +152,8 @@ def _values(shape: _Shape, facts: ConnectionFacts) -> Iterable[Hashable]:
 
 
 def _needs(condition: p.Condition) -> list[_Need] | None:
-    """Return values such that only connections with one of them can satisfy a condition. ``None`` means any
-    connection.
+    """Return values such that only connections with one of these values can satisfy a condition. ``None`` means
+    any connection.
     """
     reader = _NEEDS.get(type(condition))
     return reader(condition) if reader is not None else None
@@ -311,7 +311,7 @@ def attributes(facts: ConnectionFacts) -> p.Attributes:
 
 
 def compiled(condition: p.Condition) -> _Test:
-    """Return a function for one condition that returns the same as :func:`holds`."""
+    """Return a function for one condition. It returns the result of :func:`holds`."""
     match condition:
         case p.Always():
             return lambda facts: True

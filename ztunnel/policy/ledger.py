@@ -47,7 +47,7 @@ class Use(IntEnum):
 
 
 class Tally(NamedTuple):
-    """The number of decisions of each :class:`Use`. The use's value is the index."""
+    """The numbers of decisions, one per :class:`Use`. The use's value is the index."""
 
     allowed: int = 0
     denied: int = 0

@@ -36,7 +36,7 @@ def reason(condition: p.Condition, facts: ConnectionFacts) -> str:
 
 def _of_parts(condition: p.AnyOf | p.AllOf, facts: ConnectionFacts) -> str:
     parts = condition.conditions
-    # a part that holds decides an AnyOf; a part that does not hold decides an AllOf
+    # a true part decides an AnyOf, and a false part decides an AllOf
     decisive = isinstance(condition, p.AnyOf)
     for part in parts:
         if holds(part, facts) is decisive:

@@ -17,15 +17,15 @@ log = logging.getLogger(__name__)
 #: sockets.
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.5
-#: A process that has more connections than another one lets that one accept first, for this long. A guess, between
-#: the time that an idle process needs (a tenth of this) and a delay that clients would notice.
+#: A process with more connections than another process waits this long, so that the other process accepts first. A
+#: guess, between the time that an idle process needs (a tenth of this) and a noticeable delay for clients.
 _COURTESY_S = 0.001
 #: The time between directing new connections to a successor and closing the socket, for handshakes in progress. A
 #: guess.
 _HANDOVER_S = 0.2
 #: The longest time to keep a closing socket whose queue cannot be accepted because descriptors ran out. A guess.
 _QUEUED_S = 2.0
-#: Errors by which accept(2) reports a fault of the accepted connection: "already-pending network errors" in its
+#: Errors of accept(2) that report a fault of the accepted connection: "already-pending network errors" in its
 #: manual, and a refusal by a firewall or security module. The next connection can be accepted. The epoll is
 #: edge-triggered, so if the loop ended here, that connection would wait until the next one arrives.
 _PENDING_ERRORS = (
@@ -147,7 +147,7 @@ class ListeningSocket:
         return self._registered and sockets.leave_to_newer(self.sock)
 
     def accept_queued(self) -> bool:
-        """Accept every connection in the socket's queue, whatever the gate decides; closing the socket would reset
+        """Accept every connection in the socket's queue regardless of the gate; closing the socket would reset
         them.
 
         Returns:

@@ -1,4 +1,5 @@
-"""Shares the process's file descriptors: a pod that uses most of them stops accepting before they run out.
+"""Shares the process's file descriptors: a pod that uses most descriptors stops accepting before the process runs
+out.
 
 A part of the descriptors is reserved. As long as other descriptors are free, every pod accepts. While the first
 half of the reserve is being used, only pods with less than an equal share accept; clients of other pods wait in
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 _UNLIMITED: Final = 1 << 20
 #: If more than this fraction of the descriptors is in use, they are counted before each accept.
 _WATCHED: Final = 0.5
-#: The size to which the kernel's descriptor table is enlarged, 8 bytes per entry. Beyond it, the table grows by
+#: The size that the kernel's descriptor table is enlarged to, 8 bytes per entry. Beyond it, the table grows by
 #: itself.
 _TABLE: Final = 16_384
 
@@ -74,7 +75,7 @@ class Descriptors:
         reserve: the number of reserved descriptors.
         paused: how often a pod was not allowed to accept since the process started.
         crowded: whether the reserve is in use.
-        plentiful: whether so many descriptors are free that every pod may accept.
+        plentiful: whether enough descriptors are free for every pod to accept.
     """
 
     def __init__(

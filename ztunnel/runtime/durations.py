@@ -15,14 +15,14 @@ DNS_BUCKETS: Final = (0.0005, 0.001, 0.01, 0.1, 1.0, 5.0)
 CONNECT_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0)
 #: Bucket bounds for the lifetime of a connection: from one request to a day.
 LENGTH_BUCKETS: Final = (0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0, 3600.0, 21600.0, 86400.0)
-#: An exemplar's layout: duration and wall time in seconds, and a ``traceparent``. That has 55 octets in version 00
-#: of W3C trace context; one more octet shows that a longer one is invalid.
+#: An exemplar's layout: duration and wall time in seconds, and a ``traceparent``. A ``traceparent`` has 55 octets
+#: in version 00 of W3C trace context. The 56th octet shows that a longer text is invalid.
 _EXEMPLAR: Final = struct.Struct("<dd56s")
 #: The index of the last flag digit in a ``traceparent``, and the digits of sampled traces.
 _FLAG: Final = 54
 _SAMPLED: Final = b"13"
 _NOT_SAMPLED: Final = ord("0")
-#: The time for which an exemplar is kept before an unsampled trace can replace it. A sampled one stays for a few
+#: The time that an exemplar is kept before an unsampled trace can replace it. A sampled one stays for a few
 #: scrapes, and others so briefly that a scrape finds a recent one. So most observations of a busy proxy cost only
 #: a comparison.
 _SAMPLED_KEPT_S: Final = 60.0

@@ -30,7 +30,8 @@ _GONE: Final = 0.75
 #: :func:`settle`), but it empties the interpreter's free lists, whose objects can be the last ones that keep a
 #: megabyte in use.
 _FEW: Final = 500
-#: The largest fraction of time that trimming may take. Collections take longer in a mesh that has changed much.
+#: The largest fraction of time that trimming is allowed to take. Collections take longer in a mesh that has
+#: changed much.
 _SHARE: Final = 0.001
 
 

@@ -33,11 +33,11 @@ import sys
 import time
 
 VARIABLE = "ZTUNNEL_HOLDER_FD"
-#: The environment variable that tells the proxy how often it was restarted, for its metrics.
+#: The environment variable with the number of the proxy's restarts, for its metrics.
 CRASHES_VARIABLE = "ZTUNNEL_HOLDER_CRASHES"
 MOST_CRASHES = 5
 WINDOW_S = 60.0
-#: The wait before restarting a proxy that crashed before it was ready.
+#: The wait before restarting a proxy that crashed before being ready.
 PAUSE_S = 0.5
 MOST_BYTES = 256
 _PASSED_ON = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")

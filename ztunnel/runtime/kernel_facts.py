@@ -1,6 +1,6 @@
 """Reads facts about the node's kernel and this process for the page ``/check``, which ``ztunnel check`` evaluates.
 
-Facts about the network are those of this process's network namespace. A value that cannot be read is ``None``.
+Facts about the network describe this process's network namespace. A value that cannot be read is ``None``.
 """
 
 from __future__ import annotations

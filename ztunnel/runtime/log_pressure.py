@@ -43,4 +43,4 @@ class LogPressure:
         return self._given_up
 
     def accepted(self, number: int) -> None:
-        """Does nothing, because only the state of the log decides (:class:`~ztunnel.runtime.accepting.Gate`)."""
+        """Has no effect, because only the state of the log decides (:class:`~ztunnel.runtime.accepting.Gate`)."""

@@ -46,7 +46,7 @@ class WriteCounts:
 
     Attributes:
         completed: the number of pieces that were written completely.
-        failed: the number of pieces that were lost because of an error of the file.
+        failed: the number of pieces that were lost because of a file error.
         dropped: the number of lines that were dropped because the file is too slow, or lost because of an error.
     """
 

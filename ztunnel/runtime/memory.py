@@ -7,8 +7,8 @@ from typing import Final
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _PROC: Final = Path("/proc")
-#: The fractions of the memory limit that bytes waiting for applications may use: for all connections, and for
-#: those of one pod.
+#: The fractions of the memory limit that bytes waiting for applications may use: for all connections, and for one
+#: pod's connections.
 _WAITING: Final = 4
 _WAITING_OF_POD: Final = 4
 _LEAST_WAITING: Final = 16 * 1024 * 1024
@@ -40,8 +40,8 @@ def memory_limit_bytes(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> int:
 
 
 def waiting_bytes(limit: int) -> tuple[int, int]:
-    """Return how many bytes may wait for applications in a process with a memory limit of ``limit`` bytes, and how
-    many in one pod.
+    """Return how many bytes are allowed to wait for applications in a process with a memory limit of ``limit``
+    bytes, and how many in one pod.
     """
     in_all = max(_LEAST_WAITING, limit // _WAITING)
     return in_all, max(_LEAST_WAITING // 2, in_all // _WAITING_OF_POD)

@@ -57,8 +57,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def under_holder(environment: Mapping[str, str], *, wanted: bool, serves: bool) -> Mapping[str, str]:
-    """Start a parent process that holds the listening sockets, if that is configured. Returns in the process that
-    serves.
+    """Start a parent process that holds the listening sockets, if a holder is configured. Returns in the process
+    that serves.
 
     Args:
         environment: this process's environment.

@@ -1,4 +1,4 @@
-"""Finds the commit from which this program was built."""
+"""Finds the commit that this program was built from."""
 
 from __future__ import annotations
 

@@ -85,8 +85,8 @@ class UnixListener:
     def __init__(self, path: Path, kind: int, backlog: int) -> None:
         self.path = path
         self.socket = socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK)
-        # The new socket listens, and has its final mode, before it is renamed to the path. So no client connects
-        # to a socket that does not listen yet, and no other user can open the socket.
+        # The new socket first gets its final mode and listens. Only then is it renamed to the path. So no client
+        # connects to a socket that does not listen yet, and no other user can open the socket.
         making = path.with_name(f".{os.getpid()}")
         try:
             if len(os.fsencode(path)) > _LONGEST_PATH:  # the new name is shorter, but clients could not connect

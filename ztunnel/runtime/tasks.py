@@ -71,7 +71,7 @@ class Tasks:
             work: called for each attempt. Its ``finally`` releases the resources of the attempt.
             name: for logs.
             first_s: the wait before the second attempt. Later waits double up to 15 s. After an attempt that has
-                lasted longer than that, the first wait applies again.
+                lasted longer than 15 s, the first wait applies again.
         """
         return self.start(self._kept(work, name, Backoff(first_s, _LONGEST_RESTART_S)), name)
 

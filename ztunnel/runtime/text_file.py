@@ -22,7 +22,7 @@ def read_text(path: Path, *, newline: str | None = None) -> str:
 
 
 def read_again(path: Path, *, holds: bool) -> str:
-    """Return the current text of a file that is followed, and that has been read before.
+    """Return the current text of a followed file that has been read before.
 
     A program that writes the file in place empties it first, and can take long for the rest, as in ``helm template
     > policies.yaml``. Until then, an empty file does not mean that its former content was removed.

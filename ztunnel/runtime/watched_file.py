@@ -8,7 +8,7 @@ FileState: TypeAlias = tuple[int, int, int, int] | None
 
 
 def file_state(path: Path) -> FileState:
-    """Return the state of the file to which all links lead, so that replacing a link also counts as a change."""
+    """Return the state of the file that all links lead to. So replacing a link also counts as a change."""
     try:
         status = path.stat()
     except OSError:

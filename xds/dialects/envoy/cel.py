@@ -2,7 +2,7 @@
 evaluates the expression.
 
 Envoy's configuration contains expressions as trees (``google.api.expr.v1alpha1.Expr``). They are evaluated by the
-same library as in Envoy, from the package ``cel-expr-python``. It is an optional dependency (the extra ``cel``),
+library that Envoy uses, from the package ``cel-expr-python``. It is an optional dependency (the extra ``cel``),
 imported with the first condition. The import takes 12 MiB and 50 ms, and an evaluation 8 microseconds.
 
 An expression that fails during evaluation does not match, in Envoy and here. So a ``DENY`` policy with a misspelt
@@ -32,9 +32,9 @@ ATTRIBUTES: Final = {
         "subject_peer_certificate",
     ),
 }
-#: The supported functions, with the syntax in which each is printed. The target of a method call is the first
-#: operand. Comprehensions, concatenation and conversion to strings are not supported, like in Envoy. Neither is
-#: arithmetic, because the only number is a port.
+#: The supported functions, each with its printed syntax. The target of a method call is the first operand.
+#: Comprehensions, concatenation and conversion to strings are not supported, like in Envoy. Neither is arithmetic,
+#: because the only number is a port.
 FUNCTIONS: Final = {
     **{f"_{operator}_": f"({{}} {operator} {{}})" for operator in ("&&", "||", "==", "!=", "<", "<=", ">", ">=")},
     **{name: f"{{}}.{name}({{}})" for name in ("startsWith", "endsWith", "contains", "matches")},

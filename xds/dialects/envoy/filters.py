@@ -44,7 +44,7 @@ from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_s
 )
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
 
-#: The shortest permitted fill interval of a token bucket, as in Envoy.
+#: The shortest permitted fill interval of a token bucket, like in Envoy.
 _LEAST_FILL_S = 0.05
 
 NetworkFilter = (

@@ -277,8 +277,8 @@ _named: Renamed[model.FilterChain] = Renamed()
 
 
 def _renamed(chain: model.FilterChain, name: str, content: str) -> model.FilterChain | None:
-    """Return a copy of a filter chain in which another name replaces each occurrence of its name. ``None`` if the
-    chain has TLS or no TCP proxy.
+    """Return a copy of a filter chain, with its name replaced by another one everywhere. ``None`` if the chain has
+    TLS or no TCP proxy.
     """
     if not isinstance(chain.terminal, model.TcpProxy) or chain.tls is not None:
         return None

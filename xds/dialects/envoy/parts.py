@@ -11,7 +11,7 @@ from xds.model.matcher import OnMatch
 
 
 class Parts:
-    """The compiled parts of one version of a listener. Created from the parts of the previous version, and kept
+    """The compiled parts of a listener in one version. Created from the parts of the previous version, and kept
     for the next version.
 
     Values are immutable, so versions share them. Each chain is returned only once per version, because chains are

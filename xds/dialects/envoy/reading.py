@@ -69,8 +69,8 @@ class Surroundings:
     cluster_id: str = "Kubernetes"
 
     def noted(self) -> "tuple[Surroundings, list[str]]":
-        """Return a copy of this object, and a list to which the copy adds the name of each file and variable that
-        it reads.
+        """Return a copy of this object, and a list. Whenever the copy reads a file or variable, it adds the name
+        to the list.
         """
         asked: list[str] = []
 
@@ -199,11 +199,11 @@ class Shared(Generic[Compiled]):
 class Renamed(Shared[Compiled]):
     """A cache of compiled messages that differ in one name only, such as the clusters of a mesh.
 
-    The key of a message is its encoding with mask bytes in place of each occurrence of the name and of the length
-    before it. Occurrences are searched from the left. An earlier occurrence that overlaps a field with the name
-    would contain the field's tag and length, but :meth:`key` excludes names with these two bytes. If there are no
-    other occurrences, all masked bytes are fields with the name. Then messages with equal keys differ only in the
-    masked fields, which contain their own names.
+    The key of a message is its encoding, but mask bytes replace each occurrence of the name and its length prefix.
+    Occurrences are searched from the left. An earlier occurrence that overlaps a field with the name would contain
+    the field's tag and length, but :meth:`key` excludes names with these two bytes. If there are no other
+    occurrences, all masked bytes are fields with the name. Then messages with equal keys differ only in the masked
+    fields, which contain their own names.
     """
 
     def key(self, packed: bytes, name: str) -> bytes | None:

@@ -80,7 +80,7 @@ def parse_local_file(source: str | IO[str]) -> LocalMesh:
     """Read a local file, given as text or as an open file.
 
     Raises:
-        ConfigError: the file has faults. The text lists all of them with their positions.
+        ConfigError: the file has faults. The text lists all faults with their positions.
         OSError, UnicodeDecodeError: raised by reading the file.
     """
     from xds.dialects.istio import local_yaml  # most meshes come from a control plane
@@ -103,7 +103,7 @@ def read_workload(value: object) -> Workload:
     workloads.
 
     Raises:
-        ConfigError: the entry has faults. The text lists all of them with their positions.
+        ConfigError: the entry has faults. The text lists all faults with their positions.
     """
     return _alone(lambda reader: reader.workload({"services": {}, **_mapping(value)}, ""))
 
@@ -557,8 +557,8 @@ def _string_match(value: object, place: str) -> Text:
 
 
 _NEEDED = frozenset(("namespace", "addresses", "services"))
-#: The keys of a workload, each with the attribute that it sets, and a reader that raises an error for an invalid
-#: value.
+#: The keys of a workload, each with the attribute that it sets, and a reader. The reader raises an error for an
+#: invalid value.
 _PLAIN_FIELDS: Mapping[str, tuple[str, Callable[[object, str], object]]] = {
     "uid": ("uid", _text),
     "name": ("name", _text),

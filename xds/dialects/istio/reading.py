@@ -16,7 +16,7 @@ from xds.errors import ConfigError
 from xds.model.address import IpNetwork, canonical
 from xds.model.workload import GatewayAddress, Locality, NamespacedHostname, NetworkAddress, PolicyKey, ServiceKey
 
-#: The size of each cache of shared values. When a cache is full, further values are not shared. A guess.
+#: The size of each shared-value cache. When a cache is full, further values are not shared. A guess.
 _SHARED = 65536
 
 

@@ -59,8 +59,7 @@ class Account:
 
 Item = Text | Account | IpNetwork | int
 
-#: The attributes of a match, in the order in which dumps show them. Each has a negated form, such as
-#: ``notNamespaces``.
+#: The attributes of a match, in the order that dumps show. Each has a negated form, such as ``notNamespaces``.
 ATTRIBUTES = ("namespaces", "serviceAccounts", "principals", "sourceIps", "destinationIps", "destinationPorts")
 
 #: The attributes of a match with their values. Missing and empty attributes do not restrict the match.

@@ -31,7 +31,7 @@ _ANY = object()
 
 
 class HookFault(AssertionError):
-    """A hook failed in a way for which a proxy would suspend its addon, or its verdict is not the expected one."""
+    """A hook failed in a way that makes a proxy suspend its addon, or its verdict is not the expected one."""
 
 
 def workload(text: str, labels: Mapping[str, str] | None = None, **more: Any) -> Workload:
@@ -204,7 +204,7 @@ class Playbook:
 
 
 class _Everyone(dict[str, Mapping[str, Given]]):
-    """Returns the same options, whatever the addon's name is."""
+    """Returns the same options for every addon name."""
 
     def __init__(self, given: Mapping[str, Given]) -> None:
         super().__init__()

@@ -198,7 +198,7 @@ class Shared:
         self._lock = threading.Lock()
 
     def of(self, facts: NodeFacts) -> NodeFacts:
-        """Return a node's facts, in which lists that equal another node's are the same objects."""
+        """Return a node's facts. If a list equals another node's list, both nodes share one object."""
         if facts.dump is None:
             return facts
         dump = dict(facts.dump)

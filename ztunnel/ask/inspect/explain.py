@@ -269,8 +269,8 @@ def _logged(line: str, identity: str) -> Iterator[Seen | str]:
             continue
         if seen is None:
             continue
-        # Lines that differ only in the client's port ask the same question, because no policy depends on that
-        # port.
+        # Lines with a difference only in the client's port ask the same question, because no policy depends on
+        # that port.
         question = {**seen.asked, "source": seen.asked["source"].rpartition(":")[0]}
         key = (*sorted(question.items()), ("error", seen.shown.get("error", "")))
         if key not in asked:

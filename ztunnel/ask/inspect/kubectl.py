@@ -280,8 +280,8 @@ def _phase(pod: Mapping[str, Any]) -> str:
 
 
 def _use(pod: Mapping[str, Any]) -> tuple[bool, str]:
-    """Return a sort key for a node's proxy pods, of which the last is queried: running pods sort after others,
-    newer ones after older ones.
+    """Return a sort key for a node's proxy pods: running pods sort after others, newer ones after older ones. The
+    last pod is queried.
     """
     return _phase(pod) == "Running", str(pod["metadata"].get("creationTimestamp"))
 
@@ -292,6 +292,6 @@ def _label(pod: Mapping[str, Any]) -> str:
 
 
 def _complaint(text: str) -> str:
-    """Return the readable part of kubectl's error output, without the klog lines about attempts before it."""
+    """Return the readable part of kubectl's error output, without the klog lines about earlier attempts."""
     lines = [line for line in text.strip().splitlines() if line]
     return next((line for line in lines if not _KLOG.match(line)), lines[0] if lines else "")

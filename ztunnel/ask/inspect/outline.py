@@ -5,9 +5,7 @@ from typing import Any
 
 
 def outline(value: object, indent: int = 0) -> Iterator[str]:
-    """Yield the lines of an outline of a value: names with their values, indented. List items begin with a
-    dash.
-    """
+    """Yield a value's outline as lines: names with their values, indented. List items begin with a dash."""
     before = " " * indent
     if isinstance(value, Mapping):
         for key, inner in value.items():

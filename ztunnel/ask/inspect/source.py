@@ -183,7 +183,7 @@ def chose_one(args: argparse.Namespace) -> bool:
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that tell kubectl how to reach the cluster."""
+    """Add the flags for kubectl's access to the cluster."""
     group = parser.add_argument_group("which cluster to query, with kubectl's flags")
     group.add_argument("--context", default="", metavar="NAME", help="use this context of the kubeconfig")
     group.add_argument("--kubeconfig", default="", metavar="FILE", help="use this kubectl configuration")
@@ -255,7 +255,7 @@ def ask(
         path: the page's path, from ``/``.
         parameters: the query's parameters. Those that are ``None`` are left out.
         method: the request's method.
-        limit_s: the time limit for each step in which the server answers.
+        limit_s: the time limit for each step of the server's answer.
 
     Raises:
         AskFailed: the server or the page does not exist, or the server refuses.

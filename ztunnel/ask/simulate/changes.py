@@ -1,4 +1,6 @@
-"""Finds the effect of a policy change: evaluates connections before and after it with the proxy's engine. Pure."""
+"""Finds the effect of a policy change: evaluates connections before and after the change with the proxy's engine.
+Pure.
+"""
 
 from collections.abc import Iterable, Mapping
 from enum import Enum

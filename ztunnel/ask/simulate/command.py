@@ -183,7 +183,7 @@ def _logged(file: str) -> Log:
 
 
 def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
-    """Read the live connections repeatedly for some time, and count each connection once."""
+    """Read the live connections repeatedly for a limited time, and count each connection once."""
     try:
         limit_s = duration_s(args.live)
     except ValueError as error:

@@ -2,7 +2,8 @@
 
 It supports the parts of Istio's API (security.istio.io/v1) that a ztunnel enforces: sources by identity,
 namespace, account and address, and operations by port. istiod sends the other parts to waypoints, or leaves their
-rules out. A policy with other parts is refused by name, because an answer about half of it would be misleading.
+rules out. A policy with other parts is refused by name, because an answer about a part of the policy would be
+misleading.
 """
 
 import ipaddress
@@ -131,8 +132,8 @@ def applied(
         if policies.pop(PolicyKey(name), None) is None:
             raise ConfigError(f"--remove {name}: the mesh has no such policy")
     # If a policy is deleted, or now applies to every workload, remove its name from the workloads, like the
-    # control plane does. A name that is left would cause every connection to be refused, like a policy that has
-    # not arrived.
+    # control plane does. A remaining name would cause every connection to be refused, like a policy that has not
+    # arrived.
     unnamed = {PolicyKey(name) for name in removed}
     unnamed |= {each.policy.key for each in proposals if each.policy.scope is not PolicyScope.WORKLOAD_SELECTOR}
     workloads = [
@@ -232,7 +233,7 @@ def _proposal(document: object, place: str, root_namespace: str) -> Proposal:
 
 
 def _clauses(value: object, place: str, namespace: str) -> Iterator[object]:
-    """Yield the clauses of a rule, all of which must match, in the form of a local file."""
+    """Yield the clauses of a rule in the form of a local file. All clauses must match."""
     rule = _mapping(value or {}, place)
     _only(rule, ("from", "to", "when"), place)
     readers: tuple[tuple[str, str, Mapping[str, tuple[str, _Read]]], ...] = (

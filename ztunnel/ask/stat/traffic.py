@@ -180,7 +180,7 @@ class Stat(Item, frozen=True, kw_only=True):
     """A workload's traffic within a window, as the server of connections or as their client.
 
     ``encrypted`` is the share of its new connections that had mTLS; ``connect_*`` are the times until connections
-    were established, for those that ended within the window.
+    were established. They include only connections that ended within the window.
     """
 
     namespace: str

@@ -82,7 +82,7 @@ class Annotate(Protocol):
 
 
 def annotating(client: Client) -> Annotate:
-    """Return an :class:`Annotate` that patches pods' status, so that the agent needs no right to patch pods."""
+    """Return an :class:`Annotate` that patches only pods' status. So the agent needs no right to patch pods."""
 
     async def annotate(pod: Pod, value: str | None) -> Pod | None:
         # The patch has the uid as a precondition: a new pod of a StatefulSet with the same name is another pod.
@@ -228,7 +228,7 @@ class Enroller:
     async def withdraw(self, grace_s: float) -> None:
         """Take every pod out of the mesh, because the agent has no successor. This first ends the background work.
 
-        A pod that also has the rules of another agent stays in the mesh, and is left to that agent.
+        If a pod also has the rules of another agent, it stays in the mesh and is left to that agent.
         """
         await self._tasks.close()
 

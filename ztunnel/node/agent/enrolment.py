@@ -192,9 +192,7 @@ def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) ->
 
 
 def describe(pod: Pod, netns: str | int, settings: Settings) -> tuple[PodDescription, list[str]]:
-    """Return the description with which the node agent enrols a pod, and a line for each annotation that is
-    ignored.
-    """
+    """Return the description that the node agent uses to enrol a pod, and a line for each ignored annotation."""
     ignored = ConfigReader()
 
     def flag(key: str, default: bool) -> bool:

@@ -172,7 +172,7 @@ def _apply_to_node(wanted: State) -> None:
 
 
 def addresses(netns: Netns) -> tuple[IpAddress, ...]:
-    """Return the addresses by which others see the pod: those of all its devices except ``lo``.
+    """Return the pod's addresses as seen by others: the addresses of all its devices except ``lo``.
 
     Raises:
         TproxyError: the kernel refused to list them.

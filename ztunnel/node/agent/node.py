@@ -173,7 +173,7 @@ class NodeAgent:
 
     @property
     def left_over(self) -> Mapping[PodUid, Enrolled]:
-        """Pods that an earlier agent enrolled, and that this one has neither enrolled nor released yet."""
+        """Pods of an earlier agent, which this agent has neither enrolled nor released yet."""
         return {uid: self._recorded[uid] for uid in self._unseen}
 
     async def __aenter__(self) -> Self:
@@ -381,7 +381,7 @@ class NodeAgent:
 
     @property
     def expected(self) -> frozenset[PodUid]:
-        """Pods that another agent enrolled, and that this one has neither enrolled nor released yet."""
+        """Pods of another agent, which this agent has neither enrolled nor released yet."""
         return frozenset(self._expected)
 
     def expect(self, uids: Iterable[PodUid]) -> None:
@@ -556,7 +556,9 @@ class NodeAgent:
             await self._let_probe()
 
     async def _clean(self, uid: PodUid, netns: Netns | None = None) -> None:
-        """Remove our rules of a released pod, then its record. If rules remain, the record tells a successor."""
+        """Remove our rules of a released pod, then its record. If rules remain, the record is kept for a
+        successor.
+        """
         try:
             if netns is not None:
                 await self._in_thread(remove_rules, netns)

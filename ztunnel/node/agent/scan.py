@@ -21,7 +21,7 @@ from ztunnel.node.agent.cgroup import pod_of
 from ztunnel.node.agent.namespaces import addresses
 
 PROC: Final = Path("/proc")
-#: Names of programs that are a kubelet, or that contain one.
+#: Names of programs that are or contain a kubelet.
 _KUBELETS: Final = {"kubelet", "kubelite", "k3s", "k3s-server", "k3s-agent"}
 
 
@@ -138,7 +138,7 @@ def kubelet_user(proc: Path = PROC) -> int | None:
 
 
 def _own(proc: Path) -> set[tuple[int, int]]:
-    """Return the namespaces of the node and of this process, in which no pod may be enrolled."""
+    """Return the namespaces of the node and of this process. Pods in these namespaces must not be enrolled."""
     found = set()
     for name in ("1", "self"):
         with contextlib.suppress(OSError):

@@ -5,7 +5,7 @@ to the last one; requests to different proxies do not wait for each other. Durin
 connected: new pods are announced to the newer one, removals to both.
 
 Answers have no number. If a request has timed out, its late answer must not be taken for the answer to the next
-request (istio-cni does that). So timed-out requests are counted, and as many answers are skipped.
+request (istio-cni does that). So timed-out requests are counted, and the same number of answers is skipped.
 """
 
 import asyncio
@@ -216,7 +216,7 @@ class ZdsServer:
             await asyncio.sleep(_ACCEPT_INTERVAL_S)
 
     def _welcome(self, channel: Channel) -> None:
-        # The callback closes the channel, whatever the result of the task is.
+        # The callback closes the channel, regardless of the task's result.
         self._tasks.start(self._serve(channel), "proxy").add_done_callback(lambda _: channel.close())
 
     async def _serve(self, channel: Channel) -> None:

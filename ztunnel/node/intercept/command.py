@@ -126,7 +126,7 @@ async def _apply(args: argparse.Namespace, out: TextIO, err: TextIO) -> int:
 
 
 async def _apply_whole(kernel: Kernel, description: Description) -> tuple[Operation, ...]:
-    """Apply a description. If that fails on a node that had none of our resources, all are removed again.
+    """Apply a description. If this fails and the node had none of our resources before, all are removed again.
 
     A node that had some keeps them, because they can be carrying connections.
     """
@@ -145,8 +145,8 @@ async def _apply_whole(kernel: Kernel, description: Description) -> tuple[Operat
 async def _watch(
     kernel: Kernel, args: argparse.Namespace, description: Description, out: TextIO, err: TextIO
 ) -> None:
-    """Keep the node repaired until SIGINT or SIGTERM. Edits of the file are applied; a faulty file is reported and
-    ignored.
+    """Keep the node repaired until SIGINT or SIGTERM. Edits of the file are applied, but a faulty file is reported
+    and ignored.
     """
     current = description
 

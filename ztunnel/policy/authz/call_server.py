@@ -1,7 +1,7 @@
 """Serves unary gRPC calls on asyncio's loop without the gRPC library.
 
-In Python, the library's server takes 250 us for a call, of which our handler takes a tenth. This server takes 80
-us, or half of that if several calls arrive in one read (``make bench-authz``). Unlike
+In Python, the library's server takes 250 us for a call, and a tenth of this time is our handler's. This server
+takes 80 us, or half of that if several calls arrive in one read (``make bench-authz``). Unlike
 :class:`~xds.aio.grpc_server.GrpcServer` it has no streams, no TLS and no compression.
 """
 
@@ -190,7 +190,7 @@ class _Connection(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection at once, without sending anything more."""
+        """Close the connection at once, without sending more data."""
         self._transport.abort()
 
     def _advance(self, data: bytes = b"") -> None:

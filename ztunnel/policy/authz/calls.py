@@ -209,7 +209,7 @@ class UnaryConnection:
 
     def _send(self, stream_id: int, framed: memoryview) -> None:
         """Send an answer, or the rest of one, and end the stream. Bytes must wait while there is no flow-control
-        credit for them.
+        credit.
         """
         sent = self.engine.send_data(stream_id, framed)
         if sent < len(framed):

@@ -22,7 +22,7 @@ DEFAULT_LISTEN: Final = "/var/run/dikastes/dikastes.sock"
 DEFAULT_DIAL: Final = "/var/run/felix/nodeagent/socket"
 _CALL_S: Final = 5.0
 
-#: The exit statuses of ``health``, which equal those of Calico's probe.
+#: The exit statuses of ``health``. Calico's probe has the same statuses.
 HEALTHY, BAD_ARGUMENT, NO_ANSWER, UNHEALTHY = 0, 1, 2, 3
 
 

@@ -1,8 +1,8 @@
 """Compiles the clauses of a rule to checks on facts. Absent clauses need no check. Pure.
 
 A clause cannot be evaluated if it names a missing IP set, has a text that is not a network or selector, or needs
-facts that the flow lacks: the address and port of a pipe, or the type of an ICMP packet. In an allowing rule such
-a clause does not match, because the rule might be narrower than it looks. In a rule that denies or passes to the
+facts the flow lacks: the address and port of a pipe, or the type of an ICMP packet. In an allowing rule such a
+clause does not match, because the rule might be narrower than it looks. In a rule that denies or passes to the
 next tier, not matching would be permissive, so the clause ends the evaluation there
 (:class:`~ztunnel.policy.calico.verdict.Undecidable`).
 

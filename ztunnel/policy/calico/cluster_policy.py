@@ -102,8 +102,8 @@ class ClusterPolicyReader(KubernetesReader):
         return float(value)
 
     def _pods_of(self, value: object, where: str) -> Entity:
-        """Return the pods of a subject. A faulty subject selects all pods, so that the policy that replaces the
-        faulty one denies for every pod.
+        """Return the pods of a subject. A faulty subject selects all pods. So the policy that replaces the faulty
+        one denies for every pod.
         """
         subject = _given(self.mapping(value, where, ("namespaces", "pods")))
         if len(subject) != 1:
@@ -224,7 +224,7 @@ class ClusterPolicyReader(KubernetesReader):
             case "domainNames" if outward:
                 unknown.append(f"{place}.domainNames: names are not followed here")
             case "":
-                # The API requires this for a kind of peer that the API server knows and this reader does not.
+                # The API requires this for a kind of peer that the API server supports but this reader lacks.
                 unknown.append(f"{place}: no kind of peer that is known here")
             case _:
                 unknown.append(f"{place}.{kind}: no kind of peer that is known here")
@@ -317,5 +317,5 @@ class ClusterPolicyReader(KubernetesReader):
 
 
 def _given(entry: Json) -> Json:
-    """Return the fields of an object that are set, that is, not null in JSON."""
+    """Return the fields of an object that are set (not null in JSON)."""
     return {key: value for key, value in entry.items() if value is not None}

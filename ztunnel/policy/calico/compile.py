@@ -1,7 +1,7 @@
 """Compiles resources to PolicySync's objects: converts selectors to IP sets, orders tiers, inherits labels. Pure.
 
 Like in Felix, a rule has the texts of its selectors, to evaluate identities, and the ids of their IP sets, to
-evaluate addresses. Ids are the same as Calico's, so that a client could use either server.
+evaluate addresses. Ids equal Calico's, so that a client could use either server.
 """
 
 from abc import ABC, abstractmethod
@@ -76,7 +76,7 @@ def endpoint_id(pod: Pod) -> c.EndpointId:
 
 
 def with_own_addresses(pods: Mapping[PodKey, Pod]) -> dict[PodKey, Pod]:
-    """Return pods with only the addresses that they own. If several pods have an address, one of them owns it."""
+    """Return pods with only the addresses that they own. If several pods have an address, one pod owns it."""
     holders: dict[IpAddress, Pod] = {}
     for pod in filter(lambda pod: pod.is_endpoint, pods.values()):
         for address in pod.addresses:
@@ -278,7 +278,7 @@ class _Compiler(RuleCompiler):
     # Labels and profiles
 
     def _all_profiles(self) -> dict[str, ApiProfile]:
-        """Return the profiles that exist, and those that namespaces and accounts imply."""
+        """Return the existing profiles, and the profiles that namespaces and accounts imply."""
         found: dict[str, ApiProfile] = {}
         pods = [pod for pod in self._resources.pods.values() if pod.is_endpoint]
         names = {pod.namespace for pod in pods} | set(self._resources.namespaces)

@@ -1,8 +1,8 @@
 """Evaluates flows by a store's policies. For speed, rules are compiled when they arrive, and indexed by the values
 that they require.
 
-The answers equal those of :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests compare the two. Even
-with 20,000 rules, it only reads those whose rarest clause the flow could satisfy (an IP set that contains its
+The answers are the same as from :mod:`ztunnel.policy.calico.walk`, which reads every rule; tests compare the two.
+Even with 20,000 rules, it only reads those whose rarest clause the flow could satisfy (an IP set that contains its
 address, a network, a service account, a port), in the order of tiers, policies and rules. An answer that did not
 depend on HTTP is cached for connections with the same ends, until the next change.
 
@@ -36,7 +36,7 @@ CACHED_VERDICTS: Final = 65_536
 #: characters, but a client of a policy server can send any text.
 _CACHED_CHARACTERS: Final = 512
 
-#: A value that a rule requires of a flow, and the kind of look-up that finds it.
+#: A value that a rule requires of a flow, and the kind of look-up for this value.
 _Need: TypeAlias = tuple[str, Hashable]
 
 #: Stands for the network or port on a side of a flow that has no address.
@@ -238,8 +238,8 @@ def _reads_port(peer: c.PeerMatch) -> bool:
 
 
 def _needs(rule: c.Rule) -> tuple[_Need, ...]:
-    """Return the values that a rule's rarest clause requires. Only a flow with one of them can match; if there are
-    none, any flow can match.
+    """Return the values that a rule's rarest clause requires. Only a flow with one of these values can match; if
+    there are none, any flow can match.
 
     Denying rules are not indexed by IP sets, because every flow must notice a missing set.
     An end without an address must reach rules that need its network or port.
@@ -470,7 +470,7 @@ def denied(place: RuleRef) -> Verdict:
 
 def _cache_key(flow: c.Flow, plan: _Plan, *, enforced: bool) -> Hashable:
     """Return the facts on which an answer without HTTP depends, as a key for the cache. None if they are too large
-    for it.
+    for the cache.
     """
     if flow.source_labels or flow.destination_labels:
         return None

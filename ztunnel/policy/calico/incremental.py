@@ -100,8 +100,8 @@ def _terms(thing: Selectable | None) -> Iterator[_Term]:
 
 @dataclass(frozen=True, slots=True)
 class _NodeKey:
-    """The key of a node among the selectable objects. Endpoint selectors never select nodes, whatever their labels
-    are.
+    """The key of a node among the selectable objects. Endpoint selectors never select nodes, even if the labels
+    match.
     """
 
     name: str

@@ -62,8 +62,8 @@ class Flaw:
     """A part of an object that is not enforced as written.
 
     Attributes:
-        fault: what is wrong, starting with the path of the field.
-        consequence: what is done instead.
+        fault: the problem, starting with the path of the field.
+        consequence: the resulting behaviour.
     """
 
     fault: str
@@ -120,7 +120,7 @@ class KubernetesReader(ConfigReader):
         self.flaws += [Flaw(fault, consequence) for fault in faults]
 
     def without(self, read: Callable[[], _Value], consequence: str) -> _Value:
-        """Return a value without its faulty parts, each of which is reported as a flaw with this consequence."""
+        """Return a value without its faulty parts. Each such part is reported as a flaw with this consequence."""
         value, faults = self.attempt(read)
         self.flawed(faults, consequence)
         return value
@@ -390,7 +390,7 @@ class KubernetesReader(ConfigReader):
         """Return a LabelSelector in Calico's language. A selector of pods also gets the term that selects only
         Kubernetes' pods.
 
-        A faulty selector is replaced by one that selects all.
+        If the selector is faulty, the result selects all objects.
         """
         everything = ["projectcalico.org/orchestrator == 'k8s'"] if pods else []
         terms, faults = self.attempt(lambda: self._label_terms(value, where))
@@ -427,7 +427,7 @@ class KubernetesReader(ConfigReader):
         return terms
 
 
-#: What happens to an allowing rule that has faults.
+#: The consequence for an allowing rule that has faults.
 ALLOWS_NOTHING: Final = "the rule allows nothing"
 ALLOWS_THE_REST: Final = "the rule allows only what the rest of it says"
 

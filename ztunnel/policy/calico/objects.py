@@ -70,11 +70,11 @@ class PolicyObjects:
     nodes: bool = True
     problems: dict[ObjectKey, Problem] = field(default_factory=dict)
     _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
-    #: Policies without a good form. A policy that denies their pods' traffic replaces each of them.
+    #: Policies without a good form. Each is replaced by a policy that denies its pods' traffic.
     _closed: set[ObjectKey] = field(default_factory=set)
 
     def known(self) -> set[ObjectKey]:
-        """Return the keys of the objects from which resources were made."""
+        """Return the keys of the objects that resources were made from."""
         return set(self._made)
 
     def changes(self, objects: Mapping[ObjectKey, Object | None]) -> list[ResourceChange]:
@@ -150,7 +150,7 @@ def _without_nodes(policy: ApiPolicy) -> ApiPolicy:
 
 
 def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
-    """Return a policy that denies the traffic of the pods that a faulty policy selects, in its directions.
+    """Return a policy that denies the traffic of all pods selected by a faulty policy, in its directions.
 
     An unreadable part of a selector counts as selecting all pods, and unreadable directions as both.
     """

@@ -155,7 +155,7 @@ class _Reader(ClusterPolicyReader):
         return float(value)
 
     def selector_text(self, spec: Json, key: str, where: str, *, global_allowed: bool = False) -> str:
-        """Return a selector. A faulty one is replaced by one that selects all."""
+        """Return a selector. If it is faulty, the result selects all objects."""
         text = self.text(spec, key, where, "")
         try:
             found = parse_selector(text)

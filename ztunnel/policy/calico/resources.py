@@ -1,4 +1,4 @@
-"""The resources of Calico and Kubernetes from which policies are compiled, as values. Pure.
+"""The resources of Calico and Kubernetes that policies are compiled from, as values. Pure.
 
 :mod:`ztunnel.policy.calico.read` reads them from YAML. :mod:`ztunnel.policy.calico.compile` converts them to
 PolicySync's objects.
@@ -129,7 +129,7 @@ class Pod:
 
     Attributes:
         uid: the name of its PolicySync socket. Empty without one.
-        addresses: empty before it has any, and after it has finished.
+        addresses: empty until the pod gets its first address, and again when it has finished.
         host_network: whether it uses the node's network. Such a pod is not an endpoint.
         captured: whether the mesh's node agent has redirected its traffic to the node's proxy.
         created: the creation time in the API server's form, which sorts as text. Empty if unknown.

@@ -65,7 +65,9 @@ class Store:
                 assert_never(update)
 
     def rename_ip_set(self, set_id: str, name: str) -> None:
-        """Replace an IP set by another one, so that a set that was filled in steps takes effect at once."""
+        """Rename an IP set, in place of any set with the new name. So a set that was filled in steps takes effect
+        at once.
+        """
         self.generation += 1
         self.ip_sets.rename(set_id, name)
 

@@ -180,7 +180,7 @@ class Facts:
         unseen: the first rule that would allow some requests of this connection, if only the connection is
             evaluated.
         left_to: the waypoint that evaluates the requests of this connection. Empty if none is known.
-        left: the rule that matched because its HTTP clause is left to that waypoint.
+        left: the rule that matched because its HTTP clause is left to the waypoint ``left_to``.
     """
 
     __slots__ = (

@@ -243,7 +243,8 @@ async def _source(
 
 
 async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
-    """Return the PolicySync server for this node's proxies. Until all objects have been read, it sends nothing.
+    """Return the PolicySync server for this node's proxies. The server starts sending only after all objects have
+    been read.
 
     Raises:
         ValueError: the path cannot be served.

@@ -68,7 +68,7 @@ class _Work:
         return self.builder.build(self.compiler.compiled, self.node, notes)
 
     def excerpt(self, ours: set[IpAddress]) -> Compiled:
-        """Return a copy of all data by which this node's proxies can decide like the table.
+        """Return a copy of all data that this node's proxies need to decide like the table.
 
         Args:
             ours: the node's own addresses.
@@ -245,7 +245,7 @@ class Controller:
 
 
 def _key_of(policy: c.PolicyId) -> ObjectKey:
-    """Return the key of the object from which a policy was made."""
+    """Return the key of the object that a policy was made from."""
     kind = policy.kind.removeprefix("Kubernetes")
     if policy.kind == "NetworkPolicy":  # Calico's
         kind = "NetworkPolicy.projectcalico.org"

@@ -113,7 +113,7 @@ def _one(
 
 
 def _leave_out(made: Evaluator, unseen: Sequence[Unseen]) -> list[Unseen]:
-    """Make the allowing rules that the kernel's table leaves out match nothing, and return them.
+    """Make the allowing rules that the kernel's table leaves out match no flow, and return them.
 
     They keep their places, so that the numbers of the policy's other rules do not change.
     """

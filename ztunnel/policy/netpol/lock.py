@@ -26,7 +26,7 @@ _WAITERS = 16
 
 
 class Held(OSError):
-    """Another process has the lock, and the caller does not want to wait."""
+    """Another process has the lock, and the caller has chosen not to wait."""
 
 
 class NodeLock:

@@ -45,8 +45,7 @@ TABLE: Final = "ztunnel-netpol"
 #: The port of tunnels between pods of a mesh.
 TUNNEL_PORT: Final = 15008
 _MAX_COMMENT: Final = 120
-#: The chain that contains the notes, their maximum number, and the prefix of a comment that continues the one
-#: before.
+#: The chain with the notes, their maximum number, and the prefix of a comment that continues the one before.
 _NOTES: Final = "not-as-written"
 _MAX_NOTES: Final = 100
 _CONTINUED: Final = "... "
@@ -343,7 +342,7 @@ class TableBuilder:
         direction: c.Direction,
         parts: _Parts,
     ) -> list[Rule]:
-        """Return the rules by which a tier's chain, or a pods' chain, evaluates a policy."""
+        """Return the rules that evaluate a policy in a tier's chain or a pods' chain."""
         if policy is None:
             parts.unseen[
                 Unseen(policy_id, direction, -1, "is missing, so everything that reaches it is dropped")

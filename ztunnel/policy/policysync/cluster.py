@@ -15,7 +15,7 @@ class Publisher(Protocol):
     """A server of PolicySync."""
 
     def publish(self, compiled: Compiled) -> None:
-        """Serve this state to clients from now on; does not wait for them."""
+        """Serve this state to clients from now on, without waiting for the clients."""
         ...
 
 

@@ -292,7 +292,7 @@ async def _follow(policies: "_Files | ClusterPolicies", binder: "Binder | None",
     """Follow changes of policies until ``stop`` is set. Concurrently, look for new pods and credentials.
 
     Raises:
-        The first error of any of these tasks, bare.
+        The first error of these tasks, not wrapped in a group.
     """
     from ztunnel.policy.calico import files
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from xds.model import calico as c
 
-#: The most rules that are counted separately. All others are counted together.
+#: The most rules that are counted separately. All further rules are counted together.
 COUNTED_RULES: Final = 1000
 OTHERS: Final = "others"
 

@@ -53,7 +53,7 @@ class PolicySyncServer:
     """Serves compiled policies; ``async with`` closes every socket at the end.
 
     Args:
-        form: the form of policy lists. Clients before Calico 3.32 need another one.
+        form: the form of policy lists. Clients before Calico 3.32 need another form.
 
     Attributes:
         flows: the clients' reports.

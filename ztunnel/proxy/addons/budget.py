@@ -107,7 +107,7 @@ class LoopShare:
 
     The clock is read only when the sum reaches the addon's share of a minute. If the window is older than a minute
     at that time, the addon is within its share, and the sum is reset. So neither a list of calls nor a clock
-    reading per call is needed. An addon that exceeds its share is detected before it has used twice the share.
+    reading per call is needed. An excess is detected before the addon has used twice its share.
 
     Attributes:
         used_ns: the time used in this window. Callers add to it directly, and call :meth:`exceeded` above

@@ -162,7 +162,7 @@ class AddonHost:
     # Decisions
 
     def ask_now(self, hooks: Hooks, asked: Asked) -> bool:
-        """Call deciding hooks in order, up to the first one that returns a verdict or is ``async def``.
+        """Call deciding hooks in order, up to the first hook that returns a verdict or is ``async def``.
 
         Args:
             hooks: :attr:`connecting` or :attr:`accepting`.

@@ -1,8 +1,8 @@
 """Loads an addon: reads its file or imports its module, finds its class, parses its options, creates the object.
 
 An addon is the operator's own code and runs with the proxy's rights. A digest (``@sha256:``) ensures that only
-reviewed code runs, for example if the file is in a ConfigMap that several people can write. The file is read once,
-so the digest covers the executed bytes.
+reviewed code runs, for example if several people can write the ConfigMap with the file. The file is read once, so
+the digest covers the executed bytes.
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ def _name(cls: type, place: str) -> str:
 
 
 def _hooks(cls: type, place: str) -> tuple[list[str], frozenset[str], list[str]]:
-    """Return the hooks of a class, which of them are ``async def``, and warnings."""
+    """Return the hooks of a class, the subset of ``async def`` hooks, and warnings."""
     api = getattr(cls, "api", API_VERSION)
     if not isinstance(api, int) or not 1 <= api <= API_VERSION:
         raise AddonError(f"{place}: it is written for version {api} of the API; this proxy has 1 to {API_VERSION}")

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from ztunnel.proxy.addons.budget import BOUNDS_US, HookCounts
 
-#: The results of calls that count as denials, and those that count as faults.
+#: The results of calls that are counted as denials, and as faults.
 _DENIALS: Final = ("deny",)
 _FAULTS: Final = ("fault", "timeout")
 

@@ -360,7 +360,7 @@ class RunningAddon:
 
 
 def _with_argument(name: str, function: Any) -> Any:
-    """Return a hook, whatever its signature is, as a function of one argument."""
+    """Return a hook with any signature as a function of one argument."""
     match name:
         case "metrics":
             # Steps of a generator and copies of mappings can run code of the addon, so they are part of the timed
@@ -387,7 +387,7 @@ class _Steps:
     """Awaits an ``async def`` hook, and charges each step's time to the addon.
 
     Attributes:
-        used_ns: the loop time that the hook has used so far, without the time that it has waited.
+        used_ns: the loop time that the hook has used so far, without its waits.
         abandoned: whether the next cancellation ends the task and its hook.
     """
 

@@ -132,8 +132,8 @@ class _Check:
         self._static: dict[str, Secret] = {}
         self._by_file: dict[tuple[str, str], Secret] = {}
         self._contexts: list[tuple[str, Role, ContextModel]] = []
-        #: For each file and filter name: the places that use this filter from this file, and the function that
-        #: reads the filter there.
+        #: For each file and filter name: each place with this filter from this file, and the function that reads
+        #: the filter there.
         self._extensions: dict[tuple[str, str], list[tuple[Discovered, Callable[..., object]]]] = {}
 
     def findings(self) -> Findings:

@@ -56,7 +56,7 @@ class BadFilter(ValueError):
 
 
 def compiled(whitelist: Iterable[FlowFilter], blacklist: Iterable[FlowFilter]) -> Test:
-    """Return a test for flows. If there are whitelist filters, one of them must match. No blacklist filter may
+    """Return a test for flows. If there are whitelist filters, at least one must match. No blacklist filter may
     match.
 
     Raises:
@@ -208,7 +208,7 @@ def _event_type(value: EventTypeFilter) -> Test:
 
 
 def _node(value: str) -> Test:
-    """Return the test of a filter ``CLUSTER/NODE``, in which ``*`` is a wildcard. Without a slash, the cluster is
+    """Return the test of a filter ``CLUSTER/NODE`` with ``*`` as a wildcard. Without a slash, the cluster is
     ``default``.
     """
     cluster, slash, node = value.rpartition("/")

@@ -68,7 +68,7 @@ async def flows_page(query: Query, ring: FlowRing, shape: Shape, more: More | No
 
 
 def before(found: Iterable[tuple[int, LineT]], began_ns: int) -> list[tuple[int, LineT]]:
-    """Return the entries of several processes in order, without those that ended during the request.
+    """Return the entries of several processes in order, without entries that ended during the request.
 
     Processes answer at slightly different times. A follower requests the entries that ended after its newest one.
     If entries of the last moment were returned, it would miss slightly older ones that another process wrote after

@@ -104,8 +104,8 @@ class RevocationLists:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Parse one list in DER, or PEM blocks, of which all except lists are ignored. Empty data contains no
-        lists.
+        """Parse one list in DER, or the lists among PEM blocks. Other PEM blocks are ignored. Empty data contains
+        no lists.
 
         Raises:
             CrlError: the data has another form.

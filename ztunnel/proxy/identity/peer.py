@@ -1,7 +1,7 @@
 """Builds the identity checks that handshakes run after verifying a peer's chain. Pure.
 
-A leaf must have exactly one URI name (X509-SVID, 2). With two, the handshake could check one of them while
-policies and logs use the other. Expected names that are not workload identities are ignored.
+A leaf must have exactly one URI name (X509-SVID, 2). With two, the handshake could check one name while policies
+and logs use the other. Expected names that are not workload identities are ignored.
 """
 
 from collections.abc import Callable, Iterable, Sequence

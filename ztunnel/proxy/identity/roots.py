@@ -1,8 +1,8 @@
 """Reads files of root certificates as OpenSSL does, one certificate at a time. Pure.
 
-An unreadable certificate is omitted, which reduces trust, and is reported by name. The others are used. A block
-with the label ``TRUSTED CERTIFICATE`` (``openssl x509 -addtrust``) has a list of uses after the certificate: its
-root counts if it is trusted for TLS servers or clients, and none of its uses is rejected.
+An unreadable certificate is omitted, which reduces trust, and is reported by name. All other certificates are
+used. A block with the label ``TRUSTED CERTIFICATE`` (``openssl x509 -addtrust``) has a list of uses after the
+certificate: its root counts if it is trusted for TLS servers or clients, and none of its uses is rejected.
 """
 
 import base64
@@ -105,8 +105,8 @@ def _certificate(der: bytes, *, trusted: bool) -> x509.Certificate:
 
 
 def _check_uses(uses: bytes) -> None:
-    """Refuse a root that is not trusted for TLS, or that is rejected for any use (OpenSSL's X509_CERT_AUX: the
-    trusted uses, then the rejected uses as [0]).
+    """Refuse a root that is not trusted for TLS, or is rejected for any use (OpenSSL's X509_CERT_AUX: the trusted
+    uses, then the rejected uses as [0]).
     """
     if not uses:
         return

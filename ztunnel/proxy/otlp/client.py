@@ -188,8 +188,8 @@ def _record(line: Line, resource: Resource) -> ReadableLogRecord:
 
 
 def _context(line: Line) -> Context:
-    """Return the span that a line belongs to: the connection's own span, or else the one that ``traceparent``
-    names.
+    """Return the span that a line belongs to: the connection's own span, or else the span named by
+    ``traceparent``.
     """
     if line.trace is None:
         return Context()

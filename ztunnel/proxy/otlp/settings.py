@@ -108,7 +108,7 @@ class Destination:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batching:
-    """The limits of a queue, and of the requests that are made from it.
+    """The limits of a queue, and of the requests that are made from the queue.
 
     Attributes:
         queue: the queue's limit. Above it the oldest items are dropped.
@@ -328,9 +328,7 @@ def _file(text: str) -> str:
 
 
 def _pairs(text: str) -> tuple[tuple[str, str], ...]:
-    """Parse ``name=value,name=value``, in which values can have percent encoding (W3C Baggage, without
-    properties).
-    """
+    """Parse ``name=value,name=value``. Values can have percent encoding (W3C Baggage, without properties)."""
     found = []
     for number, item in enumerate(filter(str.strip, text.split(",")), start=1):
         name, equals, value = item.partition("=")

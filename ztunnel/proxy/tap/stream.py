@@ -77,7 +77,7 @@ class SyntheticTcp:
     """One connection. Methods report an event, and return its packets in order.
 
     Args:
-        client, server: the two addresses. If only one of them is IPv4, it is shown as IPv4-mapped.
+        client, server: the two addresses. If only one address is IPv4, it is shown as IPv4-mapped.
         number: the connection's number in the capture. Initial sequence numbers depend on it, so that a reader
             does not mistake a connection for an earlier one with the same ports.
         mss: the longest payload of a segment. ``None`` uses Ethernet's.
@@ -131,7 +131,7 @@ class SyntheticTcp:
             end.advance(size)
 
     def end(self, sender: Side) -> list[Segment]:
-        """Return the FIN of one direction and its acknowledgment, or nothing if the direction has ended."""
+        """Return the FIN of one direction and its acknowledgment, or an empty list if the direction has ended."""
         end = self._ends[sender]
         if end.ended:
             return []

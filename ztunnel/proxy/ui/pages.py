@@ -31,8 +31,7 @@ PATH: Final = "/ui"
 MOST_FOLLOWERS: Final = 8
 #: Seconds between two events: short enough to watch changes.
 INTERVAL_S: Final = 2.0
-#: The interval is at least this multiple of the time that an event takes to make, so that events use at most 2 %
-#: of a CPU.
+#: The interval is at least this multiple of the time for making an event, so that events use at most 2 % of a CPU.
 _SHARE: Final = 50
 _SECURITY: Final = (
     (
@@ -80,7 +79,7 @@ class LivePages:
     """Answers the paths of the live page for one admin server.
 
     Args:
-        see: returns the current content. Called in the event loop, and never again before it has returned.
+        see: returns the current content. Calls are made in the event loop and never overlap.
         clock: the clock of rates and times.
         began: called when the first client begins to follow events. ``ended``: called when the last one leaves.
     """
@@ -180,7 +179,7 @@ class LivePages:
 
     def _written(self, seen: Seen, rates: Rates) -> str:
         shown = event(seen, rates, self._clock.monotonic(), self._clock.wall())
-        # JSON escapes line breaks, so an event is one line, whatever names it contains.
+        # JSON escapes line breaks, so an event is one line, even if a name in it contains a line break.
         return f"id: {self._number}\ndata: {json.dumps(shown)}\n\n"
 
 

@@ -25,7 +25,7 @@ class Workload:
     """A node of the graph.
 
     Attributes:
-        key: the key by which flows refer to it.
+        key: flows refer to the workload by this key.
         identity: its SPIFFE id. Empty if none is known.
         address: its address, if it has only one or the dialect identifies workloads by address.
         here: whether it runs on this proxy's node.

@@ -1,7 +1,7 @@
 """Cuts a front end's data to an event of bounded size, and adds rates. Pure.
 
-An event contains the most active entries and counts the others as ``left_out``, so that it is no longer with
-200,000 workloads than with 200.
+An event contains the most active entries and counts all further entries as ``left_out``, so that it is no longer
+with 200,000 workloads than with 200.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Bounds:
 
 
 class Rates:
-    """Stores the counts of the previous event, from which the rates are computed."""
+    """Stores the counts of the previous event, to compute rates."""
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, ...], Flow] = {}
@@ -84,7 +84,7 @@ _RATES: Final = ("connections_per_s", "failures_per_s", "bytes_per_s")
 
 
 def _counts(flow: Flow | None) -> tuple[int, int, int]:
-    """Return the counts from which :data:`_RATES` are computed."""
+    """Return the counts that :data:`_RATES` are computed from."""
     return (0, 0, 0) if flow is None else (flow.opened, flow.failed, flow.bytes_sent + flow.bytes_received)
 
 

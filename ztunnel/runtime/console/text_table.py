@@ -4,9 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 
 def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table, in which each column is as wide as its widest cell. The first row is the
-    heading.
-    """
+    """Yield the lines of a table. Each column is as wide as its widest cell. The first row is the heading."""
     listed = list(rows)
     if not listed:
         return

@@ -57,8 +57,8 @@ class ConfigReader:
         return self.mapping(loaded, "file", known)
 
     def mapping(self, value: object, place: str, known: tuple[str, ...] | None) -> Mapping[str, Any]:
-        """Return a mapping. If it is missing, return an empty one. ``known`` lists its valid keys; None permits
-        any key.
+        """Return a mapping. If it is missing, return an empty one. ``known`` lists its valid keys, or is None to
+        permit any key.
         """
         if value is None:
             return {}
@@ -154,8 +154,8 @@ class ConfigReader:
     def plain_name(self, name: str, place: str) -> None:
         """Record a fault unless a name has only letters, digits, '-' and '.'.
 
-        Names become parts of identities, in which slashes separate names, and of cluster names, in which
-        underscores do.
+        Names become parts of identities, with slashes as separators, and of cluster names, with underscores as
+        separators.
         """
         if not name or not all(char.isalnum() or char in "-." for char in name) or not name.isascii():
             self.fault(place, f"must be letters, digits, '-' and '.'{_but(name)}")

@@ -13,7 +13,7 @@ _INNER: Final = (
 
 
 def names_of(entry: Any) -> Iterator[str]:
-    """Yield the names by which an entry can be requested, the longest last."""
+    """Yield the names that an entry can be requested by, the longest last."""
     if not isinstance(entry, Mapping):
         return
     for key in _INNER:

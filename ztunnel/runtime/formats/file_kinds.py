@@ -1,7 +1,6 @@
-"""Recognizes a file for another command by its keys, so that the error can name that command. Pure.
+"""Recognizes a file for another command by its keys, so that the error can name the right command. Pure.
 
-Otherwise the command would report a fault in nearly every line of a file that is meant for another one, which
-helps nobody.
+Otherwise, given a file for another command, this command would report useless faults in nearly every line.
 """
 
 import json
@@ -17,7 +16,7 @@ class _Described(NamedTuple):
 
 
 class FileKind(Enum):
-    """A kind of file that operators write, with the command that reads it."""
+    """A kind of file that operators write, with the command to read this kind."""
 
     MESH = _Described("a mesh file", "ztunnel control-plane")
     PODS = _Described("a pods file", "ztunnel agent --state")

@@ -1,8 +1,8 @@
 """Parses a command line like ``pflag``, the parser of Go's cobra commands. Pure.
 
 ``--name=value``, ``--name value``, ``-n value``, ``-nvalue``, ``-n=value`` and switches joined as ``-abc``. A
-switch takes a value only after ``=``. Any word can be a value, even one that begins with a dash. Words that are
-not flags are permitted anywhere. If a flag is repeated, its last value counts.
+switch takes a value only after ``=``. Any word can be a value, even if it begins with a dash. Words that are not
+flags are permitted anywhere. If a flag is repeated, its last value counts.
 """
 
 import argparse

@@ -41,7 +41,7 @@ _INTEGER: Final = re.compile(
     r"|(?P<decimal>0|[1-9][0-9]*))",
     re.ASCII,
 )
-#: The old form of binary numbers, in which a sign can follow the prefix.
+#: The old form of binary numbers: a sign can follow the prefix.
 _BINARY: Final = re.compile(r"0b(?P<sign>[-+]?)(?P<binary>[01]+)", re.ASCII)
 _BASES: Final = (("hex", 16), ("binary", 2), ("octal", 8), ("decimal", 10))
 #: Matches the beginning of a document, with its directives.
@@ -271,7 +271,7 @@ def dump_all(values: Iterable[object]) -> str:
 
 
 def dump_json(value: object, indent: int | None = None) -> str:
-    """Return a value as JSON that is also valid YAML: characters that YAML forbids are escaped.
+    """Return a value as JSON that is also valid YAML: characters forbidden in YAML are escaped.
 
     Raises:
         ConfigError: it has a number that JSON cannot express.

@@ -47,7 +47,7 @@ class Family:
     samples: Iterable[Sample]
 
 
-#: The values of the labels of one sample, and its number.
+#: One sample: the values of its labels, and its number.
 LabelledValue = tuple[tuple[str, ...], float]
 
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl
 from ztunnel.runtime.sockets import PeerProcess
 
 TEXT = "text/plain; charset=UTF-8"
-#: The content type of errors of Envoy's ``/config_dump``, which name no character set.
+#: The content type of errors from Envoy's ``/config_dump``, which name no character set.
 PLAIN = "text/plain"
 JSON = "application/json"
 HTML = "text/html; charset=UTF-8"

@@ -1,7 +1,7 @@
 """Profiles a process: where the event loop's thread spends its time, or where memory was allocated and kept.
 
-Sampling the thread's stack holds the interpreter's lock for microseconds, a hundred times a second. Time in which
-the loop waits for events appears as a separate stack. A heap profile traces every allocation, which makes
+Sampling the thread's stack holds the interpreter's lock for microseconds, a hundred times a second. Time spent
+waiting for events in the loop appears as a separate stack. A heap profile traces every allocation, which makes
 allocations two to four times as slow.
 """
 

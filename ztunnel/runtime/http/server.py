@@ -491,7 +491,7 @@ class _Connection:
             await self._writer.drain()
 
     async def _refuse(self, error: h11.RemoteProtocolError) -> None:
-        """Answer a request that is not HTTP with an error. If an answer was already started, do nothing."""
+        """Answer a request that is not HTTP with an error. If an answer was already started, send no error."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         headers = [("content-type", TEXT), ("date", self._server.date()), ("connection", "close")]

@@ -144,7 +144,7 @@ class OwnCertificates:
         if authority == self._authority and now < self._renew:
             return
         leaf = issue(authority, self._names, now)
-        # The CA is written first, to shorten the time in which an API server has only the old CA for the new
+        # The CA is written first, to shorten the time while an API server has only the old CA for the new
         # certificate.
         self._write("ca.crt", authority.certificates)
         self._write("tls.key", leaf.key)

@@ -33,8 +33,8 @@ def operations(configuration: Object, bundle: bytes) -> list[Operation]:
     """Return the patch of a MutatingWebhookConfiguration. It is empty if every entry already has these
     certificates.
 
-    Each change is preceded by a test of the entry's name: if another client has meanwhile inserted an entry before
-    it, the whole patch fails instead of changing the wrong entry.
+    Each change is preceded by a test of the entry's name: if another client has meanwhile inserted an earlier
+    entry, the whole patch fails instead of changing the wrong entry.
 
     Raises:
         BadBundle: see :func:`certificates`.

@@ -1,7 +1,7 @@
 """Keeps the CA bundle in a webhook configuration equal to a file, after changes of either.
 
-Tools that reapply manifests insert an empty bundle, and the program that issues the certificate changes the file.
-Several replicas keep the same object: a patch without a change is not sent. If another writer repeatedly writes a
+Tools that reapply manifests insert an empty bundle, and the certificate's issuer changes the file. Several
+replicas keep the same object: a patch without a change is not sent. If another writer repeatedly writes a
 different bundle, the waits between two writes double up to a minute, because two competing writers have filled
 etcds.
 """
@@ -33,7 +33,7 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
     Args:
         client: its role needs ``list``, ``watch`` and ``patch`` of this configuration.
         name: the name of a MutatingWebhookConfiguration. All its entries are ours.
-        ca_file: the CA in PEM, read every second. While it is unreadable, nothing is written.
+        ca_file: the CA in PEM, read every second. While it is unreadable, the configuration stays unchanged.
     """
     loop = asyncio.get_running_loop()
     configuration: Object | None = None
@@ -60,8 +60,8 @@ async def keep_bundle(client: Client, name: str, ca_file: Path) -> None:
                 elif not patch and loop.time() >= not_before_s + _LONGEST_WAIT_S:
                     backoff.reset()
             except ApiRefused as error:
-                # 404 means that the owner has deleted the object, and 422 that an entry has moved. An event about
-                # either follows.
+                # 404 means that the owner has deleted the object. 422 means that an entry has moved. An event
+                # about either follows.
                 if error.status not in (404, 422):
                     fault = str(error)
             except (KubeError, BadBundle, OSError) as error:

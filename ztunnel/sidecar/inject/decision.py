@@ -1,7 +1,7 @@
 """Decides whether a pod is injected, by the first matching row of a table. Pure.
 
-The API server has already applied the webhook's selectors. The rows are those of Istio's injector, with the same
-labels and the same configuration.
+The API server has already applied the webhook's selectors. The rows, labels and configuration are the same as in
+Istio's injector.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Any, Final
 from ztunnel.kube.objects import Object
 from ztunnel.sidecar.inject.selector import Selector
 
-#: The name of the label by which a pod requests or refuses injection. Without the label, an annotation of this
+#: The name of the label that requests or refuses injection for a pod. Without the label, an annotation of this
 #: name counts.
 INJECT: Final = "sidecar.istio.io/inject"
 IGNORED_NAMESPACES: Final = frozenset({"kube-system", "kube-public", "kube-node-lease", "local-path-storage"})

@@ -3,8 +3,8 @@
 The template ``ambient`` adds the label for enrolment by node agents, and a first init container, which waits until
 the proxy's listeners are in the pod. Without this container, the first connections of an application could leave
 before its rules exist. There are no other changes. The pod does not get the annotation
-``sidecar.istio.io/status``, because Istio's and our node agents leave out pods with it. ``sidecar`` and
-``sidecar-classic`` are in :mod:`ztunnel.sidecar.inject.sidecar`.
+``sidecar.istio.io/status``, because Istio's and our node agents leave out pods with this annotation. ``sidecar``
+and ``sidecar-classic`` are in :mod:`ztunnel.sidecar.inject.sidecar`.
 
 Injecting a pod again does not change it: the added parts are found, by name or by the status, and replaced.
 """
@@ -98,7 +98,7 @@ def inject(
 
 
 def _unshared(value: Any) -> Any:
-    """Return a copy in which no parts are shared. YAML's anchors, for example, create shared parts."""
+    """Return a copy without shared parts. YAML's anchors, for example, create shared parts."""
     if isinstance(value, Mapping):
         return {key: _unshared(each) for key, each in value.items()}
     return [_unshared(each) for each in value] if isinstance(value, list) else value

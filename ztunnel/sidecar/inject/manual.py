@@ -37,7 +37,7 @@ class BadDocument(Exception):
 
 
 def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str]) -> str:
-    """Return a file in which all pods are injected. Its order, and its language (YAML or JSON), are unchanged.
+    """Return the file with all pods injected. Its order, and its language (YAML or JSON), are unchanged.
 
     Args:
         text: YAML, of any number of documents, or JSON, one value after the other.
@@ -66,7 +66,7 @@ def inject_text(text: str, namespace: str, config: InjectConfig, notes: list[str
 
 
 class _Rewrite:
-    """Builds a changed copy of a text by replacing parts of it, from the start to the end."""
+    """Builds a changed copy of a text by replacing parts, from the start to the end."""
 
     def __init__(self, text: str, namespace: str, config: InjectConfig, notes: list[str]) -> None:
         self._text = text

@@ -16,8 +16,8 @@ def diff(before: Any, after: Any, path: str = "") -> list[Operation]:
 
 
 def pointer(*parts: str | int) -> str:
-    """Return a JSON pointer made from its parts, in which ``~`` is written ``~0`` and ``/`` is written ``~1`` (RFC
-    6901, 3).
+    """Return a JSON pointer made from its parts. ``~`` is written ``~0``, and ``/`` is written ``~1`` (RFC 6901,
+    3).
     """
     return "".join(f"/{str(part).replace('~', '~0').replace('/', '~1')}" for part in parts)
 
@@ -40,7 +40,7 @@ def _diff(before: Any, after: Any, path: str) -> Iterator[Operation]:
 
 def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Operation]:
     """Change only the elements between the common start and the common end of both lists. So a container inserted
-    before others becomes one ``add``, and the others are not replaced.
+    before other containers becomes one ``add``, without replacing the later containers.
 
     So a container inserted before others becomes one ``add``, not a replacement of every container.
     """

@@ -57,8 +57,8 @@ def restore(containers: Sequence[Any], originals: Mapping[str, Any]) -> None:
 
 
 def _handled(containers: Sequence[Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], str, str]]:
-    """Yield every probe with a handler that can be rewritten, as its container, the object that contains the
-    probe, the probe's key in that object, and its path.
+    """Yield every probe with a rewritable handler, as four values: its container, the object that contains the
+    probe, the probe's key in this object, and its path.
     """
     for container in containers:
         if not isinstance(container, dict):

@@ -83,10 +83,10 @@ def answer(body: bytes, content_type: str, config: InjectConfig, path: str = "")
 def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """Return the environment of sidecars, and the templates for pods that name none, from a webhook's URL.
 
-    Like in Istio, a URL has pairs of names and values such as ``/cluster/east/net/west``, in which ``--slash--``
-    stands for ``/``. A name without a value is ignored. ``cluster`` and ``net`` set variables of their own, other
-    names are converted to capitals. ``/templates/a,b`` exists only here, because two configurations can call one
-    injector.
+    Like in Istio, a URL has pairs of names and values such as ``/cluster/east/net/west``. In a value,
+    ``--slash--`` stands for ``/``. A name without a value is ignored. ``cluster`` and ``net`` set variables of
+    their own, other names are converted to capitals. ``/templates/a,b`` exists only here, because two
+    configurations can call one injector.
     """
     parts = [unquote(part) for part in path.split("/") if part]
     found: dict[str, str] = {}
@@ -102,7 +102,7 @@ def url_parts(path: str) -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def pod_name(pod: Mapping[str, Any]) -> str:
-    """Return a pod's name for logs. A controller's pod has only a prefix of its name before it is stored."""
+    """Return a pod's name for logs. A controller's pod has only a prefix of its name until it is stored."""
     metadata = mapping(pod, "metadata")
     name = metadata.get("name")
     return str(name) if name else f"{metadata.get('generateName', '')}***** (name not known)"
@@ -117,7 +117,7 @@ def _review(version: str, response: Mapping[str, Any], about: str) -> Answer:
         result, about = "denied", f"{about}: {response['status']['message']}"
     else:
         result = "injected" if "patch" in response else "skipped"
-    # The answer has the request's version, because the API server refuses an answer in another one.
+    # The answer has the request's version, because the API server refuses an answer in another version.
     body = json.dumps({"apiVersion": version, "kind": "AdmissionReview", "response": response}).encode()
     return Answer(200, "application/json", body, result, about)
 

@@ -8,8 +8,8 @@ containers until it accepts connections.
 
 The added parts are recorded in ``sidecar.istio.io/status``, whose presence makes node agents leave the pod alone.
 Injecting again first removes all added parts. So a later injector or configuration replaces an earlier one, and a
-repetition has no effect. If a container in the pod has the name of one of ours, it contains the author's changes
-to ours. It is merged over the template's container, and kept in ``proxy.istio.io/overrides`` for the next
+repetition has no effect. If a container in the pod has the same name as our container, it contains the author's
+changes to ours. It is merged over the template's container, and kept in ``proxy.istio.io/overrides`` for the next
 injection.
 
 The label ``security.istio.io/tlsMode`` is not added, because it makes a mesh's Envoys use Istio's own mTLS, which
@@ -284,8 +284,8 @@ def _proxy(
     if native:
         made["restartPolicy"] = "Always"
     elif asked.status_port:
-        # All containers get SIGTERM at once. The proxy waits before it ends, because the application can still
-        # have data to send.
+        # All containers get SIGTERM at once. The proxy waits before ending, because the application can still have
+        # data to send.
         lifecycle["preStop"]["exec"]["command"] = [*drain, f"--wait={config.sidecar.drain_s}"]
     if not native:
         # Kubelet starts the next container after this hook has ended.
@@ -448,8 +448,8 @@ def _ids(proxy: Mapping[str, Any]) -> tuple[int, int]:
 def _id_warnings(
     spec: Mapping[str, Any], containers: Sequence[Mapping[str, Any]], user: int, group: int
 ) -> list[str]:
-    """Return a warning for each container that runs as the proxy's user or group, so that the rules do not capture
-    it.
+    """Return a warning for each container that runs as the proxy's user or group. The rules do not capture such a
+    container.
     """
     found = []
     for each in containers:

@@ -13,8 +13,8 @@ from hbone.x509_errors import UNREADABLE
 from ztunnel.ask.check.rules import objects as o
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Object, error, warning
 
-#: The lowest minor version of Kubernetes 1 that has the APIs used here (except ``MutatingAdmissionPolicy``), and
-#: the minor version that the tests use.
+#: The lowest minor version of Kubernetes 1 with the APIs used here (except ``MutatingAdmissionPolicy``), and the
+#: minor version that the tests use.
 LEAST_MINOR: Final = 28
 TESTED_MINOR: Final = 32
 #: A normal rollout is shorter than this, although each node's connections drain for minutes. A longer one is stuck

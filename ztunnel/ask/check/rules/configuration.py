@@ -47,8 +47,8 @@ def refused(facts: Facts) -> Iterator[Finding]:
 
 
 def same_mesh(facts: Facts) -> Iterator[Finding]:
-    """Check whether all proxies have the same mesh: by hashes if all of them are ours, otherwise by counts in
-    their dumps.
+    """Check whether all proxies have the same mesh: by hashes if every proxy is ours, otherwise by counts in their
+    dumps.
     """
     _not_on_demand(facts)
     ours = all(node.check is not None for node in facts.nodes.values() if node.dump is not None)

@@ -100,7 +100,7 @@ def trust(facts: Facts) -> Iterator[Finding]:
 
 
 def tokens(facts: Facts) -> Iterator[Finding]:
-    """Check the token with which each proxy requests certificates and configuration."""
+    """Check the token that each proxy sends with requests for certificates and configuration."""
     found = False
     for node, check in facts.checks():
         token = check.get("token")

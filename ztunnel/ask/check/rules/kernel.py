@@ -76,7 +76,7 @@ def connection_tracking(facts: Facts) -> Iterator[Finding]:
 
 
 def local_ports(facts: Facts) -> Iterator[Finding]:
-    """Check the range of local ports, and how many of them a pod uses for connections to one target."""
+    """Check the range of local ports, and how many local ports a pod uses for connections to one target."""
     found = False
     for node, check in facts.checks():
         found = True

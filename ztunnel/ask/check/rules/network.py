@@ -15,7 +15,7 @@ _SKEW_S: Final = 60.0
 _IN_PODS: Final = frozenset({15001, 15006, 15008, 15053})
 #: Ports of the proxy itself: admin, metrics, readiness.
 _ON_NODES: Final = frozenset({15000, 15020, 15021})
-#: Names of containers by which other meshes redirect a pod's traffic to a sidecar proxy.
+#: Names of the sidecar proxy containers that other meshes redirect a pod's traffic to.
 _OTHER_MESHES: Final = {"linkerd-proxy": "Linkerd", "consul-dataplane": "Consul", "kuma-sidecar": "Kuma"}
 _PLUGIN: Final = "ztunnel-cni"
 

@@ -100,7 +100,7 @@ def root_namespaces(facts: Facts) -> set[str]:
 
 
 def captured(facts: Facts) -> Iterator[Object]:
-    """Yield the running pods that a label puts into the mesh: the pod's own, or that of its namespace."""
+    """Yield the running pods that a label puts into the mesh: the pod's own label, or its namespace's label."""
     ambient = ambient_namespaces(facts)
     for pod in facts.listed("Pod"):
         mode = labels(pod).get(MODE)

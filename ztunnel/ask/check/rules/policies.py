@@ -1,4 +1,4 @@
-"""Finds policies, in the cluster or in proxies, that do not have the effect that their authors expect. Pure."""
+"""Finds policies, in the cluster or in proxies, that do not have the effect expected by their authors. Pure."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def install(wanted: Installation) -> list[str]:
 
 
 def taken_by_runtime(folder: Path) -> Path | None:
-    """Return the file that container runtimes use in a folder: the first by name that libcni can load."""
+    """Return the file that container runtimes use in a folder: the first by name among files libcni can load."""
     for path in _candidates(folder):
         try:
             read(read_text(path), listed=path.name.endswith(_LIST))
@@ -261,7 +261,7 @@ def _target(wanted: Installation, path: Path) -> Path:
     """Return the file for our plugin. Its name makes container runtimes use it instead of the network's file."""
     copy = wanted.configurations / OWNED
     if copy.name > path.name:
-        # "-" sorts before ".", so this file comes before the network's file, whatever its ending is.
+        # "-" sorts before ".", so this file comes before the network's file, regardless of its ending.
         copy = path.with_name(path.name[: path.name.rfind(".")] + _OWN_ENDING)
     if wanted.owned:
         return copy
@@ -278,7 +278,7 @@ def _target(wanted: Installation, path: Path) -> Path:
 
 
 def _primary(wanted: Installation) -> tuple[Path, dict[str, Any]]:
-    """Return the network's own configuration: the one that a runtime would use without our plugin."""
+    """Return the network's own configuration, which a runtime would use without our plugin."""
     faults = []
     paths = [path for path in _candidates(wanted.configurations) if not _is_own(path)]
     for path in paths:

@@ -25,7 +25,9 @@ def page(proxy: InspectedProxy) -> Page:
 
 
 def contexts_in_use(proxy: InspectedProxy) -> Iterator[LiveContext]:
-    """Yield the TLS contexts whose secrets have arrived: first those of clusters, then those of filter chains."""
+    """Yield the TLS contexts whose secrets have arrived: first the contexts of clusters, then the contexts of
+    filter chains.
+    """
     for cluster in proxy.clusters.active:
         yield from (context for context in cluster.contexts if context.current is not None)
     for listener in proxy.listeners.active:
@@ -78,7 +80,8 @@ def _parsed(pem: bytes | None) -> list[x509.Certificate]:
 
 
 def _context(context: LiveContext, now: datetime) -> dict[str, object]:
-    # As in Envoy, only the leaf of our own chain is shown. All roots are shown, while Envoy shows only the first.
+    # Only the leaf of our own chain is shown, like in Envoy. All roots are shown, while Envoy shows only the
+    # first.
     return {"ca_cert": details(_roots(context), now), "cert_chain": details(_own(context), now)}
 
 

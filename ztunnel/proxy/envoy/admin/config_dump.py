@@ -200,7 +200,7 @@ def _element(message: Message, indent: str) -> Piece:
 
 
 def _indented(message: Message, indent: str) -> str:
-    # Every line break can be indented: JSON escapes line breaks inside strings, so the others are only layout.
+    # Every line break can be indented, because JSON escapes line breaks inside strings.
     return format_json(to_dict(message, redact=True)).rstrip("\n").replace("\n", f"\n{indent}")
 
 

@@ -137,7 +137,7 @@ def _dynamic_cluster(
 
 
 def endpoints(proxy: InspectedProxy, shown: Shown) -> Dump:
-    """Return the dump of all active clusters' endpoints. As in Envoy, it has no versions and times."""
+    """Return the dump of all active clusters' endpoints. Like in Envoy, it has no versions and times."""
     wanted = [cluster for cluster in proxy.clusters.active if shown(cluster.model.name)]
     static = (
         admin.EndpointsConfigDump.StaticEndpointConfig(endpoint_config=registry.pack(assignment_message(cluster)))
@@ -164,7 +164,7 @@ def assignment_message(cluster: LiveCluster) -> endpoint_pb2.ClusterLoadAssignme
             continue
         block = message.endpoints.add()
         locality = group.locality
-        # As in Envoy, this field is present in the dump even if it is empty.
+        # Like in Envoy, this field is present in the dump even if it is empty.
         block.locality.SetInParent()
         for name in ("region", "zone", "sub_zone"):
             setattr(block.locality, name, getattr(locality, name))

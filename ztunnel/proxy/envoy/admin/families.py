@@ -20,7 +20,7 @@ from ztunnel.runtime.http.exposition import Family, LabelledValue, family
 
 
 def families(proxy: InspectedProxy) -> Iterator[Family]:
-    """Yield every metric family of a proxy, including those of addons and hand-overs, if there are any."""
+    """Yield every metric family of a proxy, including the families of addons and hand-overs, if there are any."""
     yield from scraped(proxy.stats, proxy.account.times)
     build = (__version__, hbone.build(), platform.python_version())
     text = "What runs: a pure or a compiled tunnel engine (unstable)"

@@ -52,7 +52,7 @@ _POLICY_DENIED: Final = ("rbac_access_denied", "calico_access_denied", POLICY_CH
 
 
 class _Ends(NamedTuple):
-    """The two workloads of a connection, and the other values by which the page groups its counts."""
+    """The values that the page groups its counts by: the two workloads of a connection, and others."""
 
     source: str
     destination: str

@@ -15,7 +15,7 @@ _64_BIT = (FieldDescriptor.CPPTYPE_INT64, FieldDescriptor.CPPTYPE_UINT64)
 
 
 def server_info(proxy: InspectedProxy) -> dict[str, Any]:
-    """Return the page's JSON object. As in Envoy, ``command_line_options`` contains every field."""
+    """Return the page's JSON object. Like in Envoy, ``command_line_options`` contains every field."""
     uptime = f"{int(proxy.clock.monotonic() - proxy.started)}s"
     return {
         "version": version(),

@@ -49,7 +49,7 @@ class Discovery:
 
 @dataclass(frozen=True, slots=True)
 class GrpcTarget:
-    """A static cluster with one endpoint, to which gRPC streams can connect.
+    """A static cluster with one endpoint that gRPC streams can connect to.
 
     Attributes:
         address: ``host:port`` or ``unix:/path``.
@@ -130,7 +130,7 @@ def parse_bootstrap(path: str, faults: list[ConfigError] | None = None) -> Boots
     try:
         parsed = parse_text(text, Bootstrap, name=path, faults=found)
         message = parsed.message
-        # As in Envoy, fields unknown to our version of the messages are faults.
+        # Like in Envoy, fields unknown to our version of the messages are faults.
         found += [ConfigError(field.reason, field.path) for field in parsed.unknown_fields]
     except ConfigError as error:
         found.append(error)
@@ -221,7 +221,7 @@ def read_bootstrap(message: Bootstrap, faults: list[ConfigError] | None = None) 
 #: Returns a context manager that adds a field path in front of each error raised inside. It raises the error
 #: again, or stores the error if faults are collected.
 _Noting = Callable[..., AbstractContextManager[None]]
-#: The accepted fields of a bootstrap. Each of them is either implemented (some of them where static resources are
+#: The accepted fields of a bootstrap. Each field is either implemented (some fields where static resources are
 #: served) or has no effect in this proxy.
 _BOOTSTRAP = (
     "node",
@@ -347,7 +347,7 @@ def _target(cluster: Cluster) -> str | None:
 
 
 def bootstrap_for(control_plane: str, node: str, *, delta: bool, admin: SocketAddress | None) -> Bootstrap:
-    """Generate a bootstrap from nothing but the control plane's address and the node's name."""
+    """Generate a bootstrap from only the control plane's address and the node's name."""
     message = Bootstrap()
     message.node.id = f"sidecar~0.0.0.0~ztunnel-{node}.istio-system~istio-system.svc.cluster.local"
     message.node.cluster = "ztunnel.proxy.istio-system"

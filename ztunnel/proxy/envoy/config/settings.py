@@ -48,9 +48,9 @@ class Switches:
         route_timeouts: whether Envoy's default timeouts of 15 s after half-close and 300 s idle apply where the
             configuration sets no timeout.
         node_local_shortcut: whether tunnels between two pods of this node stay in this process.
-        early_data: whether the first bytes of a connection are sent along with its CONNECT, to peers that announce
-            that they buffer these bytes until they have answered. This saves a round trip.
-        check_authority: whether a tunnel can only name the pod to which its connection was opened.
+        early_data: whether the first bytes of a connection are sent along with its CONNECT, if the peer announces
+            that it buffers these bytes until it has answered. This saves a round trip.
+        check_authority: whether a tunnel can only name the pod that its connection was opened to.
         judge_ports: whether ports in policies mean the application's port. Envoy compares with the tunnel's port.
         strict_tls: whether servers are verified even if the configuration does not require it.
         tunnel_source: the source address of tunnels. Envoy loses the client's address in an internal listener.
@@ -71,7 +71,7 @@ class Settings:
 
     Attributes:
         bootstrap: path of an Envoy bootstrap. Empty if ``control_plane`` is given.
-        control_plane: ``host:port`` or ``unix:/path`` of an ADS server, for which a bootstrap is generated.
+        control_plane: ``host:port`` or ``unix:/path`` of an ADS server. A bootstrap with this server is generated.
         node: the name of the node, for the generated bootstrap.
         readiness, metrics: addresses to listen on. ``None`` disables the server.
         spin_us: the time to poll without sleeping after activity, in microseconds. 0: always sleep.
@@ -195,7 +195,7 @@ def settings_from(flags: Mapping[str, str | None], env: Mapping[str, str]) -> Se
     """Read settings. A flag has precedence over its variable.
 
     Raises:
-        SettingsError: values are unusable, or ``ZTUNNEL_*`` variables are unknown. The text lists all of them.
+        SettingsError: values are unusable, or ``ZTUNNEL_*`` variables are unknown. The text lists all faults.
     """
     faults: list[str] = []
 

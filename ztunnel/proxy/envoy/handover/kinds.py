@@ -12,7 +12,7 @@ from ztunnel.proxy.envoy.handover.units import movable_units
 
 
 def kinds_of(parts: Parts) -> Kinds:
-    """Return the Envoy-specific functions with which a hand-over moves this process's connections."""
+    """Return the Envoy-specific functions that a hand-over uses to move this process's connections."""
 
     async def made(offer: messages.Offer, socks: list[socket.socket]) -> Pending:
         return await make(parts, offer, socks)

@@ -1,4 +1,4 @@
-"""The messages by which a process offers its connections to another process, in Envoy's dialect; see
+"""The messages that a process sends to offer its connections to another process, in Envoy's dialect; see
 :mod:`ztunnel.proxy.dataplane.handover.messages`. Pure.
 
 Messages refer to configuration by name: listeners, filter chains, clusters and hosts. The taker looks the names up
@@ -25,7 +25,7 @@ Plain: TypeAlias = dict[str, dict[str, Any]]
 
 
 class Kind(StrEnum):
-    """What a hop is: an accepted connection, a request, or a hop within the process."""
+    """The kind of a hop: an accepted connection, a request, or a hop within the process."""
 
     CONNECTION = "connection"  # accepted by a listener
     INNER = "inner"  # behind an internal listener
@@ -125,7 +125,7 @@ class AcceptedValue(Struct, frozen=True, kw_only=True, tag="accepted"):
 
 
 class Offer(messages.Offer, frozen=True, kw_only=True, tag=True):
-    """The offer of one unit of connections, which move together: a tunnel connection with its relays, or a relay
+    """The offer of one unit. Its connections move together: a tunnel connection with its relays, or a relay
     without a tunnel.
 
     Attributes:

@@ -101,7 +101,7 @@ class Hop(NamedTuple):
 
     @property
     def place(self) -> tuple[LiveCluster, Host]:
-        """The cluster and the host to which the connection was opened.
+        """The cluster and the host that the connection was opened to.
 
         Raises:
             ValueError: the hop has no cluster and host, because it is a tunnel connection.
@@ -345,7 +345,7 @@ class Pending:
             self._judge(life)
 
     def _judge(self, life: LiveHop) -> None:
-        """Check a hop against the current configuration, in which the hop's listener can already be missing."""
+        """Check a hop against the current configuration. The hop's listener can already be missing there."""
         connections = self._parts.connections
         if life.state is State.CLOSED:
             return

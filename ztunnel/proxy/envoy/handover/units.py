@@ -90,9 +90,7 @@ class Unit:
 
 
 def movable_units(connections: Connections, connector: Connector) -> tuple[list[Unit], Counter[str]]:
-    """Return all units of this process that can move, and the number of connections that cannot move, by
-    reason.
-    """
+    """Return all movable units of this process, and the number of connections that cannot move, by reason."""
     stays = Counter[str]()
     carriers: dict[int, Unit] = {}
     for life in connections:

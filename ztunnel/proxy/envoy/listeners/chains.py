@@ -180,7 +180,7 @@ class LiveTcpProxy:
 
     def __init__(self, model: TcpProxy, stats: Stats, logs: AccessLogs) -> None:
         self.model = model
-        #: The time limit for opening an upstream. As in Envoy, the idle timer and the duration timer already run
+        #: The time limit for opening an upstream. Like in Envoy, the idle timer and the duration timer already run
         #: during this time. They also limit the wait for the answer to a CONNECT, which a cluster's connect
         #: timeout does not limit.
         self.opening_limit_s = min(model.idle_timeout_s or math.inf, model.max_duration_s or math.inf)
@@ -214,7 +214,7 @@ _TCP_COUNTED = (*declared_in(LiveTcpProxy), *_BUFFERED)
 
 
 class _Counted(NamedTuple):
-    """The counters of a connection manager from which other statistics are computed."""
+    """The counters of a connection manager that are needed to compute other statistics."""
 
     requests: Counter
     connections: Gauge

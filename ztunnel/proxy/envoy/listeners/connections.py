@@ -97,7 +97,7 @@ class LiveHop(Life):
             read the port use :attr:`application`.
 
     Attributes:
-        owner: the listener that accepted the hop, in the version of that time.
+        owner: the listener that accepted the hop, in its version at the time.
         chain: the filter chain, once it is chosen.
         cluster: the upstream cluster, once it is chosen.
         filter_sinks: loggers of the TCP proxy or connection manager. They come before ``listener_sinks``.

@@ -79,7 +79,7 @@ def annotate(entry: model.ListenerFilter, info: StreamInfo, name: str) -> None:
     """Run a filter that reads no bytes, for an accepted or an internal connection.
 
     ``OriginalDst`` is implemented by :func:`restore` for a socket, and here for an internal connection: this
-    function reads the metadata and filter state that an ``internal_upstream`` transport socket passed on. As in
+    function reads the metadata and filter state that an ``internal_upstream`` transport socket passed on. Like in
     Envoy, missing and unparsable values are ignored.
 
     Raises:

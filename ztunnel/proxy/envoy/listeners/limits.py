@@ -83,7 +83,7 @@ class LiveRateLimit:
         self._tokens -= 1
 
     def hold(self, info: StreamInfo) -> None:
-        """Do nothing, because the process that admitted the connection has already taken the token."""
+        """Take no token, because the process that admitted the connection has already taken one."""
 
 
 def live_limit(

@@ -1,8 +1,8 @@
 """Listeners at run time: sockets, filters, chains and counters.
 
-Updates work as in Envoy. If only filter chains or the matcher change, the listener is updated in place: unchanged
-chains keep their connections, and changed chains drain. Any other change creates a new listener, which takes over
-the sockets while the old listener drains.
+Updates work like in Envoy. If only filter chains or the matcher change, the listener is updated in place:
+unchanged chains keep their connections, and changed chains drain. Any other change creates a new listener, which
+takes over the sockets while the old listener drains.
 """
 
 import logging
@@ -43,7 +43,7 @@ def bind(model: Listener, address: SocketAddress, poller: Poller, gate: Gate | N
         (option.level, option.name, option.value) for option in model.socket_options if option.state == "prebind"
     ]
     if ":" in address.host:
-        # As in Envoy, a listener on an IPv6 address accepts IPv4 connections only if ``ipv4_compat`` is set.
+        # Like in Envoy, a listener on an IPv6 address accepts IPv4 connections only if ``ipv4_compat`` is set.
         early.append((socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if model.ipv4_compat else 1))
     sock = sockets.listen(
         address.host,

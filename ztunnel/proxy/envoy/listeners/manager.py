@@ -166,7 +166,7 @@ class ListenerManager:
 
     @property
     def active(self) -> list[LiveListener]:
-        """The active listeners, in the order in which they were added."""
+        """The active listeners, in order of addition."""
         return list(self._table)
 
     @property
@@ -647,7 +647,7 @@ class ListenerManager:
     def stop(self, keep: Callable[[LiveListener], bool] = lambda _: False) -> None:
         """Stop accepting at once; open connections continue (``/drain_listeners``, shutdown).
 
-        Listeners for which ``keep`` returns false never accept again. This also applies to later versions of them.
+        If ``keep`` returns false for a listener, this listener and its later versions never accept again.
         """
         earlier = self._may_listen
         self._may_listen = lambda listener: earlier(listener) and keep(listener)

@@ -51,7 +51,7 @@ class Plan:
     """The values shared by the connections of one client address to one destination.
 
     Attributes:
-        listener: the listener that carries the connection. A different listener may have accepted it.
+        listener: the listener that carries the connection. It is possible that a different listener accepted it.
         chain: the filter chain of the connection.
         local: the local address of the accepted socket.
         destination, restored, options, metadata: the facts that the listener filters have determined.

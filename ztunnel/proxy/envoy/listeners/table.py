@@ -10,7 +10,7 @@ from ztunnel.proxy.envoy.listeners.listener import LiveListener
 
 
 class ListenerTable:
-    """The active listeners, in the order in which they were added.
+    """The active listeners, in order of addition.
 
     Attributes:
         version: the number of changes so far.

@@ -66,7 +66,8 @@ RESPONSE_HEADERS = "envoy.tcp_proxy.propagate_response_headers"
 _CLIENT_ADDRESS = "envoy://internal_client_address/"
 
 
-#: Labels that addons prefer. A host is preferred if it has all of them; see :mod:`ztunnel.proxy.addons.decide`.
+#: Labels that addons prefer. A host is preferred if it has all these labels; see
+#: :mod:`ztunnel.proxy.addons.decide`.
 Labels = frozenset[tuple[str, str]]
 #: An additional check of a host before a connection to it is opened. It raises ``Denied`` to refuse the host.
 AdmitsHost = Callable[[LiveHop, LiveTcpProxy, Host], Awaitable[None]]
@@ -88,8 +89,8 @@ class Connector:
         keep_client_address: whether tunnels behind an internal listener keep the client's address, which Envoy
             loses (``tunnel_source``).
         times: records the durations of handshakes.
-        early_data: whether to send the first bytes of a connection along with its CONNECT, to peers that announce
-            that they buffer these bytes.
+        early_data: whether to send the first bytes of a connection along with its CONNECT, if the peer announces
+            that it buffers these bytes.
         admit: an additional check of a host. ``None`` disables it.
     """
 
@@ -379,7 +380,7 @@ class Connector:
     # Internal listeners
 
     async def _enter(self, opening: Opening, address: InternalAddress, client: End | None) -> ClusterUpstream:
-        """Connect to an internal listener in this process. As in Envoy, the text of a failure is ``Invalid
+        """Connect to an internal listener in this process. Like in Envoy, the text of a failure is ``Invalid
         argument``.
         """
         if opening.inner is not None:
@@ -428,7 +429,7 @@ class Connector:
 
     @staticmethod
     def _entered_upstream(opening: Opening, inner: LiveHop, upstream: ClusterUpstream) -> ClusterUpstream:
-        """Turn the upstream of the hop behind an internal listener into the upstream of the hop in front of it."""
+        """Turn the upstream of the hop behind an internal listener into the upstream of the preceding hop."""
         cluster, host, counted, header = opening.cluster, opening.host, opening.counted, opening.header
         assert counted is not None
         if header:
@@ -600,7 +601,7 @@ def _failed(cluster: LiveCluster, error: Exception) -> Refused:
 
 
 def _end_inner(opening: Opening, hop: LiveHop, error: Refused) -> Refused:
-    """End a refused hop behind an internal listener, and return the failure of the hop in front of it."""
+    """End a refused hop behind an internal listener, and return the failure of the preceding hop."""
     assert opening.counted is not None
     hop.refused(error)
     hop.close()

@@ -56,7 +56,7 @@ class Datapath:
     """Carries accepted connections to their end. The owner of this object closes it.
 
     Args:
-        listeners: the listeners to which a connection can be handed.
+        listeners: the listeners that a connection can be handed to.
         proxies: carries connections to clusters.
         tunnels: terminates tunnels.
         connections: the table that every connection is registered in.
@@ -161,7 +161,7 @@ class Datapath:
             if chain.gated:
                 await self._admit(chain, info)
             if chain.manager is not None:
-                # As in Envoy, a connection manager's access loggers write one line per request, but none for the
+                # Like in Envoy, a connection manager's access loggers write one line per request, but none for the
                 # connection.
                 info.protocol = "HTTP/2"
                 await self._tunnels.serve(connection, listener, chain, end)
@@ -210,7 +210,7 @@ class Datapath:
         accepted_for = info.facts.destination
         await self._run_limited(listener, end, info, transparent=transparent)
         if listener.model.use_original_dst and info.restored and info.facts.destination != accepted_for:
-            # A PROXY header has changed the destination. As in Envoy, a connection is handed off only once.
+            # A PROXY header has changed the destination. Like in Envoy, a connection is handed off only once.
             named = self._listeners.hand_off(info.facts.destination, listener)
             if named is not listener:
                 listener = named

@@ -359,7 +359,7 @@ _OF_BIND = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 def count_request(cluster: LiveCluster, host: Host) -> None:
-    """Count an open connection of a cluster and host. As in Envoy, it also counts as one request."""
+    """Count an open connection of a cluster and host. Like in Envoy, it also counts as one request."""
     cluster.stats.rq_total.value += 1
     host.cx_total += 1
     count_open(cluster, host)

@@ -2,8 +2,8 @@
 Pure.
 
 This module uses the data path's objects and functions without counting, opening sockets or calling a balancer.
-Instead of choosing an endpoint, it follows every possible endpoint. It cannot know to which listener the kernel
-redirects a packet, so the question can name the listener.
+Instead of choosing an endpoint, it follows every possible endpoint. The kernel's choice of listener for a
+redirected packet is unknown here, so the question can name the listener.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Opening:
     :meth:`ztunnel.proxy.envoy.path.connect.Connector.begin`.
 
     Attributes:
-        hop, proxy, cluster, host, transport, tunnelled: the hop, its filter, and the first choices made for it.
+        hop, proxy, cluster, host, transport, tunnelled: the hop, its filter, and the first choices for this hop.
         inner: the attempt of the next hop, behind an internal listener.
         counted: the connection to the internal listener.
         tunnel: the requested tunnel. Only the last hop has one.

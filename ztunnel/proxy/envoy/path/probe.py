@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 _READ: Final = 8 * 1024
 #: The expected bytes must occur within this many bytes from the beginning of an answer.
 _MOST_READ: Final = 1 << 20
-#: Methods whose requests get ``content-length: 0`` if they have no body, as in Envoy.
+#: Methods whose requests get ``content-length: 0`` if they have no body, like in Envoy.
 _WITH_BODY: Final = ("POST", "PUT", "PATCH", "OPTIONS")
 _NO_OPTIONS: Final = UpstreamOptions()
 #: If a health check raises one of these errors, the host counts as not answering.
@@ -163,7 +163,7 @@ def _context(cluster: LiveCluster, host: Host) -> TlsContext | None:
 def _header(cluster: LiveCluster, host: Host, sock: socket.SocketType) -> bytes:
     """Return the PROXY header of a check, or no bytes if the cluster uses none.
 
-    A check has no client. As in Envoy, the header has the socket's own addresses in version 1, and LOCAL in
+    A check has no client. Like in Envoy, the header has the socket's own addresses in version 1, and LOCAL in
     version 2.
     """
     _, transport = cluster.model.transport_socket_for(host.endpoint.metadata)

@@ -334,8 +334,8 @@ def _note_end(hops: Sequence[LiveHop], proxy: LiveTcpProxy, ended: RelayEnd, ups
             flagged = hops[hops.index(hop) :]  # as in Envoy, hops before an internal listener have no DT
             flag, details = Flag.DURATION_TIMEOUT, "max_downstream_connection_duration"
     elif upstream.end.source is SourceState.CUT:
-        # Blame the end that was cut, not the end that stopped first. After a half-close by the client, the client
-        # would always count as first.
+        # Blame the cut end, not the end that stopped first. After a half-close by the client, the client would
+        # always count as first.
         lost = isinstance(ended.error, TunnelBroken) and ended.error.code is None
         flag = Flag.UPSTREAM_TERMINATED if lost else Flag.UPSTREAM_RESET
         broken = lost

@@ -28,7 +28,7 @@ from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 from ztunnel.proxy.envoy.upstream.host import Host
 from ztunnel.proxy.envoy.upstream.manager import ClusterManager
 
-#: The HTTP/2 error code CONNECT_ERROR, with which Envoy resets the stream after a failed CONNECT.
+#: The HTTP/2 error code CONNECT_ERROR. Envoy resets the stream with this code after a failed CONNECT.
 CONNECT_ERROR = 10
 
 NO_IP_ADDRESS = "a tunnel can only lead to an IP address"
@@ -78,10 +78,10 @@ class TunnelRules:
     """Checks which targets tunnel requests can name.
 
     Attributes:
-        check_authority: whether a tunnel can only name the pod that its connection was opened to. If not (as in
+        check_authority: whether a tunnel can only name the pod that its connection was opened to. If not (like in
             Envoy), a client with access to one pod of the node can reach every pod, checked only by the first
             pod's policy.
-        judge_ports: whether policies see the application's port. If not (as in Envoy), policies see the captured
+        judge_ports: whether policies see the application's port. If not (like in Envoy), policies see the captured
             port, 15008, so a DENY by port never matches a tunnel.
         own_ports: returns this proxy's listening ports, which no tunnel is allowed to name.
     """
@@ -150,7 +150,7 @@ class RequestPlan:
         route: the chosen route. ``None``: unknown, or it depends on more than the head.
         routes: the table that ``route`` was chosen from.
         virtual_host: the metadata of the route's virtual host.
-        cluster: the cluster for which the address was checked.
+        cluster: the cluster that the address was checked for.
         checked: the headers after the check.
         port: the port named by the request, or 0.
     """
@@ -404,7 +404,7 @@ def _route_in(host: VirtualHost | None, info: StreamInfo) -> Route | None:
 
 
 def _virtual_host(hosts: Sequence[VirtualHost], authority: str) -> VirtualHost | None:
-    """Return the virtual host that best matches a request's host name. As in Envoy, the order is: exact domain,
+    """Return the virtual host that best matches a request's host name. Like in Envoy, the order is: exact domain,
     longest ``*.suffix``, longest ``prefix.*``, then ``*``.
     """
     name = authority.lower()

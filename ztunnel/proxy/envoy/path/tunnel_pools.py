@@ -45,8 +45,8 @@ class TunnelPools:
         dialler: opens sockets.
         poller: this loop's poller.
         times: records the durations of handshakes.
-        early_data: whether to send the first bytes of a connection along with its CONNECT, to peers that announce
-            that they buffer these bytes.
+        early_data: whether to send the first bytes of a connection along with its CONNECT, if the peer announces
+            that it buffers these bytes.
     """
 
     def __init__(self, dialler: Dialler, poller: Poller, times: ConnectionTimes, *, early_data: bool) -> None:
@@ -64,8 +64,8 @@ class TunnelPools:
     def key_of(
         self, info: StreamInfo, cluster: LiveCluster, transport: LiveTransport, address: SocketAddress
     ) -> TunnelKey:
-        """Return the pool key of connections that can carry a tunnel, and store the identities that we present on
-        them.
+        """Return the pool key of connections that can carry a tunnel, and store the identities we present on these
+        connections.
 
         Raises:
             UpstreamFailed: the cluster's certificate has not arrived.

@@ -45,8 +45,8 @@ def tunnel_request(proxy: LiveTcpProxy, info: StreamInfo) -> tuple[str, list[tup
     authority = proxy.hostname(info)
     if not authority:
         raise UpstreamFailed("tunnel hostname is empty")
-    # As in Envoy, "exists" in an append action means that the original request has the header. A CONNECT has none
-    # of these headers. Overwriting headers are set first, then the other headers are added.
+    # Like in Envoy, "exists" in an append action means that the original request has the header. A CONNECT has
+    # none of these headers. Overwriting headers are set first, then the other headers are added.
     overwritten: dict[str, str] = {}
     added: list[tuple[str, str]] = []
     for header in proxy.headers:

@@ -123,8 +123,8 @@ class TunnelRequests:
         upstream: ClusterUpstream,
         running: Relay,
     ) -> list[asyncio.TimerHandle]:
-        """Store a running relay in a request's table entry. Return a list to which the route timeout's timer is
-        added when it starts.
+        """Store a running relay in a request's table entry. Return a list that gets the route timeout's timer when
+        the timer starts.
         """
         limit = route.timeout_s if route is not None and route.timeout_s is not None else self._timeouts.route_s
         hop.relay, hop.upstream = running, upstream
@@ -194,7 +194,7 @@ class TunnelRequests:
             info.flags.add(Flag.UPSTREAM_TERMINATED)
             info.response_details = "upstream_reset_after_response_started{connection_termination}"
         elif tunnel.gone and ended.first is tunnel:
-            # If the client disconnects after the application has sent everything, no data is lost.
+            # If the client disconnects after the application has sent all its data, no data is lost.
             lost = isinstance(tunnel.error, TunnelBroken) and tunnel.error.code is None
             info.flags.add(Flag.DOWNSTREAM_TERMINATED if lost else Flag.DOWNSTREAM_RESET)
             info.failure = Reason.BROKEN if lost else None

@@ -83,7 +83,7 @@ def _check_inline(model: ContextModel) -> None:
 
 
 def _certificates(model: ContextModel, find: Find) -> list[Certificate]:
-    """Return the configured certificates, without those that SDS has not delivered yet."""
+    """Return the configured certificates, without certificates that SDS has not delivered yet."""
     found = []
     for index, source in enumerate(_sources(model)):
         secret = find(source) if isinstance(source, SecretRef) else source
@@ -216,7 +216,7 @@ def _known_group(role: Role, name: str) -> bool:
 
 
 def _split(cipher_suites: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split cipher suites into those of TLS 1.3 and those of older versions."""
+    """Split cipher suites into suites of TLS 1.3 and suites of older versions."""
     names = [name for entry in cipher_suites for name in _names(entry)]
     modern = tuple(name for name in names if name in _TLS13_SUITES)
     return modern, tuple(name for name in names if name not in _TLS13_SUITES)
@@ -246,7 +246,7 @@ def _validation_path(model: ContextModel) -> str:
 
 
 def _key_log(path: str) -> Callable[[bytes], None] | None:
-    """Return a function that appends a line to the key log. As in Envoy, the file is created at once, so that an
+    """Return a function that appends a line to the key log. Like in Envoy, the file is created at once, so that an
     unusable path is refused.
     """
     if not path:

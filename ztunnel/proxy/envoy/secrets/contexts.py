@@ -1,4 +1,4 @@
-"""TLS contexts in use. A context is built when its secrets have arrived, and rebuilt when one of them changes."""
+"""TLS contexts in use. A context is built when its secrets have arrived, and rebuilt when a secret changes."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ class LiveContext:
         self._on_update = on_update
         self._handles: list[SecretHandle] = []
         self._unfollow: Callable[[], None] = lambda: None
-        # The context is built before it subscribes to secrets, so that a refused context has no subscriptions.
-        # Static secrets, and secrets that are already in use, are available at this point.
+        # The context is built first and then subscribes to secrets, so that a refused context has no
+        # subscriptions. Static secrets, and secrets that are already in use, are available at this point.
         self._use(build(role, model, secrets.find, movable=secrets.movable))
         try:
             for ref in model.secret_refs:

@@ -87,8 +87,8 @@ class SecretFiles:
         self._followed: dict[_Followed, None] = {}
 
     def follow(self, owner: str, files: tuple[str, ...], reload: Callable[[], bool]) -> Callable[[], None]:
-        """Call ``reload`` whenever a file has changed, and once soon, in case a file changed right after it was
-        read.
+        """Call ``reload`` whenever a file has changed, and once soon, in case a file changed directly after its
+        last read.
 
         Args:
             owner: the secret, listener or cluster, for the log.

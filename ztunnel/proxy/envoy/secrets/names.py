@@ -86,7 +86,7 @@ def peer_names(leaf: x509.Certificate, uri_sans: tuple[str, ...]) -> PeerCertifi
 
 
 def _field(certificate: x509.Certificate, number: int) -> bytes:
-    """Return the DER of a field of TBSCertificate. ``number`` counts fields from the serial number (0)."""
+    """Return the DER of a field in TBSCertificate. ``number`` counts fields from the serial number (0)."""
     (signed,) = _elements(certificate.tbs_certificate_bytes)
     fields = _elements(signed[1])
     if fields[0][0] == _VERSION:

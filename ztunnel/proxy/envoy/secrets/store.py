@@ -151,7 +151,7 @@ class SecretStore:
         return handle.secret if handle is not None else None
 
     def acquire(self, ref: SecretRef, user: SecretUser) -> SecretHandle:
-        """Start using a secret. Each later version is accepted only after ``user`` has prepared for it.
+        """Start using a secret. Each later version is accepted only after ``user`` has prepared for that version.
 
         Raises:
             ConfigError: there is no such source. Call :meth:`check` first to avoid this.
@@ -195,13 +195,14 @@ class SecretStore:
             raise UpdateRejected(f"{handle.ref.name}: duplicate secret in one update")
         if not found:
             if handle.ref.name in update.removed:
-                # The control plane has removed the secret. As in Envoy, a delivered version stays in use. If there
-                # is none, the wait for it ends.
+                # The control plane has removed the secret. Like in Envoy, a delivered version stays in use. If
+                # there is none, the wait for the secret ends.
                 handle.settle()
             return
         resource = found[0]
         if handle.body is not None and handle.body.value == resource.body.value:
-            # This secret is unchanged: a state-of-the-world response repeats all secrets when one of them changes.
+            # This secret is unchanged: a state-of-the-world response repeats all secrets when a single secret
+            # changes.
             handle.version = resource.version
             handle.error = None
             return

@@ -2,9 +2,10 @@
 
 A :class:`Scope` is looked up once (per cluster, listener, stat prefix) and returns metric objects, so that the
 data path only does ``counter.value += 1``. Some metrics exist thousands of times and are mostly unused, for
-example those of clusters. Such metrics are declared for their scope and created on first use, but pages always
-show them. Each metric has two names: the dotted name of ``/stats`` and, for Prometheus, a family with labels.
-Envoy's default tag extraction cuts SPIFFE cluster names at their first dot, while labels here have the whole name.
+example the metrics of clusters. Such metrics are declared for their scope and created on first use, but pages
+always show them. Each metric has two names: the dotted name of ``/stats`` and, for Prometheus, a family with
+labels. Envoy's default tag extraction cuts SPIFFE cluster names at their first dot, while labels here have the
+whole name.
 """
 
 import re
@@ -17,7 +18,7 @@ from typing import Any, Generic, TypeVar, cast
 Labels = tuple[tuple[str, str], ...]
 M = TypeVar("M", "Counter", "Gauge", "Histogram")
 
-#: The upper bounds of histogram buckets, in milliseconds, as Envoy prints them.
+#: The upper bounds of histogram buckets, in milliseconds, the same as in Envoy.
 BUCKETS = (
     *(0.5, 1.0, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0),
     *(1000.0, 2500.0, 5000.0, 10000.0, 30000.0, 60000.0, 300000.0, 600000.0, 1800000.0, 3600000.0),
@@ -183,7 +184,7 @@ class Stats:
         """Return a scope with the name prefix ``prefix.``.
 
         Args:
-            prefix: the dotted prefix. Colons are replaced as in Envoy (``spiffe://x`` becomes ``spiffe_x``).
+            prefix: the dotted prefix. Colons are replaced like in Envoy (``spiffe://x`` becomes ``spiffe_x``).
             family: the prefix of Prometheus names, if ``labels`` replace a part of the dotted prefix.
             labels: the labels of every metric in the scope.
         """
@@ -242,7 +243,7 @@ class Stats:
         return [each for declared in reversed(self._declared.values()) for each in reversed(declared)]
 
     def declare(self, by: "Scope | _Prefix", new: "_Declaration") -> None:
-        """Show a scope's declared metrics until :meth:`withdraw`, in place of those of an earlier owner."""
+        """Show a scope's declared metrics until :meth:`withdraw`, in place of an earlier owner's metrics."""
         others = [each for each in self._declared.get(by, ()) if _place(each) != _place(new)]
         self._declared[by] = (*others, new)
 
@@ -280,7 +281,7 @@ class Stats:
 
 
 class _Prefix:
-    """The names of metrics and texts that the open scopes with one prefix share, with those of scopes below."""
+    """The names of metrics and texts that the open scopes with one prefix share, and the names of scopes below."""
 
     __slots__ = ("holders", "names")
 

@@ -80,7 +80,7 @@ def _internal(info: StreamInfo, manager: HttpConnectionManager, sent: Sequence[s
     return ()  # without ``internal_address_config`` no client is internal, whatever its headers claim
 
 
-#: The headers that a connection manager writes, and the functions that return their values.
+#: The headers that a connection manager writes, and the functions for their values.
 WRITTEN: Final[Mapping[str, _Writes]] = {
     REQUEST_ID: _request_id,
     "x-forwarded-proto": _scheme,

@@ -18,7 +18,7 @@ from ztunnel.proxy.dataplane.reasons import Reason
 
 
 class Flag(StrEnum):
-    """Envoy's response flags, in the order in which logs print them."""
+    """Envoy's response flags, in the order that logs use."""
 
     NO_HEALTHY_UPSTREAM = "UH"
     UPSTREAM_CONNECT_FAILURE = "UF"

@@ -1,7 +1,7 @@
 """Access logs of Envoy's dialect: lines, which the process's :class:`LogWriter` writes, or entries for an access
 log service.
 
-Lines are written when 64 KiB are queued or after a flush interval (10 s by default, as in Envoy).
+Lines are written when 64 KiB are queued or after a flush interval (10 s by default, like in Envoy).
 """
 
 from collections.abc import Callable, Iterable

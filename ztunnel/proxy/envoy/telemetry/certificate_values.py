@@ -67,7 +67,7 @@ def pem(chain: Chain) -> str:
 
 
 def start_s(chain: Chain) -> float:
-    """Return the time from which the leaf is valid."""
+    """Return the start of the leaf's validity."""
     return chain[0].not_valid_before_utc.astimezone(UTC).timestamp()
 
 

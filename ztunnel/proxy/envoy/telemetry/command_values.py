@@ -178,7 +178,7 @@ def _name(endpoint: Endpoint) -> str:
 
 
 def _name_without_port(endpoint: Endpoint) -> str:
-    """Return the host's name without its port. As in Envoy, ``envoy://listener/id`` is cut to ``envoy``."""
+    """Return the host's name without its port. Like in Envoy, ``envoy://listener/id`` is cut to ``envoy``."""
     name = _name(endpoint)
     end = name.find(":", name.find("]") + 1)
     return name if end < 0 else name[:end]
@@ -295,7 +295,7 @@ _READERS: dict[str, Reader] = {
     "UPSTREAM_CONNECTION_POOL_READY_DURATION": lambda info: (
         None if info.ready_s is None else str(int(info.ready_s * 1000))
     ),
-    # As in Envoy, only requests have a value. It is the time until the upstream connection is established, a
+    # Like in Envoy, only requests have a value. It is the time until the upstream connection is established, a
     # tunnel's first upstream event.
     "RESPONSE_DURATION": lambda info: (
         str(int(info.ready_s * 1000)) if info.method and info.connected and info.ready_s is not None else None

@@ -87,7 +87,7 @@ def _values(commands: tuple[Command, ...], missing: str) -> Callable[[StreamInfo
     """Return one function that reads the values of all commands in a line.
 
     The function is compiled from source text, like a dataclass's ``__init__``. In it, frequent values are
-    expressions instead of calls of readers. This saves 45 of 55 calls per connection (``DIALECT=envoy make
+    expressions instead of calls to readers. This saves 45 of 55 calls per connection (``DIALECT=envoy make
     bench-instructions``).
     """
     names: dict[str, Any] = {"missing": missing, "local_address": local_address}

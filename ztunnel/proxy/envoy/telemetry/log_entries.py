@@ -1,7 +1,7 @@
 """Converts the facts of a finished hop to an access log service's entry. Pure.
 
 Some fields of Envoy's entries are unset, because this proxy does not measure their values: the times of a
-request's phases, bytes including framing, sizes of headers, TLS session identifiers. As in Envoy, an entry lists
+request's phases, bytes including framing, sizes of headers, TLS session identifiers. Like in Envoy, an entry lists
 only URI subject alternative names.
 """
 

@@ -1,4 +1,4 @@
-"""Streams to access log services (``envoy.service.accesslog.v3``). As in Envoy, entries are sent in batches, and
+"""Streams to access log services (``envoy.service.accesslog.v3``). Like in Envoy, entries are sent in batches, and
 can be lost.
 
 The end of a connection only appends an entry to a list. One task per stream sends the collected entries when they

@@ -1,5 +1,5 @@
-"""Changes load assignments: replaces host names by addresses, or adds hosts that discovery has removed but that
-stay in use.
+"""Changes load assignments: replaces host names by addresses, or adds hosts that stay in use although discovery
+has removed them.
 """
 
 from collections.abc import Iterable, Mapping

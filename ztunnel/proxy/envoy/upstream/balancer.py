@@ -49,7 +49,7 @@ class Balancer:
 
     @property
     def _level_loads(self) -> list[LevelLoad]:
-        """Return the share of load of each priority level.
+        """Return each priority level's share of the load.
 
         It is computed only when a host is chosen after an update, because most clusters of a big mesh are updated
         more often than used.
@@ -66,9 +66,7 @@ class Balancer:
 
     @property
     def panicking(self) -> bool:
-        """Whether a priority level that gets load is in panic, which means that it ignores the health of its
-        hosts.
-        """
+        """Whether a priority level that gets load is in panic: it then ignores the health of its hosts."""
         return any(load.panic and load.healthy for load in self._level_loads)
 
     def choose(

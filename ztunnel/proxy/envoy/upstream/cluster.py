@@ -501,7 +501,7 @@ class LiveCluster:
 
     @property
     def host_count(self) -> int:
-        """The number of hosts of the cluster, for ``membership_total``."""
+        """The number of hosts in the cluster, for ``membership_total``."""
         return (len(self._hosts) if self._unmade is None else self._unmade) + len(self.original)
 
     @property
@@ -625,7 +625,7 @@ class LiveCluster:
         return self._live(model)
 
     def transport_of(self, host: Host) -> LiveTransport:
-        """Return the same as :meth:`transport` without counting, for a connection that another process has
+        """Return the result of :meth:`transport` without counting, for a connection that another process has
         counted.
         """
         return self._live(self.model.transport_socket_for(host.endpoint.metadata)[1])

@@ -1,4 +1,4 @@
-"""Checks the health of each host of one cluster until the host leaves the cluster."""
+"""Checks the health of each host in one cluster until the host leaves the cluster."""
 
 from __future__ import annotations
 

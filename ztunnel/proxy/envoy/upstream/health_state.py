@@ -1,6 +1,6 @@
 """Decides from the results of health checks whether a host is healthy, and when to probe it again. Pure.
 
-As in Envoy, a new host is unhealthy until its first check, and the result of this check applies at once. Later,
+Like in Envoy, a new host is unhealthy until its first check, and the result of this check applies at once. Later,
 the health changes after a number of consecutive results (the threshold), or at once if the host itself answers
 that it is unhealthy.
 """

@@ -12,8 +12,8 @@ from xds.model.cluster import Endpoint, Health, LoadAssignment, Locality
 class Host:
     """An endpoint with its state in this process.
 
-    EDS updates that do not change the address keep this object, so that counters, ejection and slow start
-    continue. The counters are named as in ``/clusters``.
+    EDS updates that do not change the address keep this object. So counters, ejection and slow start continue. The
+    counters are named as in ``/clusters``.
     """
 
     endpoint: Endpoint

@@ -47,7 +47,7 @@ class OriginalHosts:
         return found[0]
 
     def address(self, info: StreamInfo) -> SocketAddress | None:
-        """Return the address to which an ORIGINAL_DST cluster sends a connection, or None.
+        """Return the address that an ORIGINAL_DST cluster sends a connection to, or None.
 
         The first available source is used: filter state, metadata, request header, restored destination. The port
         can be overridden. A header that is not ``ip:port`` is counted and ignored, like in Envoy.
