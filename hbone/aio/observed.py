@@ -187,7 +187,9 @@ class _FarSide(End):
         return rooms
 
     def commit(self, size: int) -> None:
-        """Show ``size`` received bytes to the observer, while the room still holds them, and pass them on."""
+        """Show ``size`` received bytes to the observer while the reserved buffers still have them. Then
+        commit them to the real peer.
+        """
         rooms, self._rooms = self._rooms, []
         self._observed.show_received(rooms, size)
         there = self._observed.peer

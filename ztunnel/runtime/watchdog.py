@@ -1,13 +1,13 @@
 """Watches the event loop of a process: a stall is logged with the stack that caused it, and counted.
 
 A timer on the loop ticks every :data:`BEAT_S`, and a thread checks that it did. Only the thread can report a stall
-while the loop is still blocked, so that the stack shows why. The loop counts delays, because each tick measures
-its own. When a stall has ended, a further log line has its length.
+while the loop is still blocked, so that the stack shows the cause. The loop itself counts stalls: a tick that is
+late was delayed by one. When a stall has ended, a further log line has its length.
 
-In a process that was stopped (SIGSTOP, a frozen control group, a machine without a free core) every function is
-late, so the stack would show an innocent one. The thread detects that it was late itself while the process used no
-processor, and reports no stack. A C function that keeps the interpreter's lock also delays the thread, but it uses
-the processor, and its caller is still at the top of the stack.
+A whole process can be stopped (SIGSTOP, a frozen control group, a machine without a free core). The function at
+the top of the stack is not the cause then. In this case the thread was late, too, and the process used no
+processor time, so the thread reports no stack. A C function that keeps the interpreter's lock also delays the
+thread, but it uses processor time, and its caller is still at the top of the stack.
 """
 
 from __future__ import annotations

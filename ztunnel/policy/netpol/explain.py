@@ -1,5 +1,5 @@
-"""Explains whether one pod may connect to another, and which policy decides. The result is that of the kernel's
-table. Pure.
+"""Explains whether one pod may connect to another, and which policy decides. Pure: it does not read the kernel's
+nftables table, but decides like the rules that ``ztunnel netpol`` writes there.
 """
 
 from collections.abc import Sequence

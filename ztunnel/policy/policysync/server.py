@@ -184,15 +184,16 @@ def endpoint_of_credentials(text: bytes) -> c.EndpointId:
 class Binder:
     """Keeps a socket for each pod of a node below ``<prefix>/mount``.
 
-    Pods in the policies have sockets by their uids. In addition, a volume driver (Calico's FlexVolume or CSI
-    driver) can leave credentials in ``<prefix>/creds``: ``ID.json`` names a pod, whose socket is then
-    ``<prefix>/mount/ID/socket``, even before the policies include the pod. For a CSI driver the ID is the
-    volume's.
+    The socket of a pod that the policy server knows is ``<prefix>/mount/UID/socket``. In addition, a volume driver
+    (Calico's FlexVolume or CSI driver) can write credentials ``<prefix>/creds/ID.json``, which name a pod. The pod
+    gets the socket ``<prefix>/mount/ID/socket``, even if the policy server does not know it yet. A CSI driver uses
+    the volume's ID.
 
     Args:
         server: the server that owns the sockets.
         prefix: such as ``/var/run/nodeagent``.
-        node: the node whose pods are served. None serves the policies of every node. Credentials are of this node.
+        node: the node whose pods are served. None serves the pods of every node. Credentials always name pods of
+            this machine.
     """
 
     def __init__(self, server: PolicySyncServer, prefix: Path, node: str | None = None) -> None:

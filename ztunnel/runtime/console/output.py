@@ -138,7 +138,7 @@ class Format:
 
     @property
     def for_people(self) -> bool:
-        """Whether the output is a table or text."""
+        """Whether the output is for people: a table, not JSON or YAML."""
         return self.form in ("table", "wide")
 
     @property

@@ -59,8 +59,8 @@ class CalicoAuthorizer(Authorizer):
         flow = _inbound_flow(workload, facts)
         self._require(await self._calico.admit(c.Direction.INGRESS, flow), workload, facts, record)
         await super().authorize(workload, facts, record, grace_s)
-        # Check Calico's policies again: they can have changed while the connection waited for a policy of the
-        # mesh, and their review skips connections that are not accepted yet.
+        # Check Calico's policies again. They can have changed while the connection waited until a policy of the
+        # mesh had arrived, and a change of policies is applied only to connections that are already accepted.
         decision = self._calico.guard.check(c.Direction.INGRESS, flow, counted=False)
         self._require(decision, workload, facts, record)
 

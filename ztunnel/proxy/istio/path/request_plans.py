@@ -191,11 +191,11 @@ def _asked(head: RequestHead) -> _Asked:
 
 
 def workload_of(peer: Peer, forwarded_network: bytes | None, node: Node) -> Workload | None:
-    """Return the client's workload, or ``None`` if the control plane does not describe it.
+    """Return the client's workload, or ``None`` if it is not known.
 
-    Usually this is the workload at the peer's address. ``None`` if the request was forwarded from another network
-    by a gateway, whose address is not the client's. If the peer's certificate belongs to the workload at its
-    address, the peer is that workload, even if its headers claim otherwise.
+    Usually the client is the workload at the peer's address. It is not if a gateway forwarded the request from
+    another network: then the client is not known. A peer whose certificate belongs to the workload at its address
+    is that workload and no gateway, even if its headers claim otherwise.
 
     Args:
         peer: the other end of the tunnel connection.
