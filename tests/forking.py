@@ -274,7 +274,7 @@ def grouped(item: pytest.Item) -> str:
 
 @contextlib.contextmanager
 def compiled_ahead(files: Sequence[Path]) -> Iterator[None]:
-    """While entered, a process imports test files from the last to the first until it meets one whose bytecode is
+    """While entered, a process imports test files from the last to the first, without those whose bytecode is
     stored. In a fresh clone that halves the time of collection, two thirds of which compile modules.
     """
     if sys.dont_write_bytecode or not files or _is_compiled(files[-1]):
@@ -295,14 +295,17 @@ def _is_compiled(file: Path) -> bool:
 
 
 def _import_backwards(files: Sequence[Path]) -> NoReturn:
-    """Import files until one has bytecode, and end the process."""
+    """Import the files that have no bytecode yet, and end the process.
+
+    Files with bytecode do not show that all files before them have it: a file can be imported by another one.
+    """
     try:
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)
         os.dup2(silent, 2)
         for file in reversed(files):
             if _is_compiled(file):
-                break
+                continue
             with contextlib.suppress(BaseException):  # collection reports it
                 importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
     finally:

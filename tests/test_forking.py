@@ -170,7 +170,7 @@ def test_errors_of_collection_are_reported_without_a_worker(tmp_path: Path) -> N
     assert "1 error in" in run(tmp_path)
 
 
-def test_files_are_compiled_from_the_last_to_the_first_that_is_compiled(
+def test_files_without_bytecode_are_compiled_from_the_last_to_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forking, "ROOT", tmp_path)
@@ -179,15 +179,15 @@ def test_files_are_compiled_from_the_last_to_the_first_that_is_compiled(
     files = [tmp_path / "ahead" / f"test_{number}.py" for number in range(4)]
     caches = [file.parent / "__pycache__" / f"{file.stem}.cpython-311-pytest-0.pyc" for file in files]
     caches[1].parent.mkdir(parents=True)
-    caches[1].touch()
+    caches[2].touch()
     for file in files:
         file.write_text(f"open({str(file.with_suffix('.imported'))!r}, 'w').close()")
     with forking.compiled_ahead(files):
         deadline = time.monotonic() + WAIT_S
-        while not files[2].with_suffix(".imported").exists():
+        while not files[0].with_suffix(".imported").exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert [file.with_suffix(".imported").exists() for file in files] == [False, False, True, True]
+    assert [file.with_suffix(".imported").exists() for file in files] == [True, True, False, True]
 
 
 def test_nothing_is_compiled_ahead_if_the_last_file_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
