@@ -5,6 +5,9 @@ where each of them also compiles all modules. Here one process collects, and for
 imported. It sends them units of tests (``tests/lanes.py``), receives a message with the reports of each test, and
 passes these to pytest's plugins as if the tests had run in it.
 
+While cores are idle, up to :data:`FURTHER` more workers are started, one after the other, because tests of some
+phases of a run mostly wait.
+
 A worker asks for its next unit before the last test of the current one, because pytest keeps fixtures that the
 next test shares. If a worker dies, the test that ran fails, and a new worker takes the rest of its unit. A worker
 whose test exceeds its timeout by :data:`SILENT_S` is killed: pytest-timeout's signal does not end a test that
@@ -43,6 +46,10 @@ TERMINATED_LEAVE_S = 5.0
 SILENT_S = 60.0
 #: For tests without a timeout.
 UNLIMITED_S = 86_400.0
+#: How many workers can be added, and how idle the cores must have been for so long.
+FURTHER = 2
+IDLE_S = 10.0
+IDLE_SHARE = 0.1
 
 
 @dataclass(eq=False)
@@ -88,6 +95,9 @@ class Units:
         # Among equals the longest begin first.
         self._units = sorted(units.values(), key=lambda unit: -len(unit))
 
+    def __len__(self) -> int:
+        return len(self._units)
+
     def take(self, worker: int) -> list[int]:
         """Return the unit that a worker runs next; empty if there is none."""
         if not self._units:
@@ -103,11 +113,32 @@ class Units:
             self._units.insert(0, rest)
 
 
+class IdleCores:
+    """Measures the share of time in which this machine's cores were idle."""
+
+    def __init__(self, stat: Path = Path("/proc/stat")) -> None:
+        self._stat = stat
+        self._idle, self._all = self._read()
+
+    def share(self) -> float:
+        """Return the share since the last call, from 0 to 1."""
+        idle, every = self._read()
+        gone, self._idle, self._all = (idle - self._idle, every - self._all), idle, every
+        return gone[0] / gone[1] if gone[1] else 0.0
+
+    def _read(self) -> tuple[int, int]:
+        # proc(5): user, nice, system, idle, iowait, irq, softirq, steal; guests are part of user
+        times = [int(each) for each in self._stat.read_text().split("\n", 1)[0].split()[1:9]]
+        return times[3] + times[4], sum(times)
+
+
 class Pool:
     """The workers of a session, and what is left for them to do."""
 
     def __init__(self, session: pytest.Session) -> None:
         self._session = session
+        self._cores = IdleCores()
+        self._measured_s = time.monotonic()
         self._units = Units([unit_of(grouped(item)) for item in session.items], [i.nodeid for i in session.items])
         self._workers: list[Worker] = []
         self._leave_s = LEAVE_S
@@ -126,15 +157,20 @@ class Pool:
 
     def _run(self, count: int) -> None:
         # Tests that start commands have been collected if this module is imported.
-        servers = commands.start(count) if (commands := sys.modules.get("tests.commands")) else []
+        most = count + FURTHER
+        servers = commands.start(most) if (commands := sys.modules.get("tests.commands")) else []
         try:
             for number in range(count):
                 self._start(number, servers)
-            for server in servers:
-                server.close()
+            for server in servers[:count]:
+                server.close()  # a forking process ends with its worker
+            started = count
             while self._workers:
+                if started < most and self._units and self._is_idle():
+                    self._start(started, servers)
+                    started += 1
                 sources = [source for worker in self._workers for source in (worker.connection, worker.pidfd)]
-                ready = wait(sources, self._patience())
+                ready = wait(sources, min(self._patience(), IDLE_S))
                 for worker in list(self._workers):
                     if worker.connection in ready or worker.pidfd in ready:
                         self._receive(worker)
@@ -144,7 +180,17 @@ class Pool:
                         os.kill(worker.pid, signal.SIGKILL if worker.overdue else signal.SIGABRT)
                         worker.overdue, worker.since = True, time.monotonic()
         finally:
+            for server in servers[count:]:
+                server.close()
             self._end()
+
+    def _is_idle(self) -> bool:
+        """Return whether the cores were idle for a part of the last :data:`IDLE_S`."""
+        now_s = time.monotonic()
+        if now_s < self._measured_s + IDLE_S:
+            return False
+        self._measured_s = now_s
+        return self._cores.share() > IDLE_SHARE
 
     def _patience(self, *workers: Worker) -> float:
         """Return in how many seconds the first of some workers, or of all, is to be killed."""

@@ -32,6 +32,38 @@ def test_the_rest_of_a_unit_whose_worker_died_is_taken_again() -> None:
     assert units.take(1) == [2, 4]
 
 
+def test_the_share_of_idle_time_is_that_since_the_last_call(tmp_path: Path) -> None:
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  100 0 50 1000 20 0 3 0 9 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n")
+    cores = forking.IdleCores(stat)
+    assert cores.share() == 0.0
+    stat.write_text("cpu  150 5 65 1010 30 0 13 0 9 0\n")
+    assert cores.share() == 0.2
+    stat.write_text("cpu  150 5 65 1510 30 0 13 500 9 0\n")
+    assert cores.share() == 0.5
+
+
+def test_further_workers_are_started_while_cores_are_idle(tmp_path: Path) -> None:
+    for number in range(4):
+        tmp_path.joinpath(f"test_{number}.py").write_text(
+            f"""
+import os, time
+from pathlib import Path
+
+def test_waits_until_all_have_begun():
+    Path({str(tmp_path)!r}, "begun-{number}").touch()
+    deadline = time.monotonic() + {WAIT_S}
+    while len(list(Path({str(tmp_path)!r}).glob("begun-*"))) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+"""
+        )
+    tmp_path.joinpath("conftest.py").write_text(
+        "from tests import forking\nforking.IDLE_S, forking.IDLE_SHARE, forking.FURTHER = 0.0, -1.0, 2\n"
+    )
+    assert "4 passed" in run(tmp_path)
+
+
 def run(folder: Path, *options: str) -> str:
     """Return the output of a run of the tests in a folder by three workers."""
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "--forks", "3"]
