@@ -3,7 +3,9 @@
 Two servers are queried at a time, and the first NOERROR or NXDOMAIN response is used. A response with another
 code, such as REFUSED, is used only if no other server answers. Each attempt has its own socket, with a random port
 and a random id (RFC 5452). A response is accepted only if it comes from the queried server, with the query's id
-and question. After a truncated response, the query is repeated over TCP.
+and question. After a truncated response, the query is repeated over TCP. If TCP fails, for example because a
+firewall permits port 53 for UDP only, and no server sends a whole response, the truncated one is passed on, as by
+the Rust ztunnel's resolver (hickory).
 
 The caller creates the sockets, in the pod's namespace.
 """
@@ -46,7 +48,11 @@ _CACHED: Final = 4096
 _CACHED_BYTES: Final = 1 << 20
 _ENTRY_BYTES: Final = 600  # approximate memory of an entry besides its message
 _AT_A_TIME: Final = 2
+#: The part of an attempt's time limit that TCP gets after a truncated response. Most clients wait 5 s, so after the
+#: whole limit the truncated response would be too late.
+_TCP_PART: Final = 0.5
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
+_REFUSAL, _CUT, _WHOLE = range(3)
 
 
 #: The largest number of concurrent forwarded queries of one pod. Each query uses two sockets.
@@ -209,10 +215,10 @@ class Forwarder:
             chosen = (servers[first:] + servers[:first])[:_AT_A_TIME]
             response = await self._ask_all(query, chosen, failures)
             asked.update(chosen)
-            if response is not None and rcode(response) in _SAYS_SOMETHING:
+            if response is not None and _rank(response) == _WHOLE:
                 self._cache.put(query, response, loop.time())
                 return passed_on(query, response)
-            refusal = response or refusal
+            refusal = _better(refusal, response)
             if refusal is not None and len(asked) == len(servers):
                 return passed_on(query, refusal)
         if refusal is not None:
@@ -242,8 +248,8 @@ class Forwarder:
     async def _ask_all(
         self, query: Query, servers: tuple[NameServer, ...], failures: dict[str, None]
     ) -> bytes | None:
-        """Query servers concurrently. Return the first NOERROR or NXDOMAIN response, else any other response, else
-        None.
+        """Query servers concurrently. Return the first whole NOERROR or NXDOMAIN response, else a truncated one,
+        else any other response, else None.
         """
         refusal: bytes | None = None
         running: set[asyncio.Task[bytes | ForwardFailed]] = set()
@@ -259,10 +265,10 @@ class Forwarder:
                     response = task.result()
                     if isinstance(response, ForwardFailed):
                         failures[str(response)] = None
-                    elif rcode(response) in _SAYS_SOMETHING:
+                    elif _rank(response) == _WHOLE:
                         return response
                     else:
-                        refusal = response
+                        refusal = _better(refusal, response)
         finally:
             for task in running:
                 task.cancel()
@@ -271,16 +277,22 @@ class Forwarder:
         return refusal
 
     async def _ask(self, query: Query, server: NameServer) -> bytes | ForwardFailed:
+        cut: bytes | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._by_udp(query, server)
-                return await self._by_tcp(query, server) if is_cut(response) else response
+                if not is_cut(response):
+                    return response
+                cut = response
+                async with asyncio.timeout(self._timeout_s * _TCP_PART):
+                    return await self._by_tcp(query, server)
         except TimeoutError:
-            return ForwardFailed(f"{server}: no answer within {self._timeout_s:g} s")
+            failure = ForwardFailed(f"{server}: no answer within {self._timeout_s:g} s")
         except OSError as error:
-            return ForwardFailed(f"{server}: {error.strerror or error}")
+            failure = ForwardFailed(f"{server}: {error.strerror or error}")
         except ForwardFailed as error:
-            return error
+            failure = error
+        return failure if cut is None else cut
 
     async def _by_udp(self, query: Query, server: NameServer) -> bytes:
         if len(query.wire) > MOST_BYTES - 100:  # too long for a datagram
@@ -310,6 +322,20 @@ class Forwarder:
         if not is_answer_to(query, number, response):
             raise ForwardFailed(f"{server}: an answer to another query")
         return response
+
+
+def _rank(response: bytes) -> int:
+    """Return how useful a response is; a greater rank is better."""
+    if rcode(response) not in _SAYS_SOMETHING:
+        return _REFUSAL
+    return _CUT if is_cut(response) else _WHOLE
+
+
+def _better(one: bytes | None, other: bytes | None) -> bytes | None:
+    """Return the more useful response. Of equally useful ones, the later one is returned."""
+    if one is None or other is None:
+        return one if other is None else other
+    return other if _rank(other) >= _rank(one) else one
 
 
 async def _exactly(sock: socket.socket, count: int) -> bytes:

@@ -182,6 +182,45 @@ def test_truncated_answer_is_queried_again_by_tcp(tmp_path: Path) -> None:
     run(tmp_path, [plain(*many)], body, timeout_s=5.0)
 
 
+def cut_short(code: int = 0) -> Behaviour:
+    """Sends one record and TC over UDP, and closes TCP connections without an answer."""
+
+    def behave(asked: dns.message.Message, protocol: str) -> list[bytes]:
+        if protocol == "tcp":
+            return []
+        response = dns.message.from_wire(plain(ONE, code=code)(asked, protocol)[0])
+        response.flags |= dns.flags.TC
+        return [response.to_wire()]
+
+    return behave
+
+
+@pytest.mark.parametrize(
+    "others",
+    [[], [plain(code=dns.rcode.SERVFAIL)], [silent], [cut_short(dns.rcode.REFUSED)]],
+    ids=["alone", "a-failure", "silence", "a-truncated-failure"],
+)
+def test_truncated_answer_is_passed_on_if_tcp_fails(tmp_path: Path, others: list[Behaviour]) -> None:
+    async def body(site: Site) -> None:
+        answer = await site.ask()
+        assert (answer.rcode(), bool(answer.flags & dns.flags.TC)) == (dns.rcode.NOERROR, True)
+        assert answer.answer[0].to_text() == "a.example.com. 60 IN A 10.0.0.1"
+        before = len(site.servers[0].queries)
+        await site.ask()
+        assert len(site.servers[0].queries) == 2 * before, "not cached"
+
+    run(tmp_path, [cut_short(), *others], body)
+
+
+def test_whole_answer_of_another_server_is_preferred_to_a_truncated_one(tmp_path: Path) -> None:
+    async def body(site: Site) -> None:
+        answer = await site.ask()
+        assert not answer.flags & dns.flags.TC
+        assert answer.answer[0].to_text().endswith("10.0.0.9")
+
+    run(tmp_path, [cut_short(), cut_short(), plain("a.example.com. 60 A 10.0.0.9")], body)
+
+
 def test_any_type_class_and_opcode_is_forwarded(tmp_path: Path) -> None:
     async def body(site: Site) -> None:
         for kind in ("SRV", "PTR", "HTTPS", "TYPE65280", "ANY"):
