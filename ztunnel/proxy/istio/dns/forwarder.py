@@ -48,8 +48,8 @@ _CACHED: Final = 4096
 _CACHED_BYTES: Final = 1 << 20
 _ENTRY_BYTES: Final = 600  # approximate memory of an entry besides its message
 _AT_A_TIME: Final = 2
-#: The part of an attempt's time limit that TCP gets after a truncated response. Most clients wait 5 s, so after the
-#: whole limit the truncated response would be too late.
+#: The part of an attempt's time limit that TCP gets after a truncated response. Most clients wait 5 s, so after
+#: the whole limit the truncated response would be too late.
 _TCP_PART: Final = 0.5
 _SAYS_SOMETHING: Final = frozenset((0, 3))  # NOERROR, NXDOMAIN
 _REFUSAL, _CUT, _WHOLE = range(3)
