@@ -146,8 +146,6 @@ class FileObjects:
     def _look(self) -> bool:
         """Read the files that have changed, and return whether there were any. An unreadable folder is logged once
         and causes no change.
-
-        An unreadable folder is logged once and causes no change.
         """
         try:
             listed = self._listed()

@@ -20,8 +20,7 @@ NO_RULES: Final = "it has no rules"
 
 
 def without_effect(policy: Mapping[str, Any]) -> str:
-    """Return why a policy never matches. Empty if it can match, and for an ALLOW policy: if that never matches, it
-    refuses all connections.
+    """Return why a policy never matches. Empty if it can match.
 
     Also empty for an ALLOW policy: if it never matches, it refuses all connections.
 

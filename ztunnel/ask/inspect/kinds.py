@@ -85,9 +85,6 @@ class Policy(Item, frozen=True, kw_only=True):
     """An authorization policy, with the numbers of its decisions. ``without_effect`` is the reason why a policy
     never decides, although it looks like protection. ``enforced`` is false for a dry run, whose numbers are
     hypothetical.
-
-    ``without_effect`` is the reason why a policy never decides, although it looks like protection. ``enforced`` is
-    false for a dry run, whose numbers are hypothetical.
     """
 
     namespace: str | None = None

@@ -300,10 +300,7 @@ def _concerns(denial: Dump, namespace: str) -> bool:
 
 
 def shown_denial(each: kinds.Denial, where: str = "") -> str:
-    """Format a denial as one line. ``where`` is the place of the denial, which only Envoy's dialect has.
-
-    ``where``: the place of the denial, passed only for Envoy's dialect.
-    """
+    """Format a denial as one line. ``where`` is the place of the denial, which only Envoy's dialect has."""
     identity = f" ({each.identity})" if each.identity else ""
     direction = f"{each.direction} " if each.direction else ""
     return (

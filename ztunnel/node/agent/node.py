@@ -452,8 +452,7 @@ class NodeAgent:
         log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
 
     async def expect_probes(self, pods: Iterable[Probed]) -> None:
-        """Let kubelet probe these pods before they are enrolled; idempotent. A successor calls this with all pods
-        of its predecessor, because otherwise probes of its pods would fail until they are enrolled again.
+        """Let kubelet probe these pods before they are enrolled; idempotent.
 
         A successor calls it with all pods of its predecessor, because probes of pods missing from the set fail
         until the pods are enrolled again.

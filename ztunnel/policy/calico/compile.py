@@ -305,8 +305,6 @@ class _Compiler(RuleCompiler):
     def _ordered_tiers(self) -> list[tuple[str, bool, list[tuple[ApiPolicy, Selector]]]]:
         """Return the tiers in order: name, whether its end passes, and its policies in order. Nonexistent tiers
         that policies name come last and deny at their end.
-
-        Nonexistent tiers that policies name come last and deny at their end.
         """
         known = {name: (order, passes) for name, (order, passes) in BUILT_IN_TIERS.items()}
         known |= {tier.name: (tier.order, tier.passes) for tier in self._resources.tiers.values()}

@@ -91,8 +91,6 @@ _SKIPPED: Final = frozenset({"FelixConfiguration"})
 def refusal(group: str, kind: str) -> str:
     """Return why policy files must not contain objects of a kind. Empty for a kind that is ignored. An unknown
     kind is a fault, because it can be a policy with a misspelt kind.
-
-    An unknown kind can be a policy with a misspelt kind.
     """
     if group in _CALICO and kind in _SKIPPED:
         return ""

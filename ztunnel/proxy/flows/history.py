@@ -120,8 +120,6 @@ class History:
         """Return the history for the live page: ``step_s``, ``ended_s`` (wall time of the newest step's end), and
         the list of each total. A list has at most :data:`STEPS` numbers, the oldest first.
 
-        A list has :data:`STEPS` numbers at most, the oldest first.
-
         Args:
             now_s, wall_s: the current time, by the monotonic and the wall clock.
         """

@@ -181,8 +181,7 @@ class Observer:
     async def _newest(
         self, number: int, until_ns: int, test: Callable[[Response], bool]
     ) -> tuple[list[Response], int]:
-        """Return the newest matching flows, oldest first, and the time of the ring's newest flow. At first only
-        the newest entries are read, because a few usually suffice.
+        """Return the newest matching flows, oldest first, and the time of the ring's newest flow.
 
         Only a few of the newest entries are read first, because they usually suffice.
         """

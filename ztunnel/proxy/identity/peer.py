@@ -18,8 +18,7 @@ _REFUSED = "identity verification error: peer did not present the expected"
 
 
 def identities_of(names: Iterable[str]) -> tuple[SpiffeId, ...]:
-    """Return the workload identities among a leaf's URI names. Policies and logs use the first, like
-    :class:`~xds.model.facts.PeerCertificate`.
+    """Return the workload identities among a leaf certificate's URI names.
 
     Policies and logs use the first, which :class:`~xds.model.facts.PeerCertificate` has.
     """

@@ -1,4 +1,4 @@
-"""The taps of one process that carries connections. The data path looks up each new connection here.
+"""The taps of one process that carries connections.
 
 A process has a :class:`Taps` only if the configuration permits taps. The data path looks up a pod once per
 connection, when the connection begins. So a tap does not capture older connections.

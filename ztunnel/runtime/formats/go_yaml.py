@@ -581,8 +581,6 @@ def _text(dumper: Any, value: str) -> Any:
 def _fits_block(value: str) -> bool:
     """Return whether a text can be written as a literal block in any context: no line looks like indentation, and
     readers need not count the line breaks at the end.
-
-    No line can be mistaken for indentation, and readers need not count the line breaks at its end.
     """
     lines = value.removesuffix("\n").split("\n")
     return (

@@ -41,8 +41,6 @@ def _diff(before: Any, after: Any, path: str) -> Iterator[Operation]:
 def _diff_lists(before: list[Any], after: list[Any], path: str) -> Iterator[Operation]:
     """Change only the elements between the common start and the common end of both lists. So a container inserted
     before other containers becomes one ``add``, without replacing the later containers.
-
-    So a container inserted before others becomes one ``add``, not a replacement of every container.
     """
     shorter = min(len(before), len(after))
     head = next((at for at in range(shorter) if not same(before[at], after[at])), shorter)

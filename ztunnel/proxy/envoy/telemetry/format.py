@@ -49,7 +49,6 @@ def _alone(read: Reader, missing: str) -> Renderer:
 
 class Line:
     """A compiled text format, which renders a hop's log line in two steps: read the values, then insert them.
-    Formats with the same commands share the first step.
 
     A line takes 5 microseconds, with one call per command and one check for unprintable characters per line. With
     a call per part and a check per value, it took 20 (twice per connection; ``bench.compare --only crr``).
