@@ -35,6 +35,8 @@ _MAX_PRIORITY: Final = 1000
 _AFTER_ALL: Final = _MAX_PRIORITY + 1.0
 _ALLOWS: Final = {"ClusterNetworkPolicy": "Accept"}
 _PROTOCOLS: Final = ("TCP", "UDP", "SCTP")
+#: The fields of an entry of v1alpha2's ``protocols`` that name a protocol.
+_PROTOCOL_FIELDS: Final = ("tcp", "udp", "sctp")
 _DENY_ALL: Final = ApiRule(c.Action.DENY)
 
 #: A protocol and its ports, or a named port. Without either it matches all traffic.
@@ -87,7 +89,7 @@ class ClusterPolicyReader(KubernetesReader):
         if kind != "ClusterNetworkPolicy":
             return _ADMIN if kind == "AdminNetworkPolicy" else _BASELINE
         found = spec.get("tier")
-        if found not in _TIERS:
+        if not isinstance(found, str) or found not in _TIERS:
             self.fault(f"{where}.tier", f"must be Admin or Baseline, not {found!r}")
             return _ADMIN
         return _TIERS[found]
@@ -183,7 +185,7 @@ class ClusterPolicyReader(KubernetesReader):
         if kind != "BaselineAdminNetworkPolicy":
             known["Pass"] = c.Action.PASS
         value = entry.get("action")
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             self.fault(f"{where}.action", f"must be one of {', '.join(known)}, not {value!r}")
             return c.Action.DENY
         return known[value]
@@ -287,7 +289,7 @@ class ClusterPolicyReader(KubernetesReader):
         """Read ``tcp``, ``udp`` or ``sctp``. Without ``destinationPort`` the entry means every port of the
         protocol.
         """
-        if way.upper() not in _PROTOCOLS or way != way.lower():
+        if way not in _PROTOCOL_FIELDS:
             self.fault(f"{where}.{way}", "unknown; known are tcp, udp, sctp, destinationNamedPort")
             return None
         entry = self.mapping(value, f"{where}.{way}", ("destinationPort",))
@@ -300,6 +302,8 @@ class ClusterPolicyReader(KubernetesReader):
             return None
         if "number" in port:
             found = self._range(port["number"], port["number"], f"{place}.number")
+        elif "range" not in port:
+            return None  # a field of a later release, which mapping() has recorded
         else:
             limits = self.mapping(port["range"], f"{place}.range", ("start", "end"))
             found = self._range(limits.get("start"), limits.get("end"), f"{place}.range")

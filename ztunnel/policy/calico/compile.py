@@ -12,7 +12,20 @@ from typing import Final, TypeAlias
 
 from xds.model import calico as c
 from xds.model.address import IpNetwork
-from xds.model.selector import All, And, Global, Has, In, Node, Not, Or, Selector, hashed_id, parse_selector
+from xds.model.selector import (
+    All,
+    And,
+    Compare,
+    Global,
+    Has,
+    In,
+    Node,
+    Not,
+    Or,
+    Selector,
+    hashed_id,
+    parse_selector,
+)
 from ztunnel.policy.calico.resources import (
     BUILT_IN_TIERS,
     ApiPolicy,
@@ -491,7 +504,8 @@ def _joined(parts: list[Node]) -> Selector | None:
 
 
 def _in_namespace(name: str) -> Node:
-    return parse_selector(f"{NAMESPACE_LABEL} == '{name}'").root
+    # Not parsed from a text, because the name of a file's object can contain quotes.
+    return Compare(NAMESPACE_LABEL, "==", name)
 
 
 def _replaced(node: Node, kind: type[Node], by: Node) -> Node:

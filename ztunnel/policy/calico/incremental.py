@@ -94,8 +94,9 @@ def _terms(thing: Selectable | None) -> Iterator[_Term]:
     if thing is not None:
         yield _ANY
         for label, value in thing.labels.items():
-            yield label, value
-            yield label, None
+            if label:  # no selector can name an empty label, and its term would be _ANY
+                yield label, value
+                yield label, None
 
 
 @dataclass(frozen=True, slots=True)

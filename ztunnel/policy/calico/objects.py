@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 
 from xds.model import calico as c
 from ztunnel.kube.objects import Object, ObjectKey
-from ztunnel.policy.calico.read import read_object
+from ztunnel.policy.calico.read import CALICO_GROUPS, read_object
 from ztunnel.policy.calico.resources import ApiPolicy, ApiRule, Resources
 
 #: A change: the name of a table of :class:`~ztunnel.policy.calico.resources.Resources`, a key, and the value. None
@@ -156,10 +156,12 @@ def _closing(key: ObjectKey, value: Object, found: Resources) -> ApiPolicy:
     """
     made = next(iter(found.policies.values()), None)
     if made is None:
-        of_kubernetes = str(value.get("apiVersion", "")).startswith(
-            ("networking.k8s.io/", "policy.networking.k8s.io/")
-        )
-        kind = f"{'Kubernetes' if of_kubernetes else ''}{key.kind.partition('.')[0]}"
+        group = str(value.get("apiVersion", "")).partition("/")[0]
+        prefix = {"networking.k8s.io": "Kubernetes", "policy.networking.k8s.io": "Kubernetes"}.get(group, "")
+        kind = f"{prefix}{key.kind.partition('.')[0]}"
+        if not prefix and group not in CALICO_GROUPS:
+            # An id of its own: a policy of a misspelt group must not replace Calico's policy of the same name.
+            kind = f"Unknown{key.kind}"
         made = ApiPolicy(id=c.PolicyId(kind, key.namespace, key.name), egress=True)
     drop = (ApiRule(c.Action.DENY),)
     return replace(made, order=float("-inf"), inbound=drop, outbound=drop)

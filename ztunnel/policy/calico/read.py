@@ -5,6 +5,7 @@ refuses what Calico's own validation refuses, and input that would otherwise be 
 """
 
 import functools
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ def read_object(document: Mapping[str, object]) -> ReadObject:
 
 
 #: The API groups of Calico's resources.
-_CALICO: Final = ("projectcalico.org", "crd.projectcalico.org")
+CALICO_GROUPS: Final = ("projectcalico.org", "crd.projectcalico.org")
 _SKIPPED: Final = frozenset({"FelixConfiguration"})
 
 
@@ -92,7 +93,7 @@ def refusal(group: str, kind: str) -> str:
     """Return why policy files must not contain objects of a kind. Empty for a kind that is ignored. An unknown
     kind is a fault, because it can be a policy with a misspelt kind.
     """
-    if group in _CALICO and kind in _SKIPPED:
+    if group in CALICO_GROUPS and kind in _SKIPPED:
         return ""
     return f"{group}{'/' if group else ''}{kind} makes no policy here"
 
@@ -132,9 +133,13 @@ class _Reader(ClusterPolicyReader):
             # to pods in "default".
             self.fault(where, f"metadata.namespace must be text, not {metadata['namespace']!r}")
             return
-        if group in _CALICO and kind in _SKIPPED:
+        if "/" in (metadata.get("namespace") or ""):
+            # A slash separates a pod's namespace from its name in the id of its endpoint.
+            self.fault(where, f"metadata.namespace must be a name, not {metadata['namespace']!r}")
             return
-        read = _KINDS.get((("projectcalico.org" if group in _CALICO else group), kind))
+        if group in CALICO_GROUPS and kind in _SKIPPED:
+            return
+        read = _KINDS.get((("projectcalico.org" if group in CALICO_GROUPS else group), kind))
         if read is None:
             known = ", ".join(sorted({kind for _, kind in _KINDS}))
             self.fault(where, f"{document.get('apiVersion')} {kind} makes no policy here; known are {known}")
@@ -147,10 +152,15 @@ class _Reader(ClusterPolicyReader):
         value = spec.get("order")
         if value is None:
             return LAST
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        try:
+            order = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+        except OverflowError:
+            order = math.inf
+        # A number that is greater than each other number, or not comparable with them, has no place in an order.
+        if not math.isfinite(order):
             self.fault(f"{where}.order", f"must be a number, not {value!r}")
             return LAST
-        return float(value)
+        return order
 
     def selector_text(self, spec: Json, key: str, where: str, *, global_allowed: bool = False) -> str:
         """Return a selector. If it is faulty, the result selects all objects."""
