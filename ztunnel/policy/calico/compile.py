@@ -52,6 +52,9 @@ ORCHESTRATOR_LABEL: Final = "projectcalico.org/orchestrator"
 NAME_LABEL: Final = "projectcalico.org/name"
 _OF_NAMESPACE: Final = "pcns."
 _OF_ACCOUNT: Final = "pcsa."
+#: The prefixes of inherited labels, and the labels that state what an object is and where.
+_INHERITED: Final = (_OF_NAMESPACE, _OF_ACCOUNT)
+_GIVEN_LABELS: Final = frozenset({NAMESPACE_LABEL, ACCOUNT_LABEL, ORCHESTRATOR_LABEL})
 #: The maximum length of a label value in Kubernetes. A longer account name is not used as a label.
 _LABEL_LENGTH: Final = 63
 
@@ -142,7 +145,7 @@ def account_profile(namespace: str, name: str, labels: Mapping[str, str]) -> Api
 
 def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
     """Return a pod as an object for selectors. ``labels_of`` has the labels inherited from each profile."""
-    labels = {**pod.labels, NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
+    labels = {**_own_labels(pod.labels), NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
     if len(pod.account) < _LABEL_LENGTH:
         labels[ACCOUNT_LABEL] = pod.account
     for name in profiles_of(pod):
@@ -151,11 +154,23 @@ def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> S
     return Selectable(labels, tuple(ip_network(address) for address in pod.addresses), pod.ports)
 
 
+def _own_labels(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels of an object in a namespace without those that only the cluster may give it.
+
+    Users who can create a pod choose its labels. In Calico a pod's label ``pcns.team`` replaces the label ``team``
+    of its namespace, so the pod could match rules about any namespace. The namespaceSelector of Kubernetes reads
+    the labels of the Namespace only.
+    """
+    return {
+        key: value for key, value in labels.items() if key not in _GIVEN_LABELS and not key.startswith(_INHERITED)
+    }
+
+
 def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
     """Return a network set as an object for selectors."""
     labels = dict(found.labels)
     if found.namespace:
-        labels[NAMESPACE_LABEL] = found.namespace
+        labels = {**_own_labels(found.labels), NAMESPACE_LABEL: found.namespace}
         for key, value in labels_of(f"kns.{found.namespace}").items():
             labels.setdefault(key, value)
     return Selectable(labels, found.nets)

@@ -124,6 +124,54 @@ def test_pods_and_namespaces_are_an_intersection(world: World) -> None:
     assert not world.reaches("x/b", "x/a")
 
 
+@pytest.mark.parametrize("label", ["pcns.ns", "pcns.projectcalico.org/name"])
+def test_a_pods_own_labels_are_not_those_of_its_namespace(world: World, label: str) -> None:
+    key = label.removeprefix("pcns.")
+    namespaces = f"{{namespaceSelector: {{matchLabels: {{{key}: x}}}}}}"
+    world.policy(f"{{podSelector: {{matchLabels: {{pod: a}}}}, ingress: [{{from: [{namespaces}]}}]}}")
+    world.change(dict([world.pod("y/a", **{label: "x"})]))
+    assert not world.reaches("y/a", "x/a")
+    assert world.reaches("x/b", "x/a")
+    # Nor does a label hide a namespace's label from a policy that selects by it.
+    world.change(dict([world.pod("x/b", **{label: "y"})]))
+    assert world.reaches("x/b", "x/a")
+
+
+def test_a_network_set_of_a_namespace_has_no_labels_of_pods_or_of_another_namespace(world: World) -> None:
+    peer = "{namespaceSelector: {matchLabels: {ns: x}}}"
+    world.policy(f"{{podSelector: {{matchLabels: {{pod: a}}}}, ingress: [{{from: [{peer}]}}]}}")
+    labels = {"pcns.ns": "x", "projectcalico.org/orchestrator": "k8s"}
+    for namespace in "xy":
+        body = {
+            "apiVersion": "projectcalico.org/v3",
+            "kind": "NetworkSet",
+            "metadata": {"name": "all", "namespace": namespace, "labels": labels},
+            "spec": {"nets": ["0.0.0.0/0"]},
+        }
+        world.change({ObjectKey("NetworkSet", namespace, "all"): body})
+        assert not world.reaches("192.0.2.1", "x/a")
+
+
+def test_a_pod_names_no_service_account_by_a_label(world: World) -> None:
+    body = {
+        "apiVersion": "projectcalico.org/v3",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "p", "namespace": "x"},
+        "spec": {
+            "selector": "pod == 'a'",
+            "ingress": [{"action": "Allow", "source": {"serviceAccounts": {"names": ["admin"]}}}],
+        },
+    }
+    world.change({ObjectKey("NetworkPolicy.projectcalico.org", "x", "p"): body})
+    key, pod = world.pod("x/b", **{"projectcalico.org/serviceaccount": "admin"})
+    pod["spec"]["serviceAccountName"] = "b" * 63  # too long for the label that Calico gives
+    world.change({key: pod})
+    assert not world.reaches("x/b", "x/a")
+    pod["spec"]["serviceAccountName"] = "admin"
+    world.change({key: {**pod}})
+    assert world.reaches("x/b", "x/a")
+
+
 def test_both_ends_must_allow_on_one_node(world: World) -> None:
     world.policy("{podSelector: {matchLabels: {pod: a}}, policyTypes: [Egress], egress: [{}]}")
     assert world.reaches("x/a", "x/b")
