@@ -245,7 +245,7 @@ class Enroller:
             await self.agent.remove(uid, grace_s=grace_s)
 
         await asyncio.gather(*(take_out(uid) for uid in {*self._entries, *self.agent.left_over}))
-        await self.agent.end_probes()
+        await self.agent.probes.end()
 
     # Events of the API server
 
@@ -315,7 +315,7 @@ class Enroller:
             if pod.annotation == "enabled" and self._decide(pod).enrol
         ]
         if probed:
-            await self.agent.expect_probes(probed)
+            await self.agent.probes.expect(probed)
         # Called before the first enrolment, so that proxies keep the pods enrolled by istio-cni.
         self.agent.expect(pod.uid for pod in known if pod.annotation == "enabled" and self._decide(pod).enrol)
         for uid in set(self.agent.left_over) - set(self._entries):

@@ -17,10 +17,9 @@ snapshot lacks.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, Self, TypeVar
+from typing import Self
 from weakref import WeakValueDictionary
 
 from tproxy.aio.netns import Netns
@@ -28,19 +27,19 @@ from tproxy.errors import TproxyError
 from tproxy.inpod import Probed
 from ztunnel.node.agent.description import PodDescription
 from ztunnel.node.agent.errors import AgentError, EnrolFailed, TwoAgents
+from ztunnel.node.agent.kernel_thread import KernelThread
 from ztunnel.node.agent.namespaces import (
     addresses,
-    apply_probes,
     apply_rules,
     foreign_rules,
     open_namespace,
     proxied_connections,
-    remove_probes,
     remove_rules,
     take_over_rules,
 )
 from ztunnel.node.agent.phase import Phase
 from ztunnel.node.agent.pods_file import PodsFile
+from ztunnel.node.agent.probed_pods import ProbedPods
 from ztunnel.node.agent.record import Enrolled, read_record, write_record
 from ztunnel.node.agent.scan import is_namespace, reopened
 from ztunnel.node.agent.server import Announced, ZdsServer
@@ -50,8 +49,6 @@ from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
-P = ParamSpec("P")
-T = TypeVar("T")
 
 #: Seconds between two announcements of a pod that no proxy has accepted yet. A proxy also retries its starts at
 #: this interval.
@@ -127,7 +124,6 @@ class NodeAgent:
         self._record = record
         self._grace_s = grace_s
         self._remove_on_exit = remove_on_exit
-        self._probe_user = probe_user
         self._pods: dict[PodUid, _Pod] = {}
         self._wanted: dict[PodUid, PodDescription] = {}
         self._edited = asyncio.Event()
@@ -137,12 +133,6 @@ class NodeAgent:
         self._unseen: set[PodUid] = set()  # recorded pods that this agent has not examined, or not to the end
         self._unremoved: set[PodUid] = set()  # released pods whose rules the kernel has not removed yet
         self._expected: set[PodUid] = set()  # pods that another agent enrolled and this one has not yet
-        self._probed: dict[PodUid, Probed] = {}
-        self._probes = asyncio.Lock()
-        self._probes_wanted = self._probes_applied = 0
-        #: The reason why kubelet's probes are captured. Empty if the node's table for probes is in place, or not
-        #: configured.
-        self.probes_fault = ""
         self._on_change = on_change
         self._is_still = is_still or _is_still
         #: The number of times that rules of a pod were repaired after another program had changed them.
@@ -150,7 +140,9 @@ class NodeAgent:
         self._watchers: set[asyncio.Event] = set()
         self._server = ZdsServer(socket, self._announced, on_answer=self._answered, held=held)
         self._tasks = Tasks("agent")
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="pods")
+        self._thread = KernelThread()
+        #: The pods that kubelet can probe.
+        self.probes = ProbedPods(self._thread, probe_user)
 
     @property
     def proxies(self) -> int:
@@ -195,29 +187,11 @@ class NodeAgent:
             await asyncio.gather(
                 *(self.remove(uid) for uid in list(self._pods)), *(self.forget(uid) for uid in list(self._unseen))
             )
-            await self.end_probes()
+            await self.probes.end()
         await self._server.__aexit__(*exception)
         for pod in self._pods.values():
             pod.netns.close()
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    async def _in_thread(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run ``work`` in the thread; returns, or raises CancelledError, only once it has finished.
-
-        Callers close namespaces after this returns. If it returned early, the thread would use a descriptor that
-        is closed, or reused for another file.
-        """
-        working = asyncio.get_running_loop().run_in_executor(self._thread, lambda: work(*args, **kwargs))
-        cancelled: asyncio.CancelledError | None = None
-        while not working.done():
-            try:
-                await asyncio.wait([working])
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            working.exception()  # retrieved, so that asyncio does not log it as unhandled
-            raise cancelled
-        return working.result()
+        self._thread.close()
 
     def _lock(self, uid: PodUid) -> asyncio.Lock:
         return self._locks.setdefault(uid, asyncio.Lock())
@@ -287,10 +261,9 @@ class NodeAgent:
         try:
             # Kubelet's probes are allowed before the pod's rules are applied. Otherwise kubelet would restart a
             # pod whose probes fail while it waits for a proxy.
-            found = await self._in_thread(addresses, netns)
-            self._probed[description.uid] = Probed(uid=description.uid, addresses=found)
-            await self._let_probe()
-            removed = await self._in_thread(take_over_rules, netns, description)
+            found = await self._thread.run(addresses, netns)
+            await self.probes.add(Probed(uid=description.uid, addresses=found))
+            removed = await self._thread.run(take_over_rules, netns, description)
         except (TproxyError, OSError) as error:
             if description.uid in self._expected:
                 # Our rules do no harm beside the other agent's, because both have the same effect.
@@ -313,18 +286,15 @@ class NodeAgent:
 
     async def _change(self, pod: _Pod, description: PodDescription) -> None:
         try:
-            found = await self._in_thread(addresses, pod.netns)
-            await self._in_thread(apply_rules, pod.netns, description)
+            found = await self._thread.run(addresses, pod.netns)
+            await self._thread.run(apply_rules, pod.netns, description)
         except (TproxyError, OSError) as error:
             raise EnrolFailed(_named(description), plain_reason(error)) from error
         if description.netns != pod.description.netns:
             self._recorded[description.uid] = Enrolled(description.netns, pod.netns.inode)
             self._write_record()
         pod.description = description
-        probed = Probed(uid=description.uid, addresses=found)
-        if self._probed.get(description.uid) != probed:
-            self._probed[description.uid] = probed
-            await self._let_probe()
+        await self.probes.add(Probed(uid=description.uid, addresses=found))
 
     async def _announce(self, pod: _Pod) -> None:
         uid = pod.description.uid
@@ -348,9 +318,9 @@ class NodeAgent:
             if pod is None or pod.phase is Phase.LEAVING:
                 return False
             try:
-                if not await self._in_thread(foreign_rules, pod.netns):
+                if not await self._thread.run(foreign_rules, pod.netns):
                     return False
-                await self._in_thread(remove_rules, pod.netns)
+                await self._thread.run(remove_rules, pod.netns)
             except (TproxyError, OSError) as error:
                 log.error("pod not left to another agent uid=%s error=%s", uid, plain_reason(error))
                 return False
@@ -433,7 +403,7 @@ class NodeAgent:
         self._notify_watchers(uid)
         if grace_s > 0:
             try:
-                await self._in_thread(apply_rules, pod.netns, pod.description, draining=True)
+                await self._thread.run(apply_rules, pod.netns, pod.description, draining=True)
             except (TproxyError, OSError) as error:
                 log.warning("pod's redirects not removed uid=%s error=%s", uid, plain_reason(error))
             else:
@@ -451,46 +421,6 @@ class NodeAgent:
         self._notify_watchers(uid)
         log.info("pod released uid=%s pod=%s", uid, _named(pod.description))
 
-    async def expect_probes(self, pods: Iterable[Probed]) -> None:
-        """Let kubelet probe these pods before they are enrolled; idempotent.
-
-        A successor calls it with all pods of its predecessor, because probes of pods missing from the set fail
-        until the pods are enrolled again.
-        """
-        self._probed = {PodUid(pod.uid): pod for pod in pods} | self._probed
-        await self._let_probe()
-
-    async def end_probes(self) -> None:
-        """Remove the node's nftables table for kubelet's probes, because the agent has no successor;
-        idempotent.
-        """
-        if self._probe_user is None:
-            return
-        self._probed.clear()
-        async with self._probes:
-            try:
-                await self._in_thread(remove_probes)
-            except (TproxyError, OSError) as error:
-                log.error("table for kubelet's probes not removed error=%s", plain_reason(error))
-
-    async def _let_probe(self) -> None:
-        """Update the node's set of probed pods. Calls during an update share the next one."""
-        if self._probe_user is None:
-            return
-        self._probes_wanted += 1
-        wanted = self._probes_wanted
-        async with self._probes:
-            if self._probes_applied >= wanted:
-                return
-            self._probes_applied = self._probes_wanted
-            try:
-                await self._in_thread(apply_probes, list(self._probed.values()), self._probe_user)
-            except (TproxyError, OSError) as error:
-                self.probes_fault = plain_reason(error)
-                log.error("kubelet's probes will be captured error=%s", plain_reason(error))
-            else:
-                self.probes_fault = ""
-
     async def _ended(self, pod: _Pod) -> None:
         """Wait until the pod has no connection through the proxy, its deadline has passed, or it is requested
         again.
@@ -504,7 +434,7 @@ class NodeAgent:
                 log.info("pod leaves with open connections uid=%s", pod.description.uid)
                 return
             try:
-                if not await self._in_thread(proxied_connections, pod.netns):
+                if not await self._thread.run(proxied_connections, pod.netns):
                     return
             except (TproxyError, OSError) as error:
                 if fault != plain_reason(error):
@@ -551,8 +481,7 @@ class NodeAgent:
             if uid not in self._pods and uid in self._recorded:
                 self._unseen.add(uid)
             raise
-        if self._probed.pop(uid, None) is not None:
-            await self._let_probe()
+        await self.probes.remove(uid)
 
     async def _clean(self, uid: PodUid, netns: Netns | None = None) -> None:
         """Remove our rules of a released pod, then its record. If rules remain, the record is kept for a
@@ -560,9 +489,9 @@ class NodeAgent:
         """
         try:
             if netns is not None:
-                await self._in_thread(remove_rules, netns)
+                await self._thread.run(remove_rules, netns)
             elif (enrolled := self._recorded.get(uid)) is not None and not self._has_namespace(enrolled.inode):
-                await self._in_thread(_remove_recorded, enrolled)
+                await self._thread.run(_remove_recorded, enrolled)
         except (TproxyError, OSError) as error:
             if uid not in self._unremoved:
                 log.error("pod's rules not removed, trying again uid=%s error=%s", uid, plain_reason(error))
@@ -701,8 +630,8 @@ class NodeAgent:
                 if not (lock := self._lock(uid)).locked():
                     async with lock:
                         await self._clean(uid)
-            if repair and self._probed:
-                await self._let_probe()
+            if repair:
+                await self.probes.repair()
 
     async def _maintain(self, uid: PodUid, *, repair: bool) -> None:
         lock = self._lock(uid)
@@ -729,7 +658,7 @@ class NodeAgent:
                 await self._announce(pod)
             if repair:
                 try:
-                    if changes := await self._in_thread(apply_rules, pod.netns, description):
+                    if changes := await self._thread.run(apply_rules, pod.netns, description):
                         self.repaired += 1
                         log.warning("pod's rules had been changed, repaired uid=%s changes=%d", uid, changes)
                 except (TproxyError, OSError) as error:

@@ -88,7 +88,7 @@ async def check(
         "kernel": kernel_facts(),
         "rulesRefused": refused,
         "iptables": tables,
-        "probes": {"fault": enroller.agent.probes_fault, "ebpf": auditor.hint},
+        "probes": {"fault": enroller.agent.probes.fault, "ebpf": auditor.hint},
         "cni": None if installation is None else facts(installation),
     }
     return text(json.dumps(found, indent=1) + "\n", content_type=JSON)
