@@ -107,6 +107,7 @@ PURE_APPLICATION = (
     "ztunnel/ask/inspect/seen.py",
     "ztunnel/proxy/istio/path/balance.py",
     "ztunnel/proxy/istio/path/inbound_target.py",
+    "ztunnel/proxy/istio/path/answered_keys.py",
     "ztunnel/proxy/istio/path/failed_endpoints.py",
     "ztunnel/proxy/istio/accounting/workload_labels.py",
     "ztunnel/proxy/istio/accounting/peer_baggage_labels.py",

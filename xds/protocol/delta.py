@@ -43,7 +43,8 @@ class _Type:
     opened: bool = False
     subscribed: set[str] = field(default_factory=set)
     """The names that this stream has requested. ``*`` means that a request after the first has subscribed to all
-    names.
+    names. For on-demand types, these are all names to which the server considers this stream subscribed: requested
+    names, and names of received resources.
     """
     replaced: bool = False
     """Whether the next request must compare all of ``wanted`` with ``subscribed``, instead of only the names in
@@ -257,6 +258,8 @@ class DeltaClient:
                 if state.wants(resource.name) and resource.name not in rejected:
                     state.held[resource.name] = resource.version
                     self._lifetimes.started(update.type_url, resource, received.arrived_s)
+        if state.on_demand:
+            state.subscribed.update(resource.name for resource in update.resources)
         for name in update.removed:
             state.held.pop(name, None)
         self._lifetimes.ended(update.type_url, update.removed)
@@ -288,9 +291,7 @@ class DeltaClient:
                 )
             state.answers.clear()
             if not state.unanswered:
-                change = self._change(state)
-                if change is not None:
-                    requests.append(change)
+                requests += self._changes(state)
         for request in requests:
             if self._node_due or not self._options.node_on_first_only or request.type_url in introduced:
                 request.node.CopyFrom(self._options.node)
@@ -314,27 +315,26 @@ class DeltaClient:
         state.again.clear()
         state.touched.clear()
         state.replaced = False
-        state.subscribed = set(state.subscription())
         state.asking.clear()
         if state.on_demand:
+            versions = dict.fromkeys(state.asked, "") | state.claims()
+            state.subscribed = set(versions)
             return DeltaDiscoveryRequest(
                 type_url=state.type_url,
                 resource_names_subscribe=["*"],
                 resource_names_unsubscribe=["*"],
-                initial_resource_versions=dict.fromkeys(state.asked, "") | state.claims(),
+                initial_resource_versions=versions,
             )
+        state.subscribed = set(state.subscription())
         return DeltaDiscoveryRequest(
             type_url=state.type_url,
             resource_names_subscribe=sorted(state.wanted or ()),
             initial_resource_versions=state.claims(),
         )
 
-    def _change(self, state: _Type) -> DeltaDiscoveryRequest | None:
+    def _changes(self, state: _Type) -> list[DeltaDiscoveryRequest]:
         if state.on_demand:
-            if not state.asking:
-                return None
-            names, state.asking = state.asking, []
-            return DeltaDiscoveryRequest(type_url=state.type_url, resource_names_subscribe=names)
+            return self._demands(state)
         wanted = state.subscription()
         looked_at = wanted | state.subscribed if state.replaced else state.touched
         added = (looked_at & wanted) - state.subscribed
@@ -346,12 +346,32 @@ class DeltaClient:
         state.touched.clear()
         state.again.clear()
         if not added and not dropped:
-            return None
-        return DeltaDiscoveryRequest(
-            type_url=state.type_url,
-            resource_names_subscribe=sorted(added),
-            resource_names_unsubscribe=sorted(dropped),
-        )
+            return []
+        return [
+            DeltaDiscoveryRequest(
+                type_url=state.type_url,
+                resource_names_subscribe=sorted(added),
+                resource_names_unsubscribe=sorted(dropped),
+            )
+        ]
+
+    @staticmethod
+    def _demands(state: _Type) -> list[DeltaDiscoveryRequest]:
+        """Return the requests for names of an on-demand type.
+
+        istiod does not answer a request that changes no subscription (``shouldRespondDelta``). So names that are
+        requested again are unsubscribed first. This takes a separate request, because within one request
+        subscriptions are processed first.
+        """
+        if not state.asking:
+            return []
+        names, state.asking = state.asking, []
+        again = [name for name in names if name in state.subscribed]
+        state.subscribed.update(names)
+        requests = [DeltaDiscoveryRequest(type_url=state.type_url, resource_names_subscribe=names)]
+        if again:
+            requests.insert(0, DeltaDiscoveryRequest(type_url=state.type_url, resource_names_unsubscribe=again))
+        return requests
 
     def _answered(self, state: _Type, received: Received, error: Status | None) -> None:
         for serial in [serial for serial in state.undecided if serial <= received.serial]:

@@ -118,6 +118,32 @@ def test_names_that_were_not_answered_are_told_without_a_version() -> None:
     assert versions(client) == {"a": "7", "late": ""}
 
 
+def test_names_on_demand_are_unsubscribed_before_they_are_requested_again() -> None:
+    """istiod ignores a request for names to which the stream is subscribed, and pushes by names of resources."""
+    client = started(ON_DEMAND)
+    client.requests_to_send()
+
+    def requests(*names: str) -> list[tuple[list[str], list[str]]]:
+        client.ask(ADDRESS, names)
+        return [
+            (list(each.resource_names_subscribe), list(each.resource_names_unsubscribe))
+            for each in client.requests_to_send()
+            if not each.response_nonce
+        ]
+
+    assert requests("/10.0.0.1", "/10.0.0.2") == [(["/10.0.0.1", "/10.0.0.2"], [])]
+    client.accept(received(client, response("1", resource("a", "7", "/10.0.0.1"), removed=("/10.0.0.2",))))
+    assert requests("/10.0.0.2", "/10.0.0.3") == [([], ["/10.0.0.2"]), (["/10.0.0.2", "/10.0.0.3"], [])]
+    client.accept(received(client, response("2", removed=("a", "/10.0.0.2", "/10.0.0.3"))))
+    assert requests("a") == [([], ["a"]), (["a"], [])], "a received name is a subscription as well"
+    client.stream_closed()
+    client.stream_opened()
+    (first, _) = client.requests_to_send()
+    assert dict(first.initial_resource_versions) == {"a": ""}
+    client.accept(received(client, response("3", removed=("a",))))
+    assert requests("a", "/10.0.0.2") == [([], ["a"]), (["a", "/10.0.0.2"], [])], "of this stream only"
+
+
 # In steps
 
 

@@ -26,6 +26,7 @@ from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.peer_baggage_labels import BaggageLabels
 from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels, labels_of
 from ztunnel.proxy.istio.certificates.manager import Certificates, Revocations
+from ztunnel.proxy.istio.path.answered_keys import AnsweredKeys
 from ztunnel.proxy.istio.path.failed_endpoints import FailedEndpoints
 from ztunnel.proxy.istio.path.names import Names
 from ztunnel.proxy.istio.path.node_local import NodeLocalTarget
@@ -81,7 +82,7 @@ class Node:
         descriptors: limits the file descriptors that each pod may use.
         baggage_labels: labels received in peers' baggage, limited per peer.
         dns_places: limits the pods' queries that wait for name servers.
-        asked: the on-demand resource names that the control plane has answered, including "does not exist".
+        asked: the on-demand resource names that the control plane has answered lately, including "does not exist".
         live: the table of all open connections of these pods.
         sampled_below: the threshold of trace sampling for :func:`hbone.tunnel_headers.format_traceparent`.
         warns_unmatched: whether access lines of connections that match no service or workload are logged as
@@ -109,7 +110,7 @@ class Node:
     failed_endpoints: FailedEndpoints = field(init=False, default_factory=FailedEndpoints)
     pods: dict[PodKey, NodeLocalTarget] = field(init=False, default_factory=dict)
     predecessor_ports: PredecessorPorts = field(init=False, default_factory=PredecessorPorts)
-    asked: set[str] = field(init=False, default_factory=set)
+    asked: AnsweredKeys = field(init=False)
     live: LiveTable = field(init=False, default_factory=LiveTable)
     sampled_below: int = field(init=False)
     warns_unmatched: bool = field(init=False)
@@ -134,6 +135,7 @@ class Node:
 
     def __post_init__(self) -> None:
         config = self.config
+        self.asked = AnsweredKeys(self.clock.monotonic)
         self.sampled_below = config.otlp.sampled_below if config.otlp is not None else 0
         self.warns_unmatched = config.warns_unmatched
         self.client_settings = self._settings(client_settings())
@@ -206,7 +208,7 @@ class Node:
     # Resources on demand
 
     async def ask_about(self, key: str) -> bool:
-        """Request a resource from the control plane, unless it has answered for this key before. Return whether it
+        """Request a resource from the control plane, unless it has answered for this key lately. Return whether it
         was requested.
 
         Raises:

@@ -183,7 +183,7 @@ def route_for(
         mesh: the current mesh.
         choose: returns a random number below its argument.
         avoid: recently failed endpoints, used only if there are no others.
-        known: with on-demand xDS, returns whether a key was already requested. ``None`` if the mesh is complete.
+        known: with on-demand xDS, returns whether a key was requested lately. ``None`` if the mesh is complete.
         prefer: restricts the choice among the dialled service's endpoints; see
             :func:`~ztunnel.proxy.istio.path.balance.pick`.
         draw: chooses the endpoint for each question, instead of a random choice by ``choose`` and ``avoid``.

@@ -1,5 +1,6 @@
 """Routes of pods' connections: every row of the route table, and requests on demand."""
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from tests.ztunnel.proxy.istio.pods import (
 )
 from xds.model.service import BalancerMode, LoadBalancing, Service
 from xds.model.workload import GatewayAddress, NamespacedHostname, NetworkAddress, Protocol, Workload
+from ztunnel.proxy.istio.path.answered_keys import VALID_S
 
 # The route table, row by row
 
@@ -305,6 +307,29 @@ def test_unknown_destination_is_requested_once(tmp_path: Path) -> None:
         for _ in range(2):
             assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
         assert asked == [f"/{SERVER}"]
+
+    play(tmp_path, body, ask=ask)
+
+
+def test_an_address_is_requested_again_for_a_pod_that_got_it_later(tmp_path: Path) -> None:
+    """The control plane pushes the new pod to proxies that have requested the pod, not its address."""
+    clusters: list[Cluster] = []
+    there: list[Workload] = []
+
+    async def ask(key: str) -> None:
+        clusters[0].mesh.apply(there)
+
+    async def body(cluster: Cluster) -> None:
+        clusters.append(cluster)
+        await cluster.start(POD)
+        cluster.application(SERVER)
+        cluster.peer("server", SERVER)
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
+        assert "dst.workload" not in await cluster.line(1), "passed through: there is no such pod yet"
+        there.append(REMOTE)
+        await asyncio.sleep(VALID_S)  # virtual time
+        assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
+        assert (await cluster.line(2))["dst.workload"] == "server"
 
     play(tmp_path, body, ask=ask)
 

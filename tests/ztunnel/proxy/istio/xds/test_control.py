@@ -111,6 +111,8 @@ def test_on_demand_readiness_needs_only_policies(tmp_path: Path) -> None:
             for unknown in ("/192.0.2.1", "default/nobody.example.com", "Kubernetes//Pod/default/nobody"):
                 await control.ask(unknown)
             assert mesh.workload_at("", "192.0.2.1") is None
+            for again in ("/10.0.0.2", "/192.0.2.1"):
+                await control.ask(again)
 
     asyncio.run(main())
 
