@@ -4,7 +4,7 @@ Two controllers that follow the API server at different speeds would undo each o
 would reopen connections just closed by the faster. The lock is an abstract Unix socket. Its name belongs to the
 network namespace, like the table, so it works between containers that share only the network namespace, and the
 kernel frees it when its owner dies. Any local user can bind such a name, so a socket of another user id is
-ignored.
+ignored, and so is a socket that does not listen.
 """
 
 import asyncio
@@ -20,8 +20,11 @@ from tproxy.aio.netns import Netns
 
 log = logging.getLogger(__name__)
 
-#: If the owner's accept queue is full, a process cannot wait in it, and tries again after this time.
+#: If a process cannot connect to the owner, it tries again after this time.
 _AGAIN_S = 1.0
+#: A name that refuses this many connections in succession is ignored. It is bound by a program that does not
+#: listen, whereas an owner listens as soon as it has bound the name.
+_REFUSALS = 5
 _WAITERS = 16
 
 
@@ -50,6 +53,7 @@ class NodeLock:
 
     async def __aenter__(self) -> Self:
         said = False
+        refused = 0
         while True:
             mine = self._socket()
             try:
@@ -63,10 +67,28 @@ class NodeLock:
                 self._held = mine
                 return self
             with self._socket() as other:
-                owner = await self._owner(other)
-                if owner is None:
+                try:
+                    other.connect(self._address)
+                except ConnectionRefusedError:  # the owner has ended, or the name has never been listened on
+                    refused += 1
+                    if refused == _REFUSALS:
+                        log.warning(
+                            "lock of table %s is held by a program that does not listen on it: ignored", self._name
+                        )
+                        return self
+                    await asyncio.sleep(_AGAIN_S if refused > 1 else 0)
                     continue
-                pid, uid = owner
+                except BlockingIOError as error:  # its queue is full
+                    if not self._wait:
+                        raise Held(errno.EBUSY, f"other processes keep table {self._name}") from error
+                    if not said:
+                        log.info("more than %d processes wait for table %s", _WAITERS, self._name)
+                    said = True
+                    refused = 0
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
+                refused = 0
+                pid, uid = _peer_of(other)
                 if uid != os.geteuid():
                     log.warning("lock of table %s is held by pid %d of user %d: ignored", self._name, pid, uid)
                     return self
@@ -93,14 +115,8 @@ class NodeLock:
         found.setblocking(False)
         return found
 
-    async def _owner(self, other: socket.socket) -> tuple[int, int] | None:
-        """Connect to the owner of the lock, and return its pid and user. None if the caller should try again."""
-        try:
-            other.connect(self._address)
-        except ConnectionRefusedError:
-            return None
-        except BlockingIOError:  # its queue is full
-            await asyncio.sleep(_AGAIN_S)
-            return None
-        pid, uid, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        return pid, uid
+
+def _peer_of(other: socket.socket) -> tuple[int, int]:
+    """Return the pid and the user of the process that listens at the other end."""
+    pid, uid, _ = struct.unpack("3i", other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return pid, uid

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.limits import WAIT_S
+from ztunnel.policy.netpol import lock
 from ztunnel.policy.netpol.lock import Held, NodeLock
 
 NAME = f"test-netpol-lock-{os.getpid()}"
@@ -91,3 +92,43 @@ def test_a_name_that_another_user_has_taken_does_not_keep_policies_from_their_ta
 
     asyncio.run(main())
     assert f"held by pid {os.getpid()} of user {os.getuid()}: ignored" in caplog.text
+
+
+def test_a_name_on_which_its_owner_does_not_listen_does_not_keep_policies_from_their_table(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(lock, "_AGAIN_S", 0)
+    turns = 0
+
+    async def main() -> None:
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        with socket.socket(socket.AF_UNIX) as stranger:
+            stranger.bind(b"\0" + NAME.encode())
+            async with asyncio.TaskGroup() as group:
+                running = group.create_task(others(), name="others")
+                async with asyncio.timeout(WAIT_S):
+                    await _taken()
+                running.cancel()
+
+    asyncio.run(main())
+    assert turns > 1  # signals and other tasks are served meanwhile
+    assert f"lock of table {NAME} is held by a program that does not listen on it: ignored" in caplog.text
+
+
+def test_a_full_queue_of_waiting_processes_is_an_answer_too() -> None:
+    async def main() -> None:
+        with socket.socket(socket.AF_UNIX) as owner, socket.socket(socket.AF_UNIX) as waiting:
+            owner.bind(b"\0" + NAME.encode())
+            owner.listen(0)
+            waiting.connect(owner.getsockname())
+            async with asyncio.timeout(WAIT_S):
+                with pytest.raises(Held, match="other processes keep table"):
+                    async with NodeLock(NAME, wait=False):
+                        pass
+
+    asyncio.run(main())
