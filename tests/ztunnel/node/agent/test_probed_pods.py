@@ -33,7 +33,9 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[list[str] | None]:
     return calls
 
 
-def test_each_change_is_applied_once_and_changes_during_an_update_together(applied: list[list[str] | None]) -> None:
+def test_each_change_is_applied_once_and_changes_during_an_update_together(
+    applied: list[list[str] | None],
+) -> None:
     async def main() -> None:
         pods = ProbedPods(KernelThread(), 7)
         await pods.expect([pod("a"), pod("b")])

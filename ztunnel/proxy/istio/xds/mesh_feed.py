@@ -2,8 +2,9 @@
 
 An unreadable resource does not affect other resources: the rest of its response is applied, and then the NACK
 names the unreadable resource. A small response is one batch. A big response, such as the whole mesh at the start,
-is compiled and applied in pieces, and the event loop runs other work between the pieces. Removals are applied
-first, and services before workloads. So between pieces the mesh is incomplete, but not inconsistent.
+is compiled and applied in pieces, and the event loop runs other work between the pieces. Services are applied
+before workloads, and removals last. So an address that one workload loses and another one gets is never unknown:
+connections to unknown addresses are passed through as plain text.
 
 A local file and a control plane can be used together. If both contain a name, the last update wins.
 """
@@ -73,11 +74,14 @@ class MeshFeed:
         if len(values) + len(removed) <= _PIECE:
             self._mesh.apply(values, removed)
         else:
-            for names in _pieces(removed):
-                self._mesh.apply((), names)
-                await asyncio.sleep(0)
             for piece in _pieces(values):
                 self._mesh.apply(piece)
+                await asyncio.sleep(0)
+            there = (
+                {value.uid if isinstance(value, Workload) else value.key for value in values} if removed else ()
+            )
+            for names in _pieces([name for name in removed if name not in there]):
+                self._mesh.apply((), names)
                 await asyncio.sleep(0)
         _note(self.refused_addresses, update, faults)
         _reject(faults)

@@ -146,6 +146,30 @@ def test_big_response_yields_to_the_event_loop() -> None:
     run(main())
 
 
+@pytest.mark.parametrize("count", [10, 200], ids=["small", "big"])
+def test_address_that_changes_its_workload_is_never_unknown(count: int) -> None:
+    """Connections to an unknown address are passed through as plain text."""
+
+    async def main() -> None:
+        mesh = Mesh()
+        feed = MeshFeed(mesh)
+        hosts = [f"10.0.0.{number}" for number in range(count)]
+
+        def pods(name: str) -> list[Resource]:
+            return [workload(f"{name}{number}", bytes((10, 0, 0, number))) for number in range(count)]
+
+        await feed.receive_addresses(addresses(*pods("old"), service("x")))
+        unknown: list[str] = []
+        mesh.watch(lambda _: unknown.extend(host for host in hosts if mesh.workload_at("", host) is None))
+        gone = tuple(f"old{number}" for number in range(count))
+        await feed.receive_addresses(addresses(*pods("new"), service("x"), removed=(*gone, "shop/x")))
+        assert unknown == []
+        assert {each.uid for each in mesh.workloads()} == {f"new{number}" for number in range(count)}
+        assert mesh.service("shop/x") is not None, "removed and added in one response"
+
+    run(main())
+
+
 # The local file
 
 ONE = "workloads: [{uid: a, namespace: n, workloadIps: [10.0.0.1], services: {n/h: {80: 80}}}]\n"
