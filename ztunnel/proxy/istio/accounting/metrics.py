@@ -34,6 +34,7 @@ from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.proxy.istio.certificates.manager import Moments
 from ztunnel.runtime.bounded_counts import BoundedCounts
 from ztunnel.runtime.durations import Durations
+from ztunnel.runtime.parts import split
 from ztunnel.runtime.watchdog import LoopDelays
 
 log = logging.getLogger(__name__)
@@ -250,7 +251,10 @@ DECISIONS: Final = {Use.ALLOWED: "allowed", Use.DENIED: "denied", Use.ENDED: "en
 #: The policy name under which a denial is counted if ALLOW policies exist but none matched.
 NONE_MATCHED: Final = "-"
 #: The number of series in each part that a process sends. Decoding one part takes two milliseconds.
-_SERIES_PER_PART = 50
+_SERIES_PER_PART: Final = 50
+#: The number of workloads in each part. A series has a uid of about 80 characters for each pod that it was seen
+#: with, and the main process ends a worker that sends more than 4 MiB at once.
+_WORKLOADS_PER_PART: Final = 4000
 
 
 class Metrics(ConnectionTimes):
@@ -483,8 +487,12 @@ class Metrics(ConnectionTimes):
             yield Counts(addon_hooks=tuple(addons.hooks.values()), addon_states=tuple(addons.states))
         for family in addons.families.values():
             yield Counts(addon_families=(family,))
-        every = list(self._traffic.values())
-        for start in range(0, len(every), _SERIES_PER_PART):
+        for part in split(
+            list(self._traffic.values()),
+            lambda series: len(series.workloads),
+            most_items=_SERIES_PER_PART,
+            most_size=_WORKLOADS_PER_PART,
+        ):
             yield Counts(
                 traffic=tuple(
                     TrafficCounts(
@@ -498,7 +506,7 @@ class Metrics(ConnectionTimes):
                         series.refused,
                         series in self._gone,
                     )
-                    for series in every[start : start + _SERIES_PER_PART]
+                    for series in part
                 )
             )
 

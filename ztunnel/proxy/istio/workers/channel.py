@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -19,7 +20,9 @@ from typing import Final, cast
 from tproxy.errors import TproxyError
 from ztunnel.proxy.identity.csr import IdentityError
 from ztunnel.proxy.istio.workers.messages import (
+    MAX_BYTES,
     MAX_DESCRIPTORS,
+    MAX_WORKER_BYTES,
     FrameDecoder,
     Message,
     Notification,
@@ -57,24 +60,31 @@ class Refused(Exception):
 class Descriptors:
     """The file descriptors that arrived with a message. :meth:`close` closes the descriptors that were not
     taken.
+
+    Args:
+        found: the descriptors, which this object owns.
+        lost: whether the kernel dropped some of them, because this process has reached its limit of open files.
+            Then none can be taken.
     """
 
-    def __init__(self, found: Sequence[int] = ()) -> None:
+    def __init__(self, found: Sequence[int] = (), *, lost: bool = False) -> None:
         self._found = deque(found)
+        self._lost = lost
+        if lost:
+            self.close()
 
     def __len__(self) -> int:
         return len(self._found)
-
-    def add(self, found: Sequence[int]) -> None:
-        """Append file descriptors that have arrived."""
-        self._found.extend(found)
 
     def take(self) -> int:
         """Remove and return the next descriptor, which the caller then owns.
 
         Raises:
+            OSError: the descriptors were lost on their way.
             ProtocolViolation: no descriptor is left.
         """
+        if self._lost:
+            raise OSError(errno.EMFILE, "a worker can open no more files (raise the limit of open files)")
         if not self._found:
             raise ProtocolViolation("a message without its descriptors")
         return self._found.popleft()
@@ -94,14 +104,29 @@ class Outgoing:
         self._message: Message | None = message
         self._frame = b""
         #: Duplicates of the descriptors, because the caller can close the originals before the message is sent.
-        self.descriptors = [os.dup(each) for each in descriptors]
+        self.descriptors: list[int] = []
+        try:
+            for each in descriptors:
+                self.descriptors.append(os.dup(each))
+        except OSError:
+            self.close()
+            raise
 
-    def frame(self) -> bytes:
-        """Return the bytes."""
+    def frame(self, most_bytes: int = MAX_BYTES) -> bytes:
+        """Return the bytes.
+
+        Raises:
+            ValueError: there are more than ``most_bytes``.
+        """
         if self._message is not None:
-            self._frame = encode(self._message, len(self.descriptors))
+            self._frame = encode(self._message, len(self.descriptors), most_bytes)
             self._message = None
         return self._frame
+
+    @property
+    def answers(self) -> int | None:
+        """The number of the request that this message answers, if it is an answer that was not encoded yet."""
+        return self._message.number if isinstance(self._message, Response) else None
 
     def close(self) -> None:
         """Close the duplicates; idempotent."""
@@ -135,6 +160,7 @@ class IpcChannel:
     ) -> None:
         self._socket = sock
         self._to_main = to_main
+        self._most_bytes = MAX_WORKER_BYTES if to_main else MAX_BYTES
         self._on_notification = on_notification
         self._on_request = on_request
         self._tasks = Tasks("worker link")
@@ -148,7 +174,11 @@ class IpcChannel:
     # Sending
 
     def notify(self, message: Notification, descriptors: Sequence[int] = ()) -> None:
-        """Queue a notification for sending. If the channel is closed, the notification is dropped."""
+        """Queue a notification for sending. If the channel is closed, the notification is dropped.
+
+        Raises:
+            OSError: the descriptors cannot be duplicated.
+        """
         self.send(Outgoing(message, descriptors))
 
     def send(self, outgoing: Outgoing) -> None:
@@ -170,15 +200,17 @@ class IpcChannel:
         Raises:
             Refused: the request cannot be carried out.
             ChannelClosed: the other process has ended.
+            OSError: the descriptors cannot be duplicated.
         """
         if self._closed:
             raise ChannelClosed
         number = next(self._numbers)
-        future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
-        self._responses[number] = (future, [])
         # The type cast is safe: each kind of request is for one side only, and the other side's decoder refuses
         # it.
-        self.send(Outgoing(cast(Message, Request(number, body)), descriptors))
+        outgoing = Outgoing(cast(Message, Request(number, body)), descriptors)
+        future: asyncio.Future[list[Value]] = asyncio.get_running_loop().create_future()
+        self._responses[number] = (future, [])
+        self.send(outgoing)
         try:
             return await future
         finally:
@@ -192,18 +224,19 @@ class IpcChannel:
         Raises:
             ProtocolViolation: the other process sent an unreadable or forbidden message.
         """
-        decoder, arrived = FrameDecoder(from_main=self._to_main), Descriptors()
+        decoder, arrived = FrameDecoder(from_main=self._to_main), deque[Descriptors]()
         try:
             while data := await self._read(arrived):
                 decoder.receive(data)
                 for message, count in decoder:
-                    own = Descriptors([arrived.take() for _ in range(count)])
+                    own = arrived.popleft() if count and arrived else Descriptors()
                     await self._dispatch(message, own)
                     await asyncio.sleep(0)  # one read can contain many messages, and each takes milliseconds
         except ConnectionError:
             pass
         finally:
-            arrived.close()
+            for each in arrived:
+                each.close()
             self.disconnect()
 
     def disconnect(self) -> None:
@@ -231,12 +264,15 @@ class IpcChannel:
 
     # Receiving
 
-    async def _read(self, arrived: Descriptors) -> bytes:
+    async def _read(self, arrived: deque[Descriptors]) -> bytes:
+        """Read bytes, and append the descriptors that were sent with one of their frames. One recvmsg(2) never
+        returns the descriptors of two frames.
+        """
+        # Without room, the kernel drops descriptors. So a compromised worker cannot fill the main process's table.
+        room = _ANCILLARY_BYTES if self._to_main else 0
         while True:
             try:
-                data, ancillary, flags, _ = self._socket.recvmsg(
-                    _READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
+                data, ancillary, flags, _ = self._socket.recvmsg(_READ_BYTES, room, socket.MSG_CMSG_CLOEXEC)
                 break
             except BlockingIOError:
                 await ready(self._socket, writing=False)
@@ -244,9 +280,11 @@ class IpcChannel:
         for level, kind, payload in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 found.frombytes(payload[: len(payload) - len(payload) % found.itemsize])
-        arrived.add(found)
-        if flags & socket.MSG_CTRUNC:
-            raise ProtocolViolation("descriptors were lost on the way (is the limit of open files reached?)")
+        lost = bool(flags & socket.MSG_CTRUNC)
+        if lost and not self._to_main:
+            raise ProtocolViolation("descriptors from a worker")
+        if found or lost:
+            arrived.append(Descriptors(found, lost=lost))
         return data
 
     async def _dispatch(self, message: Message, descriptors: Descriptors) -> None:
@@ -299,7 +337,7 @@ class IpcChannel:
                 while self._queue:
                     outgoing = self._queue.popleft()
                     try:
-                        await self._write_one(outgoing)
+                        await self._write_one(self._fitting(outgoing))
                     finally:
                         outgoing.close()
                     await asyncio.sleep(0)
@@ -309,6 +347,24 @@ class IpcChannel:
         except OSError as error:
             log.debug("the other process has ended: %s", error)
             self.disconnect()
+        except ValueError as error:
+            # Without this message the other process would have another state than this one.
+            log.error("the other process is ended, because a message cannot be sent: %s", error)
+            self.disconnect()
+
+    def _fitting(self, outgoing: Outgoing) -> Outgoing:
+        """Encode a message. An answer that is too long for a frame is replaced by a refusal: the main process
+        would end a worker that sends such a frame.
+        """
+        number = outgoing.answers
+        try:
+            outgoing.frame(self._most_bytes)
+        except ValueError as error:
+            if number is None:
+                raise
+            log.error("a request of the other process cannot be answered: %s", error)
+            return Outgoing(Response(number=number, refused=str(error)))
+        return outgoing
 
     async def _write_one(self, outgoing: Outgoing) -> None:
         left, descriptors = memoryview(outgoing.frame()), outgoing.descriptors

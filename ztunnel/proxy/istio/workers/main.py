@@ -323,6 +323,41 @@ class Workers:
         """Send a new worker a snapshot of the state, and then the pods. After that, monitor the worker, and kill
         it if it hangs.
         """
+        try:
+            self._send_snapshot(worker)
+            await self._settled.wait()
+            await worker.request(Barrier(), within_s=_SYNC_S)
+            worker.synced = True
+            self._changed.set()
+            for pod in list(self._pods.values()):
+                if not pod.leaving:
+                    await self._give(worker, pod)
+            if self._meeting:
+                await worker.request(MeetSuccessor())
+        except ChannelClosed:
+            return
+        except OSError as error:  # out of descriptors
+            log.error(
+                "pods cannot be started in a worker, ending it worker=%d error=%s",
+                worker.index,
+                plain_reason(error),
+            )
+            worker.kill()
+            return
+        except Exception:  # a bug in this program; the worker would wait for ever
+            worker.kill()
+            raise
+        worker.serves = True
+        self._report_serving()
+        log.info("worker serves worker=%d pid=%d pods=%d", worker.index, worker.process.pid, len(self._pods))
+        await worker.watch()
+
+    def _send_snapshot(self, worker: WorkerProcess) -> None:
+        """Queue the configuration and the state. Later changes are queued after them.
+
+        Raises:
+            OSError: no descriptor is free.
+        """
         node, channel = self._node, worker.channel
         channel.notify(
             Begin(
@@ -335,37 +370,12 @@ class Workers:
         )
         if node.revocations is not None:
             channel.notify(RevocationsChanged(node.revocations.current.encoded()))
-        # There must be no await before ``notified`` is set, so that later changes are queued after the snapshot.
         for message in snapshot(node.mesh):
             channel.notify(message)
         for wanted, state in self._certificates.states().items():
             if isinstance(state, WorkloadCertificate):
                 channel.notify(_certificate(wanted, state))
         worker.notified = True
-        await self._settled.wait()
-        try:
-            await worker.request(Barrier(), within_s=_SYNC_S)
-            worker.synced = True
-            self._changed.set()
-            for pod in list(self._pods.values()):
-                if not pod.leaving:
-                    await self._give(worker, pod)
-            if self._meeting:
-                await worker.request(MeetSuccessor())
-        except ChannelClosed:
-            return
-        except OSError as error:
-            log.error(
-                "pods cannot be started in a worker, ending it worker=%d error=%s",
-                worker.index,
-                plain_reason(error),
-            )
-            worker.kill()
-            return
-        worker.serves = True
-        self._report_serving()
-        log.info("worker serves worker=%d pid=%d pods=%d", worker.index, worker.process.pid, len(self._pods))
-        await worker.watch()
 
     def _carries(self, identity: SpiffeId) -> bool:
         """Return whether an identity belongs to a pod of this node."""

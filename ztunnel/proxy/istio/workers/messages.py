@@ -353,14 +353,14 @@ Message = FromMain | FromWorker
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message, descriptors: int = 0) -> bytes:
+def encode(message: Message, descriptors: int = 0, most_bytes: int = MAX_BYTES) -> bytes:
     """Return the frame of a message that is sent with ``descriptors`` file descriptors.
 
     Raises:
-        ValueError: the message is too long for a frame.
+        ValueError: the message is longer than ``most_bytes``, the limit of the process that reads it.
     """
     body = _encoder.encode(message)
-    if len(body) > MAX_BYTES or descriptors > MAX_DESCRIPTORS:
+    if len(body) > most_bytes or descriptors > MAX_DESCRIPTORS:
         raise ValueError(f"{type(message).__name__} is too much for one frame: {len(body)} bytes")
     return _HEADER.pack(len(body), descriptors) + body
 

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, assert_never
 
@@ -33,6 +32,7 @@ from ztunnel.proxy.istio.accounting.flows import ring_of, shape
 from ztunnel.proxy.istio.accounting.logs import LogStream
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.accounting.sweep import sweep
+from ztunnel.proxy.istio.path.connections import Shown
 from ztunnel.proxy.istio.path.names import Names
 from ztunnel.proxy.istio.path.node import (
     Node,
@@ -81,6 +81,7 @@ from ztunnel.runtime import descriptors, heap
 from ztunnel.runtime.clock import SystemClock
 from ztunnel.runtime.log_rotation import ignore_rotation
 from ztunnel.runtime.log_writer import LogWriter
+from ztunnel.runtime.parts import split
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.turns import turned
 from ztunnel.runtime.watchdog import Watchdog
@@ -92,8 +93,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: The number of connections in one part of an answer to :class:`GetConnections`.
-_ENTRIES_PER_PART: Final = 500
+
+#: The most connections in one part of an answer, and the most characters of their texts. Peers choose some of the
+#: texts, and the main process ends a worker that sends a frame of more than 4 MiB.
+_PART_ENTRIES: Final = 500
+_PART_CHARACTERS: Final = 256 * 1024
 
 
 class _MainDns:
@@ -422,7 +426,9 @@ class Worker:
                 ring = carrier.metrics.flows
                 yield FlowsPart(ring=ring.counts(after_ns))
                 found = flow_page.lines(ring, shape(carrier.config), after_ns, last)
-                while some := tuple(islice(found, _ENTRIES_PER_PART)):
+                for some in split(
+                    found, lambda line: len(line[1]), most_items=_PART_ENTRIES, most_size=_PART_CHARACTERS
+                ):
                     yield FlowsPart(some)
             case TapPod(wanted):
                 yield TapTotals(await carrier.tap(wanted, descriptors))
@@ -436,9 +442,13 @@ def _connections(pods: dict[int, _Pod]) -> Iterator[ConnectionsPart]:
     for number, pod in pods.items():
         dump = pod.proxy.dump()
         for direction in directions:
-            entries = iter(dump[direction])
-            while part := tuple(islice(entries, _ENTRIES_PER_PART)):
+            entries = dump[direction]
+            for part in split(entries, _characters, most_items=_PART_ENTRIES, most_size=_PART_CHARACTERS):
                 yield ConnectionsPart(number=number, direction=direction, entries=part)
+
+
+def _characters(shown: Shown) -> int:
+    return sum(len(value) for value in shown.values() if isinstance(value, str))
 
 
 def run(descriptor: int) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -19,6 +20,7 @@ from ztunnel.proxy.istio.workers.channel import (
     RequestBody,
 )
 from ztunnel.proxy.istio.workers.messages import (
+    MAX_WORKER_BYTES,
     Barrier,
     DrainPod,
     GetCounts,
@@ -62,6 +64,13 @@ class Other:
                 raise IdentityError("no such identity")
             case StopPod(2):
                 raise ZeroDivisionError("oops")
+            case StopPod(3):
+                for _ in range(2):
+                    yield "x" * MAX_WORKER_BYTES
+            case StopPod(4):
+                file = descriptors.take()
+                yield os.read(file, 100).decode()
+                os.close(file)
 
 
 Body = Callable[[IpcChannel, Other, socket.socket], Awaitable[None]]
@@ -142,6 +151,82 @@ def test_descriptors_arrive_with_their_message() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_an_answer_of_a_worker_that_is_too_long_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(here: IpcChannel, other: Other, _: socket.socket) -> None:
+        with pytest.raises(Refused, match="too much for one frame"):
+            await here.request(StopPod(3))
+        assert await here.request(Barrier()) == ["0"]
+
+    talking(body)
+    assert "cannot be answered" in caplog.text
+
+
+def test_a_notification_that_is_too_long_ends_the_channel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
+
+    async def body(here: IpcChannel, other: Other, _: socket.socket) -> None:
+        here.notify(RevocationsChanged((b"x" * 1000,)))  # without it, the worker would accept revoked peers
+        with pytest.raises(ChannelClosed):
+            await here.request(Barrier())
+
+    talking(body)
+    assert "a message cannot be sent" in caplog.text
+
+
+def test_descriptors_that_are_lost_refuse_only_their_request() -> None:
+    async def body(here: IpcChannel, other: Other, _: socket.socket) -> None:
+        async def read(text: str, *, most_files: int | None = None) -> str:
+            reading, writing = os.pipe()
+            os.write(writing, text.encode())
+            os.close(writing)
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            async with asyncio.TaskGroup() as group:
+                answer = group.create_task(_outcome(here.request(StopPod(4), [reading])))
+                await asyncio.sleep(0)  # duplicates the descriptor
+                os.close(reading)
+                if most_files is not None:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, hard))
+                try:
+                    return str(await answer)
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+        assert await read("a") == "['a']"
+        assert "limit of open files" in await read("b", most_files=3)
+        assert await read("c") == "['c']"
+
+    before = len(os.listdir("/proc/self/fd"))
+    talking(body)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_worker_cannot_use_up_the_descriptors_of_the_main_process() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        near = Other()
+        here = IpcChannel(ours, near.on_notification, near.on_request)
+        with theirs, open(os.devnull, "rb") as file:
+            before = len(os.listdir("/proc/self/fd"))
+            socket.send_fds(theirs, [encode(Response(number=1))], [file.fileno()] * 8)
+            with pytest.raises(ProtocolViolation, match="descriptors from a worker"):
+                await here.run()
+            assert len(os.listdir("/proc/self/fd")) == before
+        await here.close()
+
+    asyncio.run(main())
+
+
+def test_a_message_whose_descriptors_cannot_be_duplicated_leaves_none_open() -> None:
+    with open(os.devnull, "rb") as file:
+        before = len(os.listdir("/proc/self/fd"))
+        with pytest.raises(OSError, match="descriptor"):
+            Outgoing(LogFilterChanged("x"), [file.fileno(), -1])
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_broadcast_message_is_encoded_once() -> None:
     outgoing = Outgoing(LogFilterChanged("x"))
     assert outgoing.frame() is outgoing.frame()
@@ -164,7 +249,7 @@ def test_pending_requests_fail_when_the_other_process_ends() -> None:
 async def _outcome(asking: Awaitable[list[Value]]) -> object:
     try:
         return await asking
-    except ChannelClosed as gone:
+    except (ChannelClosed, Refused) as gone:
         return gone
 
 

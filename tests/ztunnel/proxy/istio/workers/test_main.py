@@ -17,8 +17,10 @@ from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.nodes import Lines, StoppedClock
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.workers import main, process
+from ztunnel.proxy.istio.workers.channel import ChannelClosed, IpcChannel
 from ztunnel.proxy.istio.workers.connection_counts import ConnectionCounts
 from ztunnel.proxy.istio.workers.main import Workers
+from ztunnel.proxy.istio.workers.messages import Barrier
 from ztunnel.proxy.istio.workers.process import OutputReader, WorkerProcess
 from ztunnel.runtime.tasks import Tasks
 
@@ -93,3 +95,29 @@ def test_a_worker_that_has_ended_is_never_next(tmp_path: Path, monkeypatch: pyte
             await until(lambda: found.counts.is_turn_of(1))
 
     asyncio.run(body())
+
+
+def test_a_worker_that_cannot_be_sent_its_state_is_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body() -> None:
+        lines = Lines(tmp_path, "info", json_lines=False)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        reading, writing = os.pipe()
+        os.close(writing)
+        child = await create_subprocess_exec("cat", stdin=PIPE, stdout=DEVNULL)
+        channel = IpcChannel(ours, mock.Mock(), mock.Mock())
+        worker = WorkerProcess(0, channel, child, OutputReader(reading, lines.stream))
+        made: Any = Workers.__new__(Workers)
+        made._node, made._config, made.count = mock.Mock(revocations=None), (), 1
+        made._memory = -1  # duplicating it fails, as when no descriptor is free
+        await made._sync(worker)
+        await child.wait()
+        with pytest.raises(ChannelClosed):
+            await channel.request(Barrier())
+        await channel.close()
+        theirs.close()
+        await worker.ended()
+        lines.close()
+
+    asyncio.run(body())
+    assert "pods cannot be started in a worker, ending it" in caplog.text
