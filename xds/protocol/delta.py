@@ -7,7 +7,8 @@ The rules for each type on a stream:
 * A later request changes the subscription, with an empty nonce, or answers a response with its nonce and, for a
   refusal, an error. One request can do both.
 * Versions come from accepted responses: after a NACK the old versions are still sent, except for the accepted
-  resources of a partly refused response.
+  resources of a partly refused response. In Istio's dialect a refused resource without an old version is sent
+  with an empty one.
 
 The differences of istiod and the Rust ztunnel are in :class:`xds.protocol.client_state.Dialect`: the node in the
 first request of each type, types on demand, and requested names without an answer, which are sent with an empty
@@ -252,6 +253,9 @@ class DeltaClient:
                 versions = {resource.name: resource.version for resource in update.resources}
             for name in rejected:
                 versions.pop(name, None)
+                # An empty version makes the server send the resource again on the next stream, or report its
+                # removal, which ends the fault that the receiver shows.
+                state.held.setdefault(name, "")
             state.held.update(versions)
         else:
             for resource in update.resources:
@@ -432,11 +436,19 @@ def _pieces(data: bytes) -> Iterator[tuple[int, bytes]]:
         while position < end:
             start = position
             tag, position = varint(data, position)
-            if tag & 7 != 2:
-                raise DecodeError("a field of a type that responses do not have")
-            length, position = varint(data, position)
-            start = position if tag >> 3 == _RESOURCES else start
-            position += length
+            match tag & 7:
+                case 0:  # this and the fixed sizes below are fields of later versions of the protocol
+                    _, position = varint(data, position)
+                case 1:
+                    position += 8
+                case 2:
+                    length, position = varint(data, position)
+                    start = position if tag >> 3 == _RESOURCES else start
+                    position += length
+                case 5:
+                    position += 4
+                case _:
+                    raise DecodeError("groups are not part of proto3")
             if position > end:
                 raise IndexError
             yield tag >> 3, data[start:position]

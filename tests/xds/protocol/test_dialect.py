@@ -72,6 +72,16 @@ def test_versions_are_told_again_except_of_what_was_refused_or_removed() -> None
     assert versions(client) == {"a": "2", "b": "1"}
 
 
+def test_a_refused_resource_without_an_older_version_is_told_without_one() -> None:
+    """Otherwise its removal while no stream is open would never be reported."""
+    client = started()
+    client.requests_to_send()
+    client.reject(received(client, response("1", resource("a"), resource("b"))), "b: x", {"b"})
+    assert versions(client) == {"a": "1", "b": ""}
+    client.accept(received(client, response("2", removed=("b",))))
+    assert versions(client) == {"a": "1"}
+
+
 def test_a_refusal_of_everything_records_nothing() -> None:
     client = started()
     client.requests_to_send()
@@ -163,6 +173,20 @@ def test_a_response_in_steps_is_the_same_response() -> None:
     event, steps = in_steps(message.SerializeToString())
     assert event == received(started(), message)
     assert steps == 4
+
+
+def test_unknown_fields_of_any_type_do_not_break_a_response_in_steps() -> None:
+    """The same bytes are read if the response is small."""
+    message = response("7", *(resource(f"w{number}") for number in range(600)), removed=("x",))
+    later = b"".join((b"\xa0\x06\x96\x01", b"\xa9\x06" + bytes(8), b"\xad\x06" + bytes(4), b"\xb2\x06\x01z"))
+    data = message.SerializeToString()
+    DeltaDiscoveryResponse.FromString(data + later)
+    for extended in (data + later, later + data):
+        found, _ = in_steps(extended)
+        assert found.update == in_steps(data)[0].update
+        assert found.nonces == ("7",)
+    with pytest.raises(DecodeError):
+        in_steps(data + b"\xa3\x06\xa4\x06")  # a group
 
 
 def test_a_response_cut_anywhere_is_none_or_shorter() -> None:

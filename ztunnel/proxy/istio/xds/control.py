@@ -157,11 +157,11 @@ class ControlPlane:
             try:
                 await receive(update)
             except UpdateRejected as error:
-                # These resources were accepted by another version of this program. Their versions are not
-                # reported, so that the control plane sends them again.
+                # These resources were accepted by another version of this program. Empty versions are reported
+                # for them, so that the control plane sends them again, or reports their removal.
                 log.warning("the crashed process's resources cannot be read error=%s", error)
                 for name in error.rejected or ():
-                    versions.pop(name, None)
+                    versions[name] = ""
             client.resume(type_url, versions)
             self._pending.discard(type_url)
         if not self._pending:

@@ -215,7 +215,7 @@ def test_saved_resources_that_are_refused_now_are_requested_again(
             assert plane._client is not None
             client = plane._client._stream.state
             assert isinstance(client, DeltaClient)
-            assert client._type(KIND).held == {"u": "1"}
+            assert client._type(KIND).held == {"u": "1", "bad": ""}
         last.close()
         holder.close()
         theirs.close()

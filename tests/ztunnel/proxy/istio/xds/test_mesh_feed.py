@@ -343,12 +343,16 @@ def test_a_session_with_a_control_plane(big: bool, monkeypatch: pytest.MonkeyPat
                 assert (await control.requests.get()).response_nonce == "3"
                 control.responses.put_nowait(None)
                 first, second = await control.requests.get(), await control.requests.get()
-                assert dict(first.initial_resource_versions) == {"a": "1", "b": "1"}
+                assert dict(first.initial_resource_versions) == {"a": "1", "b": "1", "bad": ""}
                 assert dict(second.initial_resource_versions) == {"shop/p": ""}
                 assert first.node == second.node == node
                 assert not first.resource_names_subscribe  # the wildcard of old again
                 assert ads.stats.ended[StreamEnd.COMPLETE] == 1
                 assert {value.uid for value in mesh.workloads()} == {"a", "b"}
+                assert set(feed.refused_addresses) == {"bad"}
+                control.say("1", removed=("bad",))
+                assert (await control.requests.get()).response_nonce == "1"
+                assert feed.refused_addresses == {}, "removed while there was no stream"
 
     run(main())
 
