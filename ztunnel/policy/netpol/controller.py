@@ -120,7 +120,8 @@ class Controller:
         self._reports = ProblemReports(events)
         self._unseen: set[Unseen] = set()
         self._failure = ""
-        self._judge = False
+        # An earlier run can have been killed after it had changed the table and before it had ended connections.
+        self._judge = True
         self._judged_at = 0.0
         self.counts = Counts()
         self.synced = False
@@ -182,9 +183,11 @@ class Controller:
     def _patience(self) -> float:
         if not self.synced:
             return _RECHECK_S
+        if not self.in_force:
+            return _RETRY_S
         if self._judge:
             return max(0.0, self._judged_at + _JUDGE_S - time.monotonic())
-        return _RECHECK_S if self.in_force and self._published else _RETRY_S
+        return _RECHECK_S if self._published else _RETRY_S
 
     async def _apply(self, *, foreign: bool) -> None:
         began = time.monotonic()

@@ -1,0 +1,113 @@
+"""When the controller applies its table and checks open connections."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import pytest
+
+from tests.limits import WAIT_S
+from tproxy.aio.table import KeptTable
+from tproxy.errors import KernelRefused
+from ztunnel.kube.objects import Changes
+from ztunnel.policy.netpol import controller as module
+from ztunnel.policy.netpol.controller import Controller
+from ztunnel.policy.policysync.problems import LoggedEvents
+
+T = TypeVar("T")
+
+
+class Source:
+    """All objects at once, and no further change."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    async def next(self) -> Changes:
+        if self._told:
+            await asyncio.Event().wait()
+        self._told = True
+        return Changes({}, synced=True)
+
+
+class Table:
+    """A kernel's table. ``answers`` has the number of steps of each transaction, or None for a refusal. The last
+    answer repeats.
+    """
+
+    def __init__(self, *answers: int | None) -> None:
+        self.disturbed = asyncio.Event()
+        self.applied = 0
+        self._answers = answers
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        return work()
+
+    async def apply(self, wanted: object) -> tuple[object, ...]:
+        answer = self._answers[min(self.applied, len(self._answers) - 1)]
+        self.applied += 1
+        if answer is None:
+            raise KernelRefused("to change the table", 12)
+        return ("step",) * answer
+
+
+def running(table: Table) -> Controller:
+    return Controller(Source(), cast(KeptTable, table), "n1", LoggedEvents())
+
+
+def test_open_connections_are_checked_after_a_start_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = asyncio.Event()
+
+    def end_connections(*_: Any) -> list[Any]:
+        checked.set()
+        return []
+
+    monkeypatch.setattr(module, "end_connections", end_connections)
+
+    async def main() -> None:
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+            controller = group.create_task(running(Table(0)).run(), name="controller")
+            await checked.wait()
+            controller.cancel()
+
+    asyncio.run(main())
+
+
+class Clock:
+    """Replaces the module ``time`` in the controller."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+def test_a_refusal_while_a_check_of_connections_is_due_is_not_retried_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(module, "end_connections", lambda *_: [])
+    table = Table(1, 1, None)
+    controller = running(table)
+
+    async def until(check: Callable[[], bool]) -> None:
+        while not check():
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+            task = group.create_task(controller.run(), name="controller")
+            await until(lambda: controller.counts.applied == 1)
+            table.disturbed.set()
+            await until(lambda: controller.counts.applied == 2)  # too early for the second check
+            clock.now_s += 60
+            table.disturbed.set()
+            await until(lambda: controller.counts.failed == 1)
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert table.applied == 3
+            task.cancel()
+
+    asyncio.run(main())
