@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from tproxy.errors import TproxyError
 from ztunnel.proxy.istio.dns.message import (
     MOST_BYTES,
     Kept,
@@ -37,7 +38,8 @@ from ztunnel.runtime.watched_file import FileState, file_state
 
 log = logging.getLogger(__name__)
 
-#: A function that creates an unconnected socket in the pod's namespace, marked as the proxy's own traffic.
+#: A function that creates an unconnected socket in the pod's namespace, marked as the proxy's own traffic. It
+#: raises OSError or TproxyError if the kernel refuses one.
 OpenSocket = Callable[[socket.AddressFamily, socket.SocketKind], socket.socket]
 
 _PORT: Final = 53
@@ -290,6 +292,8 @@ class Forwarder:
             failure = ForwardFailed(f"{server}: no answer within {self._timeout_s:g} s")
         except OSError as error:
             failure = ForwardFailed(f"{server}: {error.strerror or error}")
+        except TproxyError as error:  # such as EMFILE, or an IPv6 server and a kernel without IPv6
+            failure = ForwardFailed(f"{server}: {error}")
         except ForwardFailed as error:
             failure = error
         return failure if cut is None else cut

@@ -1,6 +1,7 @@
 """Asking name servers, over real sockets: whom, how often, and whose answer is believed."""
 
 import asyncio
+import errno
 import os
 import socket
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ import pytest
 
 from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.dns.upstreams import Behaviour, Upstream, open_socket, plain, silent
+from tproxy.errors import KernelRefused
 from ztunnel.proxy.istio.dns.forwarder import (
     Cache,
     Forwarder,
@@ -251,6 +253,26 @@ def test_changed_resolv_conf_is_reloaded(tmp_path: Path) -> None:
         assert [len(server.queries) for server in site.servers] == [1, 2]
 
     run(tmp_path, [plain(ONE), plain(ONE)], body)
+
+
+def test_server_whose_socket_the_kernel_refuses_is_a_failed_server(tmp_path: Path) -> None:
+    """A kernel without IPv6 and an IPv6 server; or no free descriptors."""
+    refused = {socket.AF_INET6}
+
+    def make(family: socket.AddressFamily, kind: socket.SocketKind) -> socket.socket:
+        if family in refused:
+            raise KernelRefused("make a socket", errno.EAFNOSUPPORT)
+        return socket.socket(family, kind)
+
+    async def body(site: Site) -> None:
+        site.path.write_text("nameserver 2001:db8::1\nnameserver 127.0.0.1\n")
+        forwarder = Forwarder(make, site.path, port=site.servers[0].port, timeout_s=WAIT_S)
+        assert dns.message.from_wire(await forwarder.forward(query())).answer
+        refused.add(socket.AF_INET)
+        with pytest.raises(ForwardFailed, match=r"127.0.0.1:\d+: kernel refused make a socket: EAFNOSUPPORT"):
+            await forwarder.forward(query("b.example.com"))
+
+    run(tmp_path, [plain(ONE)], body)
 
 
 def test_sockets_are_the_callers_and_none_is_left_open(tmp_path: Path) -> None:
