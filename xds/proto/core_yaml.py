@@ -14,6 +14,8 @@ _T = TypeVar("_T")
 #: times its own number. Anchors that are repeated for each chain of a mesh expand it to tens of times.
 MOST_VALUES: Final = 200_000
 MOST_TIMES: Final = 100
+#: The deepest nesting of a document. libyaml's composer recurses in C, and some 20,000 levels overflow the stack.
+_MOST_DEPTH: Final = 1000
 
 
 def load(text: str) -> object:
@@ -22,7 +24,7 @@ def load(text: str) -> object:
     Raises:
         ConfigError: a syntax error, with line and column; or aliases that :func:`check_aliases` refuses.
     """
-    return _guarded(lambda: yaml.load(text, Loader=_Loader))  # derived from SafeLoader
+    return _guarded(text, lambda: yaml.load(text, Loader=_Loader))  # derived from SafeLoader
 
 
 def load_all(text: str) -> list[object]:
@@ -31,11 +33,12 @@ def load_all(text: str) -> list[object]:
     Raises:
         ConfigError: see :func:`load`.
     """
-    return _guarded(lambda: list(yaml.load_all(text, Loader=_Loader)))
+    return _guarded(text, lambda: list(yaml.load_all(text, Loader=_Loader)))
 
 
-def _guarded(read: Callable[[], _T]) -> _T:
+def _guarded(text: str, read: Callable[[], _T]) -> _T:
     try:
+        check_depth(text)
         value = read()
         check_aliases(value)
         return value
@@ -47,6 +50,8 @@ def _guarded(read: Callable[[], _T]) -> _T:
         raise ConfigError("nested too deeply") from None
     except ValueError as error:  # a character that YAML does not allow, or an integer of 5,000 digits
         raise ConfigError(f"not valid YAML: {error}") from None
+    except (KeyError, AttributeError):  # how PyYAML refuses the text of a !!bool and of a !!timestamp
+        raise ConfigError("not valid YAML: a text that is no value of its tag") from None
 
 
 def resolvers() -> dict[str, Any]:
@@ -59,6 +64,27 @@ def resolves_to_text(scalar: str) -> bool:
     """Return whether a plain scalar without a tag is a string in the core schema."""
     patterns = resolvers().get(scalar[:1], [])
     return not any(pattern.match(scalar) for _, pattern in patterns)
+
+
+def check_depth(text: str) -> None:
+    """Refuse a document that is nested too deeply for the parser. Call this before composing it.
+
+    Raises:
+        ConfigError: nested too deeply.
+        yaml.YAMLError: a syntax error.
+        ValueError: a character that YAML does not allow.
+    """
+    # Each level takes a bracket, an indentation, or a place in its line, so nearly no file needs the second parse.
+    if text.count("[") + text.count("{") < _MOST_DEPTH and max(map(len, text.splitlines()), default=0) < _MOST_DEPTH:
+        return
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > _MOST_DEPTH:
+                raise ConfigError("nested too deeply")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
 
 
 def check_aliases(value: object) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Final
 import yaml
 
 from xds.errors import ConfigError
-from xds.proto.core_yaml import check_aliases
+from xds.proto.core_yaml import check_aliases, check_depth
 
 _NULLS: Final = frozenset(("", "~", "null", "Null", "NULL"))
 _WORDS: Final = {
@@ -45,6 +45,7 @@ def load(text: str) -> object:
             text.
     """
     try:
+        check_depth(text)
         loader = _Composer(text)
         try:
             node = loader.get_node() if loader.check_node() else None

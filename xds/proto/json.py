@@ -130,9 +130,16 @@ def load(text: str) -> object:
     """
     if text.lstrip().startswith(("{", "[")):
         try:
-            return json.loads(text)
+            value = json.loads(text)
+            if "\\u" in text:
+                json.dumps(value, ensure_ascii=False).encode()
+            return value
         except json.JSONDecodeError as error:
             json_error = error
+        except UnicodeEncodeError:
+            raise ConfigError("not valid Unicode: a lone surrogate") from None
+        except ValueError as error:  # an integer of 5,000 digits
+            raise ConfigError(f"not valid JSON: {error}") from None
         except RecursionError:
             raise ConfigError("nested too deeply") from None
         try:
@@ -148,6 +155,8 @@ def _load_as_envoy(text: str, name: str) -> object:
             return json.loads(text)
         except json.JSONDecodeError as error:
             json_error = error
+        except ValueError as error:  # an integer of 5,000 digits
+            raise ConfigError(f"not valid JSON: {error}") from None
         except RecursionError:
             raise ConfigError("nested too deeply") from None
         try:

@@ -189,7 +189,7 @@ _KEYS = ("trust_domain", "cluster", "outbound", "nodes", "pods", "services", "wa
 
 class _Reader(ConfigReader):
     def mesh(self, top: Mapping[str, Any]) -> Mesh:
-        domain = self.text(top, "trust_domain", "", "cluster.local")
+        domain = self.trust_domain(top)
         nodes = tuple(self.mapping(top.get("nodes"), "nodes", None))
         for section in ("pods", "services", "waypoints", "policies"):
             self.unique_names(top.get(section), section)
@@ -223,6 +223,20 @@ class _Reader(ConfigReader):
             policies=tuple(policies),
             calico=self.calico(top),
         )
+
+    def trust_domain(self, top: Mapping[str, Any]) -> str:
+        faults = len(self.faults)
+        domain = self.text(top, "trust_domain", "", "cluster.local")
+        self.identity(SpiffeId(domain, "default", "default"), "trust_domain")
+        return domain if len(self.faults) == faults else "cluster.local"
+
+    def identity(self, identity: SpiffeId, place: str) -> SpiffeId:
+        """Return an identity, if proxies can read it in a certificate."""
+        try:
+            SpiffeId.parse(str(identity))
+        except ValueError as error:
+            self.fault(place, str(error))
+        return identity
 
     def calico(self, top: Mapping[str, Any]) -> Resources:
         """Read the section ``calico``: policies, and labels of namespaces and accounts. Pods are taken from the
@@ -266,7 +280,7 @@ class _Reader(ConfigReader):
             namespace=namespace,
             node=node,
             addresses=addresses,
-            identity=SpiffeId(domain, namespace, account),
+            identity=self.identity(SpiffeId(domain, namespace, account), place),
             mesh=self.flag(entry, "mesh", place, default=True),
             hbone=self.flag(entry, "hbone", place, default=False),
             workload=self.text(entry, "workload", place, short),
@@ -324,7 +338,7 @@ class _Reader(ConfigReader):
         entry = self.mapping(value, place, ("pods",))
         namespace, account = _split(name)
         return Waypoint(
-            identity=SpiffeId(domain, namespace, account),
+            identity=self.identity(SpiffeId(domain, namespace, account), place),
             pods=self.pod_names(entry, place, namespace, pods),
         )
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xds.errors import ConfigError
+from xds.proto import core_yaml, envoy_yaml, registry
 from xds.proto import json as xds_json
-from xds.proto import registry
 from xds.proto.dump import to_dict, to_json
 from xds.proto.envoy.config.bootstrap.v3.bootstrap_pb2 import Bootstrap
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster, OutlierDetection
@@ -410,6 +410,21 @@ def _levels(count: int) -> str:
 def test_aliases_that_multiply_are_refused(text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         xds_json.parse_text(text, Bootstrap)
+
+
+@pytest.mark.parametrize("level", ["[", "{a: ", "- ", "? "])
+def test_nesting_that_would_overflow_the_stack_of_the_parser_is_refused(level: str) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        envoy_yaml.load(f"{level * 100_000}")
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        core_yaml.load(f"{level * 100_000}")
+
+
+def test_an_integer_of_any_length_is_read_or_refused() -> None:
+    text = f'{{"node": {{"id": {"1" * 5000}}}}}'
+    for name in ("x.json", "x.yaml"):
+        with pytest.raises(ConfigError):
+            xds_json.parse_text(text, Bootstrap, name=name)
 
 
 def test_an_anchor_may_be_named_many_times() -> None:

@@ -64,6 +64,13 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
         {"pods": {"p": {"node": "worker", "addresses": ["10.0.0.1"], "labels": {"enabled": True}}}},
         "pods.p.labels.enabled: must be text, not true",
     ),
+    ({"trust_domain": "d\u00fcsseldorf"}, "trust_domain: not a workload identity"),
+    ({"trust_domain": ""}, "trust_domain: not a workload identity"),
+    (
+        {"pods": {"caf\u00e9/p": {"node": "worker", "addresses": ["10.0.0.1"]}}},
+        "pods.caf\u00e9/p: not a workload identity",
+    ),
+    ({"waypoints": {"a b": {}}}, "waypoints.a b: not a workload identity"),
     ({"outbound": "SOME"}, "outbound: must be one of ALLOW_ANY, REGISTRY_ONLY"),
     ({"pods": {"p": {"node": "mars", "addresses": ["10.0.0.1"]}}}, "pods.p.node: no such node: 'mars'"),
     ({"pods": {"p": {"node": "worker", "addresses": []}}}, "pods.p.addresses: a pod needs at least one address"),
@@ -120,8 +127,31 @@ def test_faults_come_together() -> None:
     assert len(error.value.faults) > 3
 
 
-@pytest.mark.parametrize("text", ["[", "- list", "nodes: {a: {}}\nnodes: {}"])
-def test_a_file_that_is_no_mapping_is_refused(text: str) -> None:
+def test_a_faulty_trust_domain_is_one_fault() -> None:
+    with pytest.raises(MeshFaults) as error:
+        parse_mesh(yaml.safe_dump(document(trust_domain="a b")))
+    assert len(error.value.faults) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "- list",
+        "nodes: {a: {}}\nnodes: {}",
+        '{"cluster": "\\ud800"}',
+        f'{{"cluster": {"1" * 5000}}}',
+        f"cluster: {'1' * 5000}",
+        "outbound: !!bool x",
+        "cluster: !!timestamp x",
+        f"nodes: {'[' * 100_000}",
+        f"nodes: {'{a: ' * 100_000}",
+        "- " * 100_000,
+        "? " * 100_000,
+    ],
+    ids=range(12),
+)
+def test_an_unreadable_file_is_refused(text: str) -> None:
     with pytest.raises(MeshFaults):
         parse_mesh(text)
 

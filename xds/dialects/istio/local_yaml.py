@@ -81,6 +81,8 @@ def _declared() -> Iterator[None]:
         raise
     except ValueError as error:  # a scalar that looks like a date but is invalid
         raise Unreadable(f"not valid YAML: {error}") from None
+    except (KeyError, AttributeError):  # how PyYAML refuses the text of a !!bool and of a !!timestamp
+        raise Unreadable("not valid YAML: a text that is no value of its tag") from None
     except RecursionError:
         raise Unreadable("not valid YAML: nested too deeply") from None
 

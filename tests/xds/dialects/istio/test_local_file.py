@@ -284,6 +284,8 @@ def test_documents_are_read_as_yaml_reads_them(document: dict[str, Any], flow: b
 @example("!!seq {a: b}")
 @example("a: !!seq {a: b}")
 @example("a: !!map [a]")
+@example("a: !!bool x")
+@example("a: !!timestamp x")
 def test_any_text_is_read_as_yaml_reads_it(text: str) -> None:
     try:
         found = read(text)
