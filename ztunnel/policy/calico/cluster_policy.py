@@ -22,6 +22,7 @@ from ztunnel.policy.calico.kubernetes import (
     Json,
     KubernetesReader,
     RuleFaults,
+    given,
     is_port,
     with_ports,
 )
@@ -107,7 +108,7 @@ class ClusterPolicyReader(KubernetesReader):
         """Return the pods of a subject. A faulty subject selects all pods. So the policy that replaces the faulty
         one denies for every pod.
         """
-        subject = _given(self.mapping(value, where, ("namespaces", "pods")))
+        subject = given(self.mapping(value, where, ("namespaces", "pods")))
         if len(subject) != 1:
             self.fault(where, "must be either namespaces or pods")
             return Entity()
@@ -207,7 +208,7 @@ class ClusterPolicyReader(KubernetesReader):
         self, item: object, place: str, where: str, rule: RuleFaults, unknown: list[str]
     ) -> Entity | None:
         outward = place.startswith("to[")
-        peer = _given(self.mapping(item, f"{where}.{place}", None))
+        peer = given(self.mapping(item, f"{where}.{place}", None))
         if len(peer) > 1:
             self.fault(f"{where}.{place}", f"must be one kind of peer, not {' and '.join(map(str, peer))}")
             return None
@@ -261,7 +262,7 @@ class ClusterPolicyReader(KubernetesReader):
 
     def _cluster_port(self, item: object, key: str, where: str) -> tuple[str, tuple[int, int] | str | None] | None:
         """Return the protocol of an entry, and its ports: a range, a port's name, or None for all ports."""
-        port = _given(self.mapping(item, where, None))
+        port = given(self.mapping(item, where, None))
         if len(port) != 1:
             self.fault(where, "must be one of the ways to say a port")
             return None
@@ -296,7 +297,7 @@ class ClusterPolicyReader(KubernetesReader):
         if entry.get("destinationPort") is None:
             return way.upper(), None
         place = f"{where}.{way}.destinationPort"
-        port = _given(self.mapping(entry["destinationPort"], place, ("number", "range")))
+        port = given(self.mapping(entry["destinationPort"], place, ("number", "range")))
         if len(port) != 1:
             self.fault(place, "must be either number or range")
             return None
@@ -318,8 +319,3 @@ class ClusterPolicyReader(KubernetesReader):
         said = f"{first!r}" if first == last else f"{first!r} to {last!r}"
         self.fault(where, f"must be a port, or two in order, not {said}")
         return None
-
-
-def _given(entry: Json) -> Json:
-    """Return the fields of an object that are set (not null in JSON)."""
-    return {key: value for key, value in entry.items() if value is not None}

@@ -52,6 +52,8 @@ ORCHESTRATOR_LABEL: Final = "projectcalico.org/orchestrator"
 NAME_LABEL: Final = "projectcalico.org/name"
 _OF_NAMESPACE: Final = "pcns."
 _OF_ACCOUNT: Final = "pcsa."
+#: The label that API servers give every Namespace (LabelMetadataName of k8s.io/api/core/v1).
+_METADATA_NAME: Final = "kubernetes.io/metadata.name"
 #: The prefixes of inherited labels, and the labels that state what an object is and where.
 _INHERITED: Final = (_OF_NAMESPACE, _OF_ACCOUNT)
 _GIVEN_LABELS: Final = frozenset({NAMESPACE_LABEL, ACCOUNT_LABEL, ORCHESTRATOR_LABEL})
@@ -127,8 +129,13 @@ def profiles_of(pod: Pod) -> tuple[str, str]:
 
 
 def own_labels(known: Labelled | None, name: str) -> dict[str, str]:
-    """Return the labels of a namespace or an account. If it was not read, its name is the only label."""
+    """Return an object's labels and Calico's label with its name, which is the only one if it was not read."""
     return {**(known.labels if known else {}), NAME_LABEL: name}
+
+
+def namespace_labels(known: Labelled | None, name: str) -> dict[str, str]:
+    """Return the labels of a namespace, with the one that API servers add and files can lack."""
+    return {**own_labels(known, name), _METADATA_NAME: name}
 
 
 def namespace_profile(name: str, labels: Mapping[str, str]) -> ApiProfile:
@@ -145,7 +152,7 @@ def account_profile(namespace: str, name: str, labels: Mapping[str, str]) -> Api
 
 def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
     """Return a pod as an object for selectors. ``labels_of`` has the labels inherited from each profile."""
-    labels = {**_own_labels(pod.labels), NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
+    labels = {**_chosen_labels(pod.labels), NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
     if len(pod.account) < _LABEL_LENGTH:
         labels[ACCOUNT_LABEL] = pod.account
     for name in profiles_of(pod):
@@ -154,7 +161,7 @@ def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> S
     return Selectable(labels, tuple(ip_network(address) for address in pod.addresses), pod.ports)
 
 
-def _own_labels(labels: Mapping[str, str]) -> dict[str, str]:
+def _chosen_labels(labels: Mapping[str, str]) -> dict[str, str]:
     """Return the labels of an object in a namespace without those that only the cluster may give it.
 
     Users who can create a pod choose its labels. In Calico a pod's label ``pcns.team`` replaces the label ``team``
@@ -170,7 +177,7 @@ def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str
     """Return a network set as an object for selectors."""
     labels = dict(found.labels)
     if found.namespace:
-        labels = {**_own_labels(found.labels), NAMESPACE_LABEL: found.namespace}
+        labels = {**_chosen_labels(found.labels), NAMESPACE_LABEL: found.namespace}
         for key, value in labels_of(f"kns.{found.namespace}").items():
             labels.setdefault(key, value)
     return Selectable(labels, found.nets)
@@ -312,7 +319,7 @@ class _Compiler(RuleCompiler):
         names = {pod.namespace for pod in pods} | set(self._resources.namespaces)
         for name in sorted(names):
             known = self._resources.namespaces.get(name)
-            self._result.namespaces[name] = own_labels(known, name)
+            self._result.namespaces[name] = namespace_labels(known, name)
             found[f"kns.{name}"] = namespace_profile(name, self._result.namespaces[name])
         accounts = {(pod.namespace, pod.account) for pod in pods} | set(self._resources.accounts)
         for namespace, name in sorted(accounts):

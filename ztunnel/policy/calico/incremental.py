@@ -27,6 +27,7 @@ from ztunnel.policy.calico.compile import (
     host_selectable,
     named_port_id,
     named_port_members,
+    namespace_labels,
     namespace_profile,
     network_selectable,
     node_selectable,
@@ -275,7 +276,7 @@ class Compiler(RuleCompiler):
         result = self.compiled
         for name in namespaces:
             known = self.resources.namespaces.get(name)
-            labels = own_labels(known, name) if known is not None or self._namespace_uses[name] else None
+            labels = namespace_labels(known, name) if known is not None or self._namespace_uses[name] else None
             if _put(result.namespaces, name, labels):
                 self._delta.namespaces.add(name)
             wanted[f"kns.{name}"] = namespace_profile(name, labels) if labels is not None else None

@@ -42,6 +42,8 @@ _POLICY_KINDS: Final = {
 #: The annotation of enrolled pods, written by Istio's node agent and ours.
 _REDIRECTION: Final = "ambient.istio.io/redirection"
 _NAMED_PORT: Final = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+#: The values of Calico's ``stagedAction``; the first is the default.
+STAGED_ACTIONS: Final = ("Set", "Delete", "Learn", "Ignore")
 _ZEROS: Final = re.compile(r"(?<![0-9])0+(?=[0-9])")
 _RANGE: Final = re.compile(r"([0-9]{1,5}):([0-9]{1,5})")
 
@@ -281,6 +283,8 @@ class KubernetesReader(ConfigReader):
         where = f"{resource.where}: spec"
         (spec, types), unclear = self.attempt(lambda: self._spec_and_types(resource, where))
         self.faults += unclear
+        if self.is_staged_removal(resource, spec, where):
+            return
         policy = ApiPolicy(
             id=c.PolicyId(_POLICY_KINDS[resource.kind], self.namespace_of(resource), resource.name),
             order=1000.0,
@@ -293,13 +297,23 @@ class KubernetesReader(ConfigReader):
         self.put(self.found.policies, policy.id, policy, resource.where)
 
     def _spec_and_types(self, resource: Document, where: str) -> tuple[Json, tuple[str, ...]]:
-        known = ("podSelector", "policyTypes", "ingress", "egress")
+        known: tuple[str, ...] = ("podSelector", "policyTypes", "ingress", "egress")
+        if resource.kind.startswith("Staged"):
+            known += ("stagedAction",)
         spec = self.mapping(resource.body.get("spec"), where, known)
         types = self.texts(spec, "policyTypes", where)
         for value in types:
             if value not in ("Ingress", "Egress"):
                 self.fault(f"{where}.policyTypes", f"must be Ingress or Egress, not {value!r}")
         return spec, types
+
+    def is_staged_removal(self, resource: Document, spec: Json, where: str) -> bool:
+        """Return whether this is a staged policy that stands for the removal of a policy, or for nothing. Such a
+        policy has no rules to evaluate.
+        """
+        if not resource.kind.startswith("Staged"):
+            return False
+        return self.choice(spec, "stagedAction", where, STAGED_ACTIONS) in ("Delete", "Ignore")
 
     def _rules(self, spec: Json, key: str, peers_key: str, where: str) -> tuple[ApiRule, ...]:
         rules: list[ApiRule] = []
@@ -351,7 +365,7 @@ class KubernetesReader(ConfigReader):
 
     def _port(self, item: object, where: str) -> tuple[str, tuple[int, int] | str | None] | None:
         """Return the protocol of an entry and its port, None for all ports of the protocol."""
-        port = self.mapping(item, where, ("protocol", "port", "endPort"))
+        port = given(self.mapping(item, where, ("protocol", "port", "endPort")))
         protocol = self.choice(port, "protocol", where, ("TCP", "UDP", "SCTP"))
         first, end = port.get("port"), port.get("endPort")
         if first is None:
@@ -367,7 +381,7 @@ class KubernetesReader(ConfigReader):
         return protocol, (found[0], end) if isinstance(found, tuple) and end is not None else found
 
     def _peer(self, item: object, where: str) -> Entity:
-        peer = self.mapping(item, where, ("ipBlock", "podSelector", "namespaceSelector"))
+        peer = given(self.mapping(item, where, ("ipBlock", "podSelector", "namespaceSelector")))
         if not peer:
             self.fault(where, "must be ipBlock, podSelector or namespaceSelector")
         if "ipBlock" in peer:
@@ -459,6 +473,11 @@ def _is_value(text: str) -> bool:
 
 def _quoted(value: str) -> str:
     return f'"{value}"' if "'" in value else f"'{value}'"
+
+
+def given(entry: Json) -> Json:
+    """Return the fields of an object that are set. API servers read a null like a missing field."""
+    return {key: value for key, value in entry.items() if value is not None}
 
 
 def read_port(value: object) -> tuple[int, int] | str | None:

@@ -188,10 +188,8 @@ class _Reader(ClusterPolicyReader):
         )
         if spec.get("doNotTrack") is True or spec.get("preDNAT") is True:
             return  # for host endpoints only, unlike policies with applyOnForward, which also apply to pods
-        if resource.kind.startswith("Staged"):
-            action = self.choice(spec, "stagedAction", where, ("Set", "Delete", "Learn", "Ignore"))
-            if action in ("Delete", "Ignore"):
-                return
+        if self.is_staged_removal(resource, spec, where):
+            return
         inbound = self.rules(spec, "ingress", where, namespace)
         outbound = self.rules(spec, "egress", where, namespace)
         (ingress, egress), faults = self.attempt(

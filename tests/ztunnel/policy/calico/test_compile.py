@@ -185,7 +185,11 @@ def test_labels_of_namespaces_and_accounts_are_inherited() -> None:
 
 def test_what_clients_hear_of_namespaces_and_accounts() -> None:
     found = compiled("")
-    assert found.namespaces["shop"] == {"env": "prod", "projectcalico.org/name": "shop"}
+    assert found.namespaces["shop"] == {
+        "env": "prod",
+        "projectcalico.org/name": "shop",
+        "kubernetes.io/metadata.name": "shop",
+    }
     assert found.accounts["shop", "frontend"] == {"role": "web", "projectcalico.org/name": "frontend"}
     assert found.endpoints[FRONT].profiles == ("kns.shop", "ksa.shop.frontend")
     assert found.uids == {"u-1": FRONT, "u-2": BACK}

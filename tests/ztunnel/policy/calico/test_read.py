@@ -190,6 +190,8 @@ def test_items_of_a_typed_list_have_its_kind(kind: str) -> None:
 def test_staged_policies_that_delete_or_ignore_are_none(action: str, count: int) -> None:
     text = HEAD.format(kind="StagedNetworkPolicy", spec=f"{{stagedAction: {action}}}")
     assert len(read(text).policies) == count
+    text = HEAD.format(kind="StagedKubernetesNetworkPolicy", spec=f"{{podSelector: {{}}, stagedAction: {action}}}")
+    assert len(read(text).policies) == count
 
 
 def test_a_pod_that_has_finished_has_no_addresses() -> None:

@@ -103,6 +103,29 @@ def test_no_peers_means_any_peer(world: World, rule: str) -> None:
     assert world.reaches("192.0.2.1", "x/a", 53, UDP)
 
 
+def test_a_null_is_a_missing_field(world: World) -> None:
+    world.policy("{podSelector: {}, ingress: [{from: [{podSelector: null}, {namespaceSelector: null}]}]}")
+    assert not world.reaches("x/b", "x/a")
+    [problem] = world.objects.problems.values()
+    assert "spec.ingress[0].from[0]: must be ipBlock, podSelector or namespaceSelector" in str(problem)
+    peer = "{ipBlock: null, podSelector: {matchLabels: {pod: b}}}"
+    port = "{protocol: null, port: 80, endPort: null}"
+    world.policy(f"{{podSelector: {{}}, ingress: [{{from: [{peer}], ports: [{port}]}}]}}")
+    assert not world.objects.problems
+    assert world.reaches("x/b", "x/a")
+    assert not world.reaches("x/b", "x/a", 81)
+    assert not world.reaches("x/b", "x/a", 80, UDP)
+
+
+def test_a_namespace_has_the_label_of_its_name_in_files_too(world: World) -> None:
+    for operator, has, lacks in (("In", "y/a", "x/b"), ("NotIn", "x/b", "y/a")):
+        term = f"{{key: kubernetes.io/metadata.name, operator: {operator}, values: [y]}}"
+        peer = f"{{namespaceSelector: {{matchExpressions: [{term}]}}}}"
+        world.policy(f"{{podSelector: {{matchLabels: {{pod: a}}}}, ingress: [{{from: [{peer}]}}]}}")
+        assert world.reaches(has, "x/a")
+        assert not world.reaches(lacks, "x/a")
+
+
 @pytest.mark.parametrize("rules", ["", ", ingress: []", ", ingress: null"])
 def test_no_rules_means_nobody(world: World, rules: str) -> None:
     world.policy(f"{{podSelector: {{}}, policyTypes: [Ingress]{rules}}}")
