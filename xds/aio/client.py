@@ -51,6 +51,9 @@ Metadata = Callable[[], Sequence[tuple[str, str]]]
 #: Responses longer than this are unpacked in steps. Unpacking this many bytes takes a few milliseconds.
 _BIG_BYTES = 2**20
 
+#: A stream that was open for this long has worked, even without a response. Servers refuse a stream sooner.
+_QUIET_S = 60.0
+
 
 class StreamBroken(XdsError):
     """The stream to the control plane has ended.
@@ -76,8 +79,10 @@ class ControlPlaneStats:
     """The statistics that Envoy publishes as ``control_plane.*``. Its counter of rate limiting stays 0 here.
 
     Attributes:
-        lost_at_s: the loop's time when the last working stream ended. None while a stream works and before the
-            first one.
+        connected_state: 1 while a stream is open, even if the server does not answer and then refuses it.
+        working: whether the current stream has received a response.
+        lost_at_s: the loop's time when the last working stream ended, or a stream that was open for a minute. None
+            before the first of these, and while a stream works.
         received_at_s: the loop's time of the last response. None before the first one.
         ended: the number of ended streams, by reason.
     """
@@ -87,6 +92,7 @@ class ControlPlaneStats:
     rate_limit_enforced: int = 0
     identifier: str = ""
     lost_at_s: float | None = None
+    working: bool = False
     received_at_s: float | None = None
     ended: dict[StreamEnd, int] = field(default_factory=lambda: dict.fromkeys(StreamEnd, 0))
 
@@ -140,6 +146,7 @@ class _Stream:
         self._away_since_s: float | None = None
         self._away_because = ""
         self._answered = False
+        self._opened_s = 0.0
         self._call: Call | None = None
 
     def subscribe(
@@ -223,9 +230,14 @@ class _Stream:
             self._lost(broken)
         finally:
             self.state.stream_closed()
+            self.stats.working = False
             if self.stats.connected_state:
                 self.stats.connected_state = 0
-                self.stats.lost_at_s = asyncio.get_running_loop().time()
+                # A stream that the server refuses at once, for example because of an expired token, does not end
+                # the time without a control plane. A server without news can send no response at all.
+                now_s = asyncio.get_running_loop().time()
+                if self._answered or now_s - self._opened_s >= _QUIET_S:
+                    self.stats.lost_at_s = now_s
 
     def _why(self, error: Exception) -> StreamBroken:
         if isinstance(error, StreamBroken):
@@ -249,6 +261,7 @@ class _Stream:
             except RpcFailed as failure:
                 raise self._broken(failure) from failure
             self._call = call
+            self._opened_s = asyncio.get_running_loop().time()
             self.state.stream_opened()
             # A TaskGroup is not used here. Before Python 3.13, if a child fails, the parent can stay marked as
             # cancelled (Task.cancelling), and the caller relies on this mark.
@@ -270,7 +283,8 @@ class _Stream:
 
     async def _read(self, call: Call) -> None:
         while (data := await call.read()) is not None:
-            self._answered = True
+            self._answered = self.stats.working = True
+            self.stats.lost_at_s = None
             self._back()
             if len(data) > _BIG_BYTES and isinstance(self.state, DeltaClient):
                 await self._receive_big(data, self.state)
@@ -297,7 +311,6 @@ class _Stream:
                     await asyncio.Event().wait()  # the call has ended; the reader finds out why and cancels this
                 self.stats.pending_requests -= 1
                 self.stats.connected_state = 1
-                self.stats.lost_at_s = None
             await self._wake.wait()
 
     def _receive(self, data: bytes) -> None:

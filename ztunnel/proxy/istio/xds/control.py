@@ -227,13 +227,14 @@ class ControlPlane:
 
     @property
     def staleness_s(self) -> float:
-        """The number of seconds without a connection to the control plane. 0 while connected, or without a control
-        plane.
+        """The number of seconds without a working stream to the control plane. 0 while a stream works, or without
+        a control plane.
+
+        A stream works once the control plane has responded on it. istiod answers the first request of every
+        stream, even if it has no news, or refuses the stream.
         """
         client = self._client
-        if client is None:
-            return 0.0
-        if client.stats.connected_state:
+        if client is None or client.stats.working:
             return 0.0
         lost_at_s = client.stats.lost_at_s
         return asyncio.get_running_loop().time() - (self._began_s if lost_at_s is None else lost_at_s)

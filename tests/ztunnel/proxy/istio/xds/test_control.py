@@ -14,7 +14,9 @@ from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.nodes import LOCAL
 from xds.errors import ConfigError
 from xds.model.mesh import Mesh
+from xds.proto.envoy.service.discovery.v3.discovery_pb2 import DeltaDiscoveryRequest, DeltaDiscoveryResponse
 from xds.protocol.resource import Update, UpdateRejected
+from xds.protocol.types import method_path
 from ztunnel.control_plane.server import ControlPlane as Server
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.environment import config_from
@@ -96,6 +98,50 @@ def test_refused_answer_does_not_make_ready(tmp_path: Path) -> None:
         await control._counted(AUTHORIZATION, take)(Update(type_url=AUTHORIZATION, version="", resources=()))
         assert control.ready.is_set()
 
+    asyncio.run(main())
+
+
+def test_a_control_plane_that_refuses_every_stream_counts_as_away(tmp_path: Path) -> None:
+    """As istiod does with an expired token: each attempt opens a stream and writes to it."""
+    import grpc
+    import grpc.aio
+
+    began_s: list[float] = []
+
+    async def stream(requests: Any, context: Any) -> Any:
+        began_s.append(asyncio.get_running_loop().time())
+        if len(began_s) > 1:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "token expired")
+        for _ in range(2):
+            request = await anext(requests)
+            await context.write(DeltaDiscoveryResponse(type_url=request.type_url, nonce="1"))
+        await ended.wait()
+
+    async def main() -> None:
+        service, _, method = method_path(None, delta=True)[1:].rpartition("/")
+        handler = grpc.stream_stream_rpc_method_handler(
+            stream,
+            request_deserializer=DeltaDiscoveryRequest.FromString,
+            response_serializer=DeltaDiscoveryResponse.SerializeToString,
+        )
+        refusing = grpc.aio.server()
+        refusing.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+        refusing.add_insecure_port(f"unix:{tmp_path}/xds")
+        await refusing.start()
+        control, _, metrics = client(tmp_path)
+        try:
+            async with control:
+                async with asyncio.timeout(WAIT_S):
+                    await control.ready.wait()
+                assert control.staleness_s == 0
+                ended.set()
+                await until(lambda: metrics.xds_terminations().get("Error", 0) >= 4)
+                refused_for_s = asyncio.get_running_loop().time() - began_s[1]
+                assert control.staleness_s >= refused_for_s
+        finally:
+            await refusing.stop(None)
+
+    ended = asyncio.Event()
     asyncio.run(main())
 
 
