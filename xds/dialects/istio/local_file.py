@@ -473,7 +473,7 @@ def _count(value: object, place: str) -> int:
 
 
 def _port(value: object, place: str) -> int:
-    if isinstance(value, str) and value.isascii() and value.isdigit():
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 5:
         value = int(value)  # keys of JSON are strings
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{value!r} is no port")

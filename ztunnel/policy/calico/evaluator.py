@@ -268,7 +268,7 @@ def _needs(rule: c.Rule) -> tuple[_Need, ...]:
         if (
             peer.ports
             and not peer.named_ports
-            and sum(last - first + 1 for first, last in peer.ports) <= _PORTS_LISTED
+            and sum(max(0, last - first + 1) for first, last in peer.ports) <= _PORTS_LISTED
         ):
             ports = {port for first, last in peer.ports for port in range(first, last + 1)}
             return tuple((f"{side}.port", value) for value in (*ports, unknown) if value is not None)

@@ -311,9 +311,11 @@ def _parse_port_member(member: str) -> tuple[int, int]:
     address, comma, rest = member.partition(",")
     name, colon, digits = rest.partition(":")
     protocol = PROTOCOLS.get(name.lower())
-    if protocol is None and name.isascii() and name.isdigit() and 0 < int(name) < 256:
+    # int() raises another error for thousands of digits.
+    if protocol is None and name.isascii() and name.isdigit() and len(name) <= 3 and 0 < int(name) < 256:
         protocol = int(name)
-    if not comma or not colon or protocol is None or not (digits.isascii() and digits.isdigit()):
+    readable = digits.isascii() and digits.isdigit() and len(digits) <= 5
+    if not comma or not colon or protocol is None or not readable:
         raise MalformedMember(member)
     port = int(digits)
     if port > 65535:

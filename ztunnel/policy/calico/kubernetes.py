@@ -488,7 +488,7 @@ def read_port(value: object) -> tuple[int, int] | str | None:
     if not isinstance(value, str):
         return None
     if value.isascii() and value.isdigit():
-        return read_port(int(value))
+        return read_port(int(value)) if len(value) <= 5 else None
     if (found := _RANGE.fullmatch(value)) is not None:
         first, last = int(found[1]), int(found[2])
         return (first, last) if first <= last <= 65535 else None

@@ -61,7 +61,8 @@ def _between(interval: Interval, octets: int) -> Element:
 def _port(member: str) -> tuple[int, Element]:
     text, _, rest = member.partition(",")
     name, _, digits = rest.partition(":")
-    protocol = c.PROTOCOLS.get(name.lower()) or (int(name) if name.isdecimal() and int(name) < 256 else None)
+    number = int(name) if name.isdecimal() and len(name) <= 3 else 0
+    protocol = c.PROTOCOLS.get(name.lower()) or (number if 0 < number < 256 else None)
     try:
         address = ip_address(text)
         if protocol is None or not 0 <= int(digits) < 65536:

@@ -215,6 +215,7 @@ POLICY = "policies: [{name: p, namespace: n, scope: Global, action: Deny, dryRun
         (POLICY % '[[[{notPrincipals: [!Exact "spiffe://x"]}]]]', "notPrincipals[0]: never matches: principals"),
         (POLICY % "[[[{sourceIps: [10.0.0.0/33]}]]]", "sourceIps[0]: '10.0.0.0/33' is no block of addresses"),
         (POLICY % "[[[{destinationPorts: [65536]}]]]", "destinationPorts[0]: 65536 is no port"),
+        (POLICY % f"[[[{{destinationPorts: ['{'8' * 5000}']}}]]]", "8' is no port"),
         (POLICY % "[[[{serviceAccounts: [{namespace: n}]}]]]", "serviceAccounts[0].serviceAccount: is required"),
         ("workloads: []\nworkloads: []", "'workloads' is repeated"),
         ("a: [", "not valid YAML"),

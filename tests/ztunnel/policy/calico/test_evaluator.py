@@ -443,3 +443,9 @@ def test_updates_about_sets_that_do_not_exist_are_counted() -> None:
     store.apply(c.IpSetDelta("s:never", ("10.0.0.1",), ()))
     store.apply(c.IpSetRemove("s:never"))
     assert (store.ignored, len(store.ip_sets)) == (1, 0)
+
+
+def test_a_port_range_of_the_wrong_order_does_not_hide_the_length_of_another() -> None:
+    # A server could make the index list all of 2**32 ports. With 2**20 this test fails without taking all memory.
+    rule = c.Rule(c.Action.ALLOW, destination=c.PeerMatch(ports=((0, 2**20), (2**21, 2**20))))
+    assert module._needs(rule) == ()

@@ -70,6 +70,8 @@ def test_addresses_with_ports() -> None:
         (IP_AND_PORT, "10.0.0.1,nonsense:1"),
         (IP_AND_PORT, "10.0.0.1,tcp:x"),
         (IP_AND_PORT, "x,tcp:1"),
+        (IP_AND_PORT, f"10.0.0.1,tcp:{'8' * 5000}"),
+        (IP_AND_PORT, f"10.0.0.1,{'6' * 5000}:80"),
     ],
 )
 def test_of_a_set_with_a_member_that_cannot_be_read_the_others_are_known(kind: IpSetType, member: str) -> None:

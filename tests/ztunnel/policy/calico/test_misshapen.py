@@ -124,7 +124,7 @@ spec:
   {node: n1, expectedIPs: [10.0.0.5], profiles: [kns.shop], ports: [{name: web, protocol: TCP, port: 80}]}
 """
 BODIES: list[dict[str, Any]] = list(yaml.safe_load_all(OBJECTS))
-ODD: tuple[Any, ...] = (None, -1, 10**400, "'\"", "a/b", [], [None], {"later": 1}, {"": ""}, {None: 1})
+ODD: tuple[Any, ...] = (None, -1, 10**400, "8" * 5000, "'\"", "a/b", [], [None], {"later": 1}, {"": ""}, {None: 1})
 
 
 def key_of(body: dict[str, Any]) -> ObjectKey:
