@@ -113,7 +113,7 @@ def start_again(*more: str) -> int:
     """
     command = [sys.executable, *sys.orig_argv[1:]]
     command += [each for each in more if each not in command]
-    # This process never waits for its successor, which replaces it and becomes a child of init.
+    # Normally the successor replaces this process and becomes a child of init.
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True).pid
 
 
@@ -134,7 +134,7 @@ def start_successor(earlier: int | None, *, moves: bool) -> int | None:
         log.warning("SIGUSR2 has no effect: connections do not move here (ZTUNNEL_HANDOVER_DIR)")
     elif first == 1:
         log.warning("SIGUSR2 has no effect in a container: its processes end with this one")
-    elif earlier is not None and Path(f"/proc/{earlier}").exists():
+    elif earlier is not None and _is_running(earlier):
         log.warning("SIGUSR2 has no effect: a successor starts already pid=%d", earlier)
     else:
         try:
@@ -145,3 +145,12 @@ def start_successor(earlier: int | None, *, moves: bool) -> int | None:
             log.info("a successor starts pid=%d", started)
             return started
     return earlier
+
+
+def _is_running(child: int) -> bool:
+    """Return whether a child process runs, and reap it if it has ended."""
+    try:
+        ended, _ = os.waitpid(child, os.WNOHANG)
+    except ChildProcessError:  # subprocess has reaped it, as the next child was started
+        return False
+    return not ended

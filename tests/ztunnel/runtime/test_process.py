@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from ztunnel.runtime import process
+
 _FORBIDS = """
 import ctypes
 from ztunnel.runtime.process import forbid_core_dumps
@@ -45,3 +47,22 @@ def test_a_program_starts_itself_again_with_more_arguments() -> None:
     command = [sys.executable, "-c", program, "one"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)  # to the end of both
     assert done.stdout.splitlines() == ["['one']", "['one', '--again']"], done.stderr
+
+
+@pytest.mark.parametrize("reaped", [False, True])
+def test_after_a_successor_that_failed_another_can_be_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reaped: bool
+) -> None:
+    fails = subprocess.Popen([sys.executable, "-S", "-c", "raise SystemExit(3)"])
+    if reaped:
+        fails.wait()
+    else:
+        os.waitid(os.P_PID, fails.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as runs:
+        monkeypatch.setattr(process, "start_again", lambda flag: runs.pid)
+        assert process.start_successor(fails.pid, moves=True) == runs.pid
+        assert "starts already" not in caplog.text
+        assert process.start_successor(runs.pid, moves=True) == runs.pid
+        assert "a successor starts already" in caplog.text
+        runs.communicate()
+    fails.wait()

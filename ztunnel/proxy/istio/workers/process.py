@@ -27,6 +27,9 @@ ANSWER_S: Final = 10.0
 #: How long to wait for a worker to end by itself after its channel has closed. Then it is killed.
 _END_S: Final = 3.0
 _READ_BYTES: Final = 64 * 1024
+#: The longest line of a worker's output. A longer one is cut, so that a compromised worker that never ends its
+#: line does not fill the main process's memory.
+_LINE_BYTES: Final = 1024 * 1024
 #: While the main process's log is behind, a worker's output stays in its pipe (64 KiB). The log is checked at this
 #: interval.
 _PRESSURE_S: Final = 0.05
@@ -76,6 +79,9 @@ class OutputReader:
             self._begun = rest
         else:
             self._begun += rest
+        if len(self._begun) >= _LINE_BYTES:
+            self._logs.queue.pass_on(self._begun + b"\n")
+            self._begun = b""
         if not data:
             self.close()
 
@@ -163,8 +169,15 @@ class WorkerProcess:
         except TimeoutError:
             self._output.close()
         if status:
-            how = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+            how = f"signal {_signal_name(-status)}" if status < 0 else f"status {status}"
             log.error("worker ended worker=%d pid=%d by=%r", self.index, process.pid, how)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have no name
+        return str(number)
 
 
 async def spawn(

@@ -4,12 +4,14 @@ import asyncio
 import os
 import signal
 import socket
-from asyncio.subprocess import create_subprocess_exec
+from asyncio.subprocess import DEVNULL, PIPE, create_subprocess_exec
 from collections.abc import AsyncIterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.nodes import Lines
 from ztunnel.proxy.istio.workers.channel import Descriptors, IpcChannel, RequestBody
 from ztunnel.proxy.istio.workers.messages import Notification, Turn, Value
@@ -47,6 +49,49 @@ def test_lines_of_several_workers_stay_whole(tmp_path: Path) -> None:
     for worker in range(2):
         own = [line for line in whole if line.startswith(f"{worker} ")]
         assert own == [f"{worker} {number} " + "x" * 9000 for number in range(200)]
+
+
+def test_output_without_line_ends_is_cut(tmp_path: Path) -> None:
+    lines = Lines(tmp_path, "info", json_lines=False)
+
+    async def main() -> None:
+        reading, writing = os.pipe()
+        read = OutputReader(reading, lines.stream)
+        loop = asyncio.get_running_loop()
+        for _ in range(40):
+            await loop.run_in_executor(None, os.write, writing, b"x" * 65_536)
+            assert len(read._begun) < 1024 * 1024
+        os.close(writing)
+        async with asyncio.timeout(WAIT_S):
+            await read.ended.wait()
+
+    asyncio.run(main())
+    found = [line for line in lines if line.startswith("xx")]
+    lines.close()
+    assert sum(map(len, found)) == 40 * 65_536
+    assert len(found) == 3
+
+
+def test_a_worker_that_ended_by_a_signal_without_name_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        lines = Lines(tmp_path, "info", json_lines=False)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        reading, writing = os.pipe()
+        os.close(writing)
+        child = await create_subprocess_exec("cat", stdin=PIPE, stdout=DEVNULL)
+        channel = IpcChannel(ours, mock.Mock(), mock.Mock())
+        worker = WorkerProcess(7, channel, child, OutputReader(reading, lines.stream))
+        child.send_signal(signal.SIGRTMIN + 5)
+        await worker.ended()
+        await channel.close()
+        theirs.close()
+        lines.close()
+
+    asyncio.run(main())
+    assert f"by='signal {signal.SIGRTMIN + 5}'" in caplog.text
 
 
 def test_output_of_a_worker_waits_while_the_log_is_behind(tmp_path: Path) -> None:
