@@ -85,6 +85,8 @@ class Informer:
         #: For each selection, the version at which the last watch started, if that watch ended with an error
         #: event.
         self._failed_from: dict[int, str] = {}
+        #: For each selection, the version up to which the last watch had come.
+        self._newest: dict[int, str] = {}
         self._pending: dict[ObjectKey, Object | None] = {}
         self._told: set[ObjectKey] = set()
         self._synced_told = False
@@ -171,6 +173,12 @@ class Informer:
                 if error.status == 410 and continued:
                     raise _Restart from error
                 raise
+            if not continued and _is_older(page.resource_version, self._newest.get(index, "")):
+                # After a restore from a backup, the server counts from an earlier version again, so that an
+                # object's version can stand for another state than before.
+                log.info("kube: the server's version of %s is older than before", selection.kind.plural)
+                known.update(dict.fromkeys(known, Known("", "", "")))
+                self._newest[index] = page.resource_version
             for number, item in enumerate(page.items):
                 if number % _SLICE == _SLICE - 1:
                     await asyncio.sleep(0)
@@ -200,6 +208,7 @@ class Informer:
                         backoff.reset()
                     self._happened(index, event)
                     version = _version(event.object) or version
+                    self._newest[index] = version
         except ApiRefused as error:
             too_new = error.status == 504 and "resource version" in error.message.lower()
             # A new list is needed, because an event that cannot be delivered blocks every watch from this version.
@@ -305,3 +314,13 @@ def _version(item: Object) -> str:
     metadata = item.get("metadata")
     version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
     return version if isinstance(version, str) else ""
+
+
+def _is_older(version: str, newest: str) -> bool:
+    """Return whether a version is lower than another. If one is not a decimal number, they are not compared.
+
+    Versions of objects of one kind can be compared ("Resource versions" in Kubernetes' API concepts).
+    """
+    if not all(text.isascii() and text.isdigit() for text in (version, newest)):
+        return False
+    return (len(version), version) < (len(newest), newest)

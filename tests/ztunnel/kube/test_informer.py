@@ -213,6 +213,28 @@ def test_what_was_deleted_in_a_gap_is_gone_after_the_next_list(
     run(check())
 
 
+def test_a_version_that_a_restored_server_uses_again_is_another_state(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with FakeApi().serve() as api:
+            await api.put("pods", "default", "a", labels={"app": "before"})
+            async with following(api, tmp_path) as reader:
+                await reader.until(lambda: reader.synced and "a" in reader.names)
+                await api.wait_watches()
+                await api.put("pods", "default", "b")
+                await reader.until(lambda: "b" in reader.names)
+                # The backup is older than both pods. Then the first one is written again.
+                api.objects.clear()
+                api.history.clear()
+                api.version -= 2
+                await api.put("pods", "default", "a", tell=False, labels={"app": "after"})
+                api.compacted = 10**9
+                api.break_watches()
+                await reader.until(lambda: reader.objects[pod("a")]["metadata"]["labels"] == {"app": "after"})
+                assert reader.names == {"a"}
+
+    run(check())
+
+
 def test_lists_are_repeated_ever_more_slowly_while_no_watch_can_start_from_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
