@@ -53,6 +53,10 @@ _LONGEST_SLEEP_S: Final = 60.0
 #: How far this host's clock may lag behind the authority's clock. A guess: Istio's tests allow the same skew.
 _CLOCK_SKEW: Final = timedelta(minutes=10)
 
+#: When an identity is dropped that was only fetched for connections, in seconds after the last one. A guess:
+#: longer than the retries of a client.
+_UNUSED_S: Final = 600.0
+
 _FORGOTTEN: Final = "the identity is no longer needed"
 
 
@@ -308,6 +312,8 @@ class CertificateManager:
         self._certificates: dict[SpiffeId, WorkloadCertificate] = {}
         self._fetching: dict[SpiffeId, asyncio.Task[None]] = {}
         self._waiting: dict[SpiffeId, asyncio.Event] = {}
+        self._prefetched: set[SpiffeId] = set()
+        self._fetched_at_s: dict[SpiffeId, float] = {}
         self._settling: asyncio.Event | None = None
         self._watchers: list[Callable[[SpiffeId, WorkloadCertificate], None]] = []
         self._tasks = Tasks("certificates")
@@ -335,6 +341,7 @@ class CertificateManager:
         """
         certificate = self.at_once(identity)
         if certificate is None:
+            self._fetched_at_s[identity] = asyncio.get_running_loop().time()
             self._want((identity,), Priority.REAL_TIME)
             await self._waiting.setdefault(identity, asyncio.Event()).wait()
             certificate = self.current(identity)
@@ -356,7 +363,10 @@ class CertificateManager:
         return certificate
 
     def prefetch(self, identities: Collection[SpiffeId]) -> None:
-        """Fetch certificates before connections need them, for workloads of this node; idempotent."""
+        """Fetch certificates before connections need them, for workloads of this node, and keep them until
+        :meth:`forget`; idempotent.
+        """
+        self._prefetched.update(identities)
         self._want(identities, Priority.WARMUP)
 
     async def first_certificates(self, limit_s: float) -> list[SpiffeId]:
@@ -385,6 +395,8 @@ class CertificateManager:
         """
         for identity in identities:
             self._schedule.forget(identity)
+            self._prefetched.discard(identity)
+            self._fetched_at_s.pop(identity, None)
             self._certificates.pop(identity, None)
             task = self._fetching.pop(identity, None)
             if task is not None:
@@ -519,6 +531,19 @@ class CertificateManager:
             error,
         )
         self._wake(fetch.identity)
+        if certificate is None and self._is_unused(fetch.identity):
+            log.info("certificate no longer fetched, because no connection needs it identity=%s", fetch.identity)
+            self.forget((fetch.identity,))
+
+    def _is_unused(self, identity: SpiffeId) -> bool:
+        """Return whether an identity was only fetched for connections, the last of them long ago.
+
+        A connection can fetch an identity again after its last workload was removed from the node. The authority
+        then refuses each retry, because the node has no pod with that service account.
+        """
+        if identity in self._prefetched:
+            return False
+        return asyncio.get_running_loop().time() - self._fetched_at_s.get(identity, 0.0) > _UNUSED_S
 
     def _wake(self, identity: SpiffeId) -> None:
         waiting = self._waiting.pop(identity, None)

@@ -9,6 +9,7 @@ import pytest
 from cryptography import x509
 
 from hbone.errors import TlsReason
+from tests.hbone import virtual_time
 from tests.hbone.certificates import Authority
 from tests.limits import WAIT_S
 from tests.ztunnel.proxy.identity.material import CART, WEB, certificate, handshake
@@ -364,6 +365,42 @@ def test_forgotten_identity_is_no_longer_fetched() -> None:
         assert f.desk.cancelled == [WEB]
 
     run(body)
+
+
+@pytest.mark.parametrize("prefetched", [False, True])
+def test_identity_without_workload_is_not_fetched_forever(prefetched: bool) -> None:
+    """A connection that begins before its pod is removed can fetch the identity after it was forgotten."""
+
+    attempts = 0
+
+    class Refusing:
+        async def issue(self, identity: SpiffeId) -> IssuedCertificate:
+            nonlocal attempts
+            attempts += 1
+            raise IdentityError("no such pod")
+
+    async def main() -> None:
+        loop, began = asyncio.get_running_loop(), datetime.datetime.now(datetime.UTC)
+        manager = CertificateManager(
+            Refusing(), now=lambda: began + datetime.timedelta(seconds=loop.time()), jitter=lambda: 0.0
+        )
+        manager.prefetch([WEB])
+        manager.forget([WEB])
+        if prefetched:
+            manager.prefetch([WEB])
+        assert await _outcome(manager, WEB) == "no such pod"
+        await asyncio.sleep(300)  # virtual time
+        assert manager.states() == {WEB: "Unavailable: no such pod"}, "another attempt can succeed"
+        await asyncio.sleep(600)
+        assert bool(manager.states()) is prefetched
+        before = attempts
+        await asyncio.sleep(600)
+        assert (attempts > before) is prefetched
+        assert await _outcome(manager, WEB) == "no such pod"
+        assert manager.states(), "a later connection fetches it again"
+        await manager.close()
+
+    virtual_time.run(main)
 
 
 def test_forgetting_a_fetch_starts_the_next() -> None:
