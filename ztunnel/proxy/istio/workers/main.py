@@ -264,7 +264,9 @@ class Workers:
         for pod in self._pods.values():
             pod.leaving = True
             pod.close_listeners()
-        await self.request_of_all(HandOver(seconds), seconds + ANSWER_S)
+        # A worker that is late is killed, and many connections on a busy node take minutes. Liveness checks end a
+        # worker that hangs meanwhile.
+        await self.request_of_all(HandOver(seconds), None)
 
     # One worker
 
@@ -451,8 +453,10 @@ class Workers:
         """Send the changed log filter to the workers."""
         self._notify(LogFilterChanged(str(self._node.logs.levels)))
 
-    async def request_of_all(self, request: RequestBody, within_s: float = ANSWER_S) -> None:
-        """Send a request to every worker that has applied its snapshot, and wait for all answers."""
+    async def request_of_all(self, request: RequestBody, within_s: float | None = ANSWER_S) -> None:
+        """Send a request to every worker that has applied its snapshot, and wait for all answers. ``None`` sets no
+        time limit.
+        """
         asking = [worker.request(request, within_s=within_s) for worker in self._running.values() if worker.synced]
         for outcome in await asyncio.gather(*asking, return_exceptions=True):
             if isinstance(outcome, Refused):

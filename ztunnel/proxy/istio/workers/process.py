@@ -22,7 +22,7 @@ from ztunnel.runtime.unused_imports import WITHOUT_SSL, left_out
 
 log = logging.getLogger(__name__)
 
-#: The time limit for every request except draining. Starting a pod takes a millisecond.
+#: The time limit for every request except draining and hand-over. Starting a pod takes a millisecond.
 ANSWER_S: Final = 10.0
 #: How long to wait for a worker to end by itself after its channel has closed. Then it is killed.
 _END_S: Final = 3.0
@@ -117,9 +117,9 @@ class WorkerProcess:
         self.counts: Sequence[Counts] = ()
 
     async def request(
-        self, body: RequestBody, descriptors: Sequence[int] = (), within_s: float = ANSWER_S
+        self, body: RequestBody, descriptors: Sequence[int] = (), within_s: float | None = ANSWER_S
     ) -> None:
-        """Send the worker a request and wait for its answer.
+        """Send the worker a request and wait for its answer. ``None`` sets no time limit.
 
         Raises:
             Refused: the worker cannot carry out the request.

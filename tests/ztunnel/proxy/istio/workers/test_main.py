@@ -17,10 +17,10 @@ from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.nodes import Lines, StoppedClock
 from ztunnel.proxy.istio.accounting.metrics import Metrics
 from ztunnel.proxy.istio.workers import main, process
-from ztunnel.proxy.istio.workers.channel import ChannelClosed, IpcChannel
+from ztunnel.proxy.istio.workers.channel import ChannelClosed, Descriptors, IpcChannel, RequestBody
 from ztunnel.proxy.istio.workers.connection_counts import ConnectionCounts
 from ztunnel.proxy.istio.workers.main import Workers
-from ztunnel.proxy.istio.workers.messages import Barrier
+from ztunnel.proxy.istio.workers.messages import Barrier, HandOver, Value
 from ztunnel.proxy.istio.workers.process import OutputReader, WorkerProcess
 from ztunnel.runtime.tasks import Tasks
 
@@ -121,3 +121,46 @@ def test_a_worker_that_cannot_be_sent_its_state_is_ended(tmp_path: Path, caplog:
 
     asyncio.run(body())
     assert "pods cannot be started in a worker, ending it" in caplog.text
+
+
+def test_a_worker_that_hands_over_many_connections_is_not_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time limit passes at once, and the worker answers after that."""
+    monkeypatch.setattr(main, "ANSWER_S", 0.0)
+    given: list[float] = []
+
+    async def answer(body: RequestBody, descriptors: Descriptors) -> AsyncIterator[Value]:
+        if isinstance(body, HandOver):
+            await asyncio.sleep(0.02)
+            given.append(body.seconds)
+        yield None
+
+    async def body() -> None:
+        lines = Lines(tmp_path, "info", json_lines=False)
+        ours, theirs = socket.socketpair()
+        for sock in (ours, theirs):
+            sock.setblocking(False)
+        reading, writing = os.pipe()
+        os.close(writing)
+        child = await create_subprocess_exec("cat", stdin=PIPE, stdout=DEVNULL)
+        there = IpcChannel(theirs, mock.Mock(), answer, to_main=True)
+        worker = WorkerProcess(
+            0, IpcChannel(ours, mock.Mock(), mock.Mock()), child, OutputReader(reading, lines.stream)
+        )
+        worker.synced = True
+        made: Any = Workers.__new__(Workers)
+        made._running, made._pods = {0: worker}, {}
+        async with asyncio.TaskGroup() as group:
+            runs = [group.create_task(each.run()) for each in (worker.channel, there)]
+            await made.hand_over(0.0)
+            assert given == [0.0]
+            await worker.request(Barrier())
+            worker.kill()
+            await asyncio.gather(*runs)
+        for each in (worker.channel, there):
+            await each.close()
+        await worker.ended()
+        lines.close()
+
+    asyncio.run(body())
