@@ -219,7 +219,7 @@ class Mesh:
         self._staged.pop(key, None)
         self._services[entry.key] = service
         entry.become(service)
-        self._by_hostname.put(service.hostname, service, before)
+        self._by_hostname.put(_folded(service.hostname), service, before)
         for vip in dict.fromkeys(service.vips):
             self._by_vip.setdefault(vip.network, Shared()).put(vip.host, service, before)
         for cidr in dict.fromkeys(service.cidr_vips):
@@ -238,7 +238,7 @@ class Mesh:
     def _unindex_service(self, old: Service, new: Service | None) -> None:
         """Remove a service from the indexes, except from entries that ``new`` (with the same key) will replace."""
         if new is None:
-            self._by_hostname.remove(old.hostname, old)
+            self._by_hostname.remove(_folded(old.hostname), old)
         for vip in dict.fromkeys(old.vips):
             if new is None or vip not in new.vips:
                 self._by_vip[vip.network].remove(vip.host, old)
@@ -305,8 +305,10 @@ class Mesh:
         return chosen
 
     def service_named(self, hostname: str, namespace: str | None = None, preferred: str = "") -> Service | None:
-        """Return the service with a host name that a client of ``namespace`` can see. Wildcards do not match."""
-        return _best(self._by_hostname.each(hostname), namespace, preferred)
+        """Return the service with a host name, in any case, that a client of ``namespace`` can see. Wildcards do
+        not match.
+        """
+        return _best(self._by_hostname.each(_folded(hostname)), namespace, preferred)
 
     def workload_named(self, name: NamespacedHostname) -> Workload | None:
         """Return a workload with this host name and namespace."""
@@ -371,6 +373,12 @@ def _turn(identity: SpiffeId, there: set[SpiffeId], back: set[SpiffeId]) -> None
         back.remove(identity)
     else:
         there.add(identity)
+
+
+def _folded(hostname: str) -> str:
+    """Return a host name in lower case (RFC 4343). A name in lower case stays the same object, to save memory."""
+    lower = hostname.lower()
+    return hostname if lower == hostname else lower
 
 
 def _pod_of(workload: Workload) -> tuple[str, str, str]:

@@ -53,6 +53,18 @@ def test_aliases_are_ordered_without_duplicates() -> None:
     ]
 
 
+@pytest.mark.parametrize("hostname", ["API.Example.com", "*.Example.com"])
+def test_host_names_match_in_any_case(hostname: str) -> None:
+    """ServiceEntries can have capital letters, and istiod sends their host names as written."""
+    made = mesh(service(hostname, "240.240.0.1"))
+    for name in ("api.example.com", "API.Example.com", "Api.EXAMPLE.com"):
+        assert ask(made, name) == ["240.240.0.1"]
+    made.apply([service(hostname, "240.240.0.2")])
+    assert ask(made, "api.example.com") == ["240.240.0.2"]
+    made.apply(removed=[f"shop/{hostname}"])
+    assert ask(made, "api.example.com") is None
+
+
 def ask(made: Mesh, name: str, *, ipv6: bool = False, **options: Any) -> list[str] | None:
     found = whole(made, name, ipv6=ipv6, **options)
     return None if found is None else [str(address) for address in found.addresses]
