@@ -54,8 +54,8 @@ class Action(StrEnum):
 class PolicyId:
     """The key of a policy.
 
-    Before Calico 3.32, messages have no kind or namespace: ``kind`` is then empty and ``namespace`` has the tier's
-    name.
+    Before Calico 3.32, messages have no kind or namespace: ``kind`` is then empty, unless the name says that the
+    policy is staged, and ``namespace`` has the tier's name.
     """
 
     kind: str

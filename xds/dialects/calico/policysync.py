@@ -26,6 +26,9 @@ _ACTIONS: Final = {
 }
 
 
+_STAGED: Final = "staged:"
+
+
 class PolicyForm(Enum):
     """How PolicySync messages list the policies of a tier, and how they write a policy's id."""
 
@@ -144,7 +147,18 @@ def _endpoint_id(message: pb.WorkloadEndpointID) -> c.EndpointId:
 def _policy_id(message: pb.PolicyID) -> c.PolicyId:
     if message.kind:
         return c.PolicyId(message.kind, message.namespace, _id(message.name))
-    return c.PolicyId("", message.tier, _id(message.name))
+    return _named_policy(message.tier, _id(message.name))
+
+
+def _named_policy(tier: str, name: str) -> c.PolicyId:
+    """Return the id of a policy in the form of names. Until Calico 3.31 the names of staged policies have a prefix
+    (PolicyNamePrefixStaged in libcalico-go/lib/backend/model/policy.go), behind the namespace if there is one.
+    """
+    namespace, _, last = name.rpartition("/")
+    kind = ""
+    if last.startswith(_STAGED):
+        kind = "StagedNetworkPolicy" if namespace else "StagedGlobalNetworkPolicy"
+    return c.PolicyId(kind, tier, name)
 
 
 def _tier(message: pb.TierInfo) -> c.Tier:
@@ -172,7 +186,7 @@ def _listed(tier: str, item: bytes) -> c.PolicyId:
     except DecodeError:
         pass
     try:
-        return c.PolicyId("", tier, _id(item.decode()))
+        return _named_policy(tier, _id(item.decode()))
     except UnicodeDecodeError as error:
         raise ConfigError(f"neither a PolicyID nor a name: {item!r}", "endpoint.tiers") from error
 

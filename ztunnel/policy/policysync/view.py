@@ -16,6 +16,15 @@ from ztunnel.policy.calico.compile import Compiled
 #: The most members in one message: gRPC's default limit of 4 MiB divided by the longest member's length, 51 bytes.
 MESSAGE_MEMBERS: Final = 82_200
 
+#: The prefixes of names in the form that releases before Calico 3.32 use, by kind.
+_PREFIXES: Final = {
+    "NetworkPolicy": "",
+    "GlobalNetworkPolicy": "",
+    "KubernetesNetworkPolicy": "knp.default.",
+    "KubernetesAdminNetworkPolicy": "kanp.adminnetworkpolicy.",
+    "KubernetesBaselineAdminNetworkPolicy": "kbanp.baselineadminnetworkpolicy.",
+}
+
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
@@ -84,33 +93,36 @@ def excerpt(compiled: Compiled, endpoints: Iterable[c.EndpointId]) -> Compiled:
 
 
 def by_names(view: View) -> View:
-    """Return a view whose policy ids have the form that releases before Calico 3.32 use: tier and name."""
+    """Return a view whose policy ids have the form that releases before Calico 3.32 use: tier and name.
+
+    Names of Kubernetes' policies have a prefix (libcalico-go/lib/names), so that they differ from Calico's
+    policies of the same name. Staged policies are left out, because the oldest releases would enforce them.
+    """
     tiers = {
         policy: tier.name
         for endpoint in view.endpoints.values()
         for tier in endpoint.tiers
         for policy in (*tier.ingress, *tier.egress)
+        if policy.kind not in c.STAGED_KINDS
     }
 
     def renamed(policy: c.PolicyId) -> c.PolicyId:
-        name = f"{policy.namespace}/{policy.name}" if policy.namespace else policy.name
-        return c.PolicyId("", tiers[policy], name)
+        name = _PREFIXES.get(policy.kind, f"{policy.kind}.") + policy.name
+        return c.PolicyId("", tiers[policy], f"{policy.namespace}/{name}" if policy.namespace else name)
+
+    def listed(policies: Iterable[c.PolicyId]) -> tuple[c.PolicyId, ...]:
+        return tuple(renamed(policy) for policy in policies if policy in tiers)
+
+    def tiers_of(endpoint: c.Endpoint) -> tuple[c.Tier, ...]:
+        found = (
+            replace(tier, ingress=listed(tier.ingress), egress=listed(tier.egress)) for tier in endpoint.tiers
+        )
+        return tuple(tier for tier in found if tier.ingress or tier.egress)
 
     return replace(
         view,
-        policies={renamed(key): policy for key, policy in view.policies.items()},
-        endpoints={
-            key: replace(
-                endpoint,
-                tiers=tuple(
-                    replace(
-                        tier, ingress=tuple(map(renamed, tier.ingress)), egress=tuple(map(renamed, tier.egress))
-                    )
-                    for tier in endpoint.tiers
-                ),
-            )
-            for key, endpoint in view.endpoints.items()
-        },
+        policies={renamed(key): policy for key, policy in view.policies.items() if key in tiers},
+        endpoints={key: replace(endpoint, tiers=tiers_of(endpoint)) for key, endpoint in view.endpoints.items()},
     )
 
 

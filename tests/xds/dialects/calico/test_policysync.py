@@ -3,7 +3,7 @@
 from ipaddress import ip_network
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from xds.dialects.calico.policysync import PolicyForm, decode, encode
@@ -82,6 +82,22 @@ def test_names_are_the_form_before_calico_3_32() -> None:
     assert decode(encode(policy, PolicyForm.NAMES)) == policy
 
 
+@pytest.mark.parametrize("name", ["staged:web", "shop/staged:web", "shop/staged:knp.default.web"])
+def test_a_name_says_that_a_policy_is_staged(name: str) -> None:
+    data = pb.ToDataplane()
+    data.active_policy_update.id.tier = "default"
+    data.active_policy_update.id.name = name
+    update = decode(data.SerializeToString())
+    assert isinstance(update, c.PolicyUpdate)
+    assert update.id.kind in c.STAGED_KINDS
+    data.workload_endpoint_update.id.workload_id = "shop/web-0"
+    data.workload_endpoint_update.endpoint.tiers.add(name="default", ingress_policies=[name.encode()])
+    endpoint = decode(data.SerializeToString())
+    assert isinstance(endpoint, c.EndpointUpdate)
+    assert endpoint.endpoint is not None
+    assert endpoint.endpoint.tiers[0].ingress == (update.id,)
+
+
 def test_both_forms_as_written_by_hand() -> None:
     """Bytes as either release of Felix sends them: a tier ``t`` with one policy ``p``."""
     new = bytes.fromhex("0a01741206120170220147")  # PolicyID{name: p, kind: G}
@@ -98,6 +114,7 @@ def test_both_forms_as_written_by_hand() -> None:
 
 @given(st.text(alphabet=st.characters(min_codepoint=0x20, exclude_categories=("Cs",)), min_size=1))
 def test_no_name_is_taken_for_a_message(name: str) -> None:
+    assume("staged:" not in name)
     message = pb.ToDataplane()
     message.workload_endpoint_update.id.workload_id = "shop/web-0"
     message.workload_endpoint_update.endpoint.tiers.add(name="t", ingress_policies=[name.encode()])

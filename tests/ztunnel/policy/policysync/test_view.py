@@ -150,3 +150,22 @@ def test_old_clients_get_tiers_and_names() -> None:
     policy = c.PolicyId("", "default", "allow-frontend-to-backend")
     assert set(found.policies) == {policy}
     assert found.endpoints[BACK].tiers == (c.Tier("default", (policy,), (policy,)),)
+
+
+def test_old_clients_get_no_staged_policy_and_no_two_of_one_name() -> None:
+    allow, deny = (c.Policy("shop", (c.Rule(action),)) for action in (c.Action.ALLOW, c.Action.DENY))
+    ids = [
+        c.PolicyId(kind, "shop", "web")
+        for kind in ("KubernetesNetworkPolicy", "NetworkPolicy", "StagedNetworkPolicy")
+    ]
+    staged = c.PolicyId("StagedGlobalNetworkPolicy", "", "all")
+    tiers = (c.Tier("first", (staged,), (), passes=False), c.Tier("default", tuple(reversed(ids)), ()))
+    view = View(
+        policies=dict(zip((*ids, staged), (allow, deny, allow, allow), strict=True)),
+        endpoints={BACK: c.Endpoint(tiers=tiers)},
+    )
+    found = by_names(view)
+    kubernetes = c.PolicyId("", "default", "shop/knp.default.web")
+    calico = c.PolicyId("", "default", "shop/web")
+    assert found.policies == {kubernetes: allow, calico: deny}
+    assert found.endpoints[BACK].tiers == (c.Tier("default", (calico, kubernetes), ()),)
