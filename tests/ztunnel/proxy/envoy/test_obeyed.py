@@ -177,7 +177,7 @@ def test_route_that_passes_a_connect_on_is_refused_by_name(tmp_path: Path) -> No
         routes = connect_route("app", upgrade_configs=[])
         error = await harness.published(listener(chain(connection_manager({"route_config": routes}))), cluster(1))
         assert error is not None
-        assert "upgrade_configs: a CONNECT is ended here" in error
+        assert "upgrade_configs: this proxy terminates CONNECT" in error
 
     with contextlib.suppress(TimeoutError):
         run(tmp_path, body, listener(name="m"), cluster(1))
