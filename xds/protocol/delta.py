@@ -224,6 +224,8 @@ class DeltaClient:
     ) -> Received:
         self._serial += 1
         state.undecided[self._serial] = update
+        if state.on_demand:
+            state.subscribed.update(resource.name for resource in update.resources)
         return Received(
             update=update,
             nonces=(nonce,),
@@ -262,8 +264,6 @@ class DeltaClient:
                 if state.wants(resource.name) and resource.name not in rejected:
                     state.held[resource.name] = resource.version
                     self._lifetimes.started(update.type_url, resource, received.arrived_s)
-        if state.on_demand:
-            state.subscribed.update(resource.name for resource in update.resources)
         for name in update.removed:
             state.held.pop(name, None)
         self._lifetimes.ended(update.type_url, update.removed)

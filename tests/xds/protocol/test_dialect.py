@@ -152,6 +152,16 @@ def test_names_on_demand_are_unsubscribed_before_they_are_requested_again() -> N
     assert dict(first.initial_resource_versions) == {"a": ""}
     client.accept(received(client, response("3", removed=("a",))))
     assert requests("a", "/10.0.0.2") == [([], ["a"]), (["a", "/10.0.0.2"], [])], "of this stream only"
+    late = received(client, response("4", resource("b")))
+    client.reject(late, "internal error")
+    assert requests("b") == [([], ["b"]), (["b"], [])], "the server has sent it, whatever we did with it"
+    late = received(client, response("5", resource("c")))
+    client.stream_closed()
+    client.stream_opened()
+    client.requests_to_send()
+    client.accept(received(client, response("6", removed=("b", "c"))))
+    client.accept(late)
+    assert requests("d") == [(["d"], [])]
 
 
 # In steps
