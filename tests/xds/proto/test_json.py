@@ -412,12 +412,19 @@ def test_aliases_that_multiply_are_refused(text: str, reason: str) -> None:
         xds_json.parse_text(text, Bootstrap)
 
 
-@pytest.mark.parametrize("level", ["[", "{a: ", "- ", "? "])
+# The last three are no starts of documents.
+@pytest.mark.parametrize("level", ["[", "{a: ", "- ", "? ", "[\n", "[\n---x, ", "[\n---\xa0, ", "[\n ---\n, "])
 def test_nesting_that_would_overflow_the_stack_of_the_parser_is_refused(level: str) -> None:
     with pytest.raises(ConfigError, match="nested too deeply"):
         envoy_yaml.load(f"{level * 100_000}")
     with pytest.raises(ConfigError, match="nested too deeply"):
         core_yaml.load(f"{level * 100_000}")
+
+
+def test_many_documents_with_brackets_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core_yaml.yaml, "parse", lambda *args, **kwargs: pytest.fail("parsed twice"))
+    documents = core_yaml.load_all("---\n".join(["a: [[{b: 1}]]\n"] * 500))
+    assert documents == [{"a": [[{"b": 1}]]}] * 500
 
 
 def test_an_integer_of_any_length_is_read_or_refused() -> None:
