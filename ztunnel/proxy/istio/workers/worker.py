@@ -204,7 +204,8 @@ class _Carrier:
         if self.node.policies is not None:
             self._tasks.keep(self.node.policies.run, "policies")
         self.mesh.watch(self._mesh_changed)
-        connection_counts.set(begin.index, 0)
+        self._index = begin.index
+        self._accepts = False
 
     async def start(self) -> None:
         """Start the addons, which need a running event loop."""
@@ -276,6 +277,10 @@ class _Carrier:
                 netns.close()
             raise
         self.pods[request.number] = _Pod(pod, netns)
+        if not self._accepts:
+            # Not before: until this worker accepts, the others would leave each connection to it for a moment.
+            self._accepts = True
+            self._connection_counts.set(self._index, 0)
 
     async def stop_pod(self, number: int) -> None:
         """End a pod's connections, if the pod is known."""
