@@ -514,7 +514,8 @@ def _enum(descriptor: EnumDescriptor | None, value: object, path: str) -> int:
         number = _values_by_name(descriptor).get(value.upper())
         if number is not None:
             return number
-        if value.isascii() and value.isdigit() and int(value) in descriptor.values_by_number:
+        digits = value.isascii() and value.isdigit() and len(value) <= _LONGEST_NUMBER
+        if digits and int(value) in descriptor.values_by_number:
             return int(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         # Numbers without a name are kept, as on the wire (proto3 enums are open).
@@ -559,7 +560,7 @@ def _float(value: object, path: str) -> float:
         special = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
         if value in special:
             return special[value]
-        if _HEXADECIMAL.fullmatch(value):
+        if _HEXADECIMAL.fullmatch(value) and len(value) <= _LONGEST_NUMBER:
             return float(int(value, 16))
         if _FLOAT.fullmatch(value):
             return float(value)

@@ -141,6 +141,13 @@ def test_durations(text: str, seconds: int, nanos: int) -> None:
     assert (duration.seconds, duration.nanos) == (seconds, nanos)
 
 
+def test_numbers_of_too_many_digits_are_refused() -> None:
+    # int() refuses more than 4300 decimal digits, and a float has no room for 400 hexadecimal ones.
+    assert error_of(f'state: "{"7" * 5000}"', SocketOption).path == "state"
+    text = f'common_lb_config: {{healthy_panic_threshold: {{value: "0x{"f" * 400}"}}}}'
+    assert error_of(text, Cluster).path == "common_lb_config.healthy_panic_threshold.value"
+
+
 def test_64_bit_integers_as_string_and_number() -> None:
     assert read('level: "9007199254740993"', SocketOption).level == 9007199254740993
     assert read("level: 9007199254740993", SocketOption).level == 9007199254740993
