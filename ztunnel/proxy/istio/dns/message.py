@@ -248,8 +248,11 @@ def _error(wire: bytes, rcode: int) -> bytes:
 
 
 def fitting(query: Query, response: bytes, limit: int) -> bytes:
-    """Return the response, or only its header and question, marked as truncated, if it is longer
-    than ``limit``.
+    """Return the response. If it is longer than ``limit``, it is marked as truncated, and has only the answer
+    records that fit.
+
+    Some clients never retry over TCP, and use the records of a truncated answer (musl before 1.2.4). The Rust
+    ztunnel's DNS server (hickory) keeps these records, too.
     """
     if len(response) <= limit:
         return response
@@ -257,7 +260,28 @@ def fitting(query: Query, response: bytes, limit: int) -> bytes:
         return response[:2] + struct.pack(">5H", int.from_bytes(response[2:4], "big") | _TC, 0, 0, 0, 0)
     flags = int.from_bytes(response[2:4], "big") | _TC
     opt = _opt(query)
-    return response[:2] + struct.pack(">5H", flags, 1, 0, 0, 1 if opt else 0) + query.question + opt
+    answers, records = _first_answers(query, response, limit - len(opt))
+    header = response[:2] + struct.pack(">5H", flags, 1, answers, 0, 1 if opt else 0)
+    return header + query.question + records + opt
+
+
+def _first_answers(query: Query, response: bytes, room: int) -> tuple[int, bytes]:
+    """Return the records of the answer section that end before the offset ``room``: their number, and their bytes.
+
+    Compression pointers lead to earlier offsets only, so they stay valid without the records behind them.
+    """
+    start = end = HEADER_BYTES + len(query.question)
+    count = 0
+    questions, answers = struct.unpack_from(">2H", response, 4)
+    if questions == 1 and _repeats(query, response):
+        try:
+            for record in _records(response, start, answers):
+                if record.end > room:
+                    break
+                count, end = count + 1, record.end
+        except (ValueError, struct.error, IndexError):
+            pass  # the records before the malformed one are kept
+    return count, response[start:end]
 
 
 def with_id(wire: bytes, number: int) -> bytes:

@@ -250,6 +250,32 @@ def test_forwarded_answer_keeps_its_sections() -> None:
     assert (len(passed.answer), len(passed.authority)) == (1, 1)
 
 
+@pytest.mark.parametrize("options", [{}, {"use_edns": 0, "payload": 512}], ids=["plain", "edns"])
+def test_long_forwarded_answer_keeps_the_answers_that_fit(options: dict[str, Any]) -> None:
+    """Clients that never retry over TCP use them: the C library of older Alpine images."""
+    asked = query("A.example.com", "A", **options)
+    addresses = [f"b.example.com. 60 A 10.0.0.{number}" for number in range(100)]
+    response = passed_on(
+        asked, upstream(asked, "a.example.com. 60 CNAME b.example.com.", *addresses, authority=SOA)
+    )
+    wire = fitting(asked, response, 512)
+    assert 512 - 16 < len(wire) <= 512, "no room is left for another one"
+    cut = parsed(wire)
+    assert cut.flags & dns.flags.TC
+    assert cut.authority == []
+    assert cut.edns == (0 if asked.edns else -1)
+    alias, *found = cut.answer
+    assert alias.to_text() == "A.example.com. 60 IN CNAME b.example.com."
+    assert [record.address for each in found for record in each] == [f"10.0.0.{n}" for n in range(len(found[0]))]
+    broken = bytearray(response)
+    broken[-200] = 0xFF
+    for end in range(
+        len(response) - 300, len(response)
+    ):  # whatever the server sends, the client can read the rest
+        parsed(fitting(asked, response[:end], 512))
+    assert len(fitting(asked, bytes(broken), 512)) <= 512
+
+
 def test_long_forwarded_answer_is_truncated_to_its_question() -> None:
     for asked in (query("a.example.com", "TXT"), query("a.example.com", "TXT", use_edns=0, payload=512)):
         response = upstream(asked, f'a.example.com. 60 TXT "{"x" * 250}" "{"y" * 250}" "{"z" * 250}"')

@@ -237,7 +237,7 @@ def test_long_forwarded_answers_are_truncated_over_udp(tmp_path: Path) -> None:
     async def body(pod: Pod) -> None:
         cut = await pod.ask("a.example.com", "TXT")
         assert cut.flags & dns.flags.TC
-        assert cut.answer == []
+        assert sum(map(len, cut.answer)) == 2, "as many as fit into 512 bytes"
         reader, writer = await pod.connect()
         assert sum(map(len, (await talk(reader, writer, "a.example.com", "TXT")).answer)) == 10
         writer.close()
