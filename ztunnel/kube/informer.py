@@ -16,7 +16,7 @@ import functools
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Self
 
 from ztunnel.kube.client import PAGE, Client, WatchEvent
@@ -177,7 +177,7 @@ class Informer:
                 # After a restore from a backup, the server counts from an earlier version again, so that an
                 # object's version can stand for another state than before.
                 log.info("kube: the server's version of %s is older than before", selection.kind.plural)
-                known.update(dict.fromkeys(known, Known("", "", "")))
+                known.update({key: replace(state, version="") for key, state in known.items()})
                 self._newest[index] = page.resource_version
             for number, item in enumerate(page.items):
                 if number % _SLICE == _SLICE - 1:
