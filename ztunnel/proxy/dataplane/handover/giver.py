@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol, TypeAlias
 
@@ -35,7 +35,7 @@ from ztunnel.proxy.dataplane.handover.messages import (
     from_taker,
 )
 from ztunnel.proxy.dataplane.handover.slice_size import SliceSize
-from ztunnel.proxy.dataplane.rendezvous import Rendezvous, RendezvousError
+from ztunnel.proxy.dataplane.rendezvous import MAX_BYTES, MAX_DESCRIPTORS, Rendezvous, RendezvousError
 from ztunnel.runtime.clock import Clock
 
 log = logging.getLogger(__name__)
@@ -50,10 +50,16 @@ _AGAIN_S: Final = 0.02
 _MOST_UNANSWERED: Final = 3
 _NO_ANSWER: Final = "no answer in time"
 _NO_TAKER: Final = "no taker"
+_FAILED: Final = "failed"
+_TOO_LARGE: Final = "too large"
 
 
 class TakerGone(Exception):
     """The process that takes over connections has ended, or does not answer."""
+
+
+class _TooLarge(Exception):
+    """A unit's state or sockets do not fit into a message."""
 
 
 class Unit(Protocol):
@@ -186,6 +192,7 @@ class Giver:
         # The keys of units that an earlier call of give() could not hand over. These units are offered outside of
         # slices, because a slice pauses all other connections.
         self._stayed: set[int] = set()
+        self._failed: set[int] = set()
         self._ended_s = clock.monotonic()
         self._unanswered = 0
         self.gone = False
@@ -217,17 +224,17 @@ class Giver:
             Which connections moved, and which stay after the last pass.
         """
         loop, result = asyncio.get_running_loop(), Result()
-        declined: set[int] = set()
+        declined: dict[int, str] = {}  # why not to offer a unit again, by its key
         until_s: float | None = None
         while True:
             units, others = self._movable_units()
             result.stays = Counter(others)
             waiting: deque[_Offering] = deque()
             again: deque[_Offering] = deque()
-            left = declined.copy()
+            left = set(declined)
             for each in map(_Offering, units):
                 if each.unit.key in declined:
-                    result.stays["declined"] += each.connections
+                    result.stays[declined[each.unit.key]] += each.connections
                 else:
                     (again if each.unit.key in self._stayed else waiting).append(each)
             while waiting or again:
@@ -241,8 +248,9 @@ class Giver:
                     result.add(each)
                     if each.reason:
                         left.add(each.unit.key)
-                    if each.reason.startswith("declined"):
-                        declined.add(each.unit.key)
+                    reason = each.reason.partition(":")[0]
+                    if reason in ("declined", _FAILED, _TOO_LARGE):
+                        declined[each.unit.key] = reason
                 await asyncio.sleep(0)
             if until_s is None:
                 until_s = loop.time() + again_s
@@ -338,11 +346,20 @@ class Giver:
         except (Unmovable, OSError) as error:
             offering.reason = str(error) if isinstance(error, Unmovable) else "about to end"
             return
+        except Exception:  # noqa: BLE001  a bug, which is logged: it must neither keep other units here nor end the drain
+            self._fail(offering)
+            return
         offering.frozen_s = began_s
         offering.carrier = frozen.state.carrier is not None
         number = next(self._numbers)
         try:
-            offering.reason = await self._answer_to(unit.offer(number, frozen.state, began_s), frozen)
+            offer = unit.offer(number, frozen.state, began_s)
+        except Exception:  # noqa: BLE001  as above
+            self._fail(offering)
+            frozen.thaw()
+            return
+        try:
+            offering.reason = await self._answer_to(offer, frozen)
             if not offering.reason and frozen.unchanged:
                 offering.given = True
                 unit.went()
@@ -357,8 +374,16 @@ class Giver:
             if not offering.given:
                 frozen.thaw()
 
+    def _fail(self, offering: _Offering) -> None:
+        """Record that a bug keeps a unit here. Called while its error is handled."""
+        offering.reason = _FAILED
+        key = offering.unit.key
+        if key not in self._failed:  # it can be offered several times per second
+            self._failed.add(key)
+            log.exception("a connection cannot be handed over")
+
     async def _answer_to(self, offer: Offer, frozen: Frozen) -> str:
-        """Return why the taker declines a unit, or an empty text if it accepts.
+        """Return why the taker does not take a unit, or an empty text if it accepts.
 
         Raises:
             TakerGone: the taker has ended, or no longer reads.
@@ -375,13 +400,18 @@ class Giver:
             if not sent:
                 raise TakerGone from None  # the taker has received only a part of a message
             return _NO_ANSWER
+        except _TooLarge:
+            return _TOO_LARGE
         finally:
             self._answers.pop(offer.number, None)
         return f"declined: {reason}" if reason else ""
 
-    async def _send(self, message: FromGiver, descriptors: Iterable[int] = ()) -> None:
+    async def _send(self, message: FromGiver, descriptors: Sequence[int] = ()) -> None:
+        data = encode(message)
+        if len(data) > MAX_BYTES or len(descriptors) > MAX_DESCRIPTORS:
+            raise _TooLarge  # the taker would end the whole hand-over
         try:
-            await self._channel.send(encode(message), list(descriptors))
+            await self._channel.send(data, descriptors)
         except OSError:
             self.gone = True
             raise TakerGone from None

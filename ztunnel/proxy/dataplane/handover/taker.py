@@ -76,6 +76,12 @@ class Taker:
                 log.warning("an offered connection cannot be continued error=%s", reason)
             self._statistics.count("declined", reason, offer.connections)
             return reason
+        except Exception:  # a bug, which must not keep the predecessor's other units from moving
+            for sock in socks:
+                sock.close()
+            log.exception("an offered connection cannot be continued")
+            self._statistics.count("declined", "failed", offer.connections)
+            return "failed"
         return ""
 
     def begin(self, number: int) -> None:
