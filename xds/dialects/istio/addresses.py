@@ -1,8 +1,9 @@
 """Compiles ``istio.workload.Address`` to a workload or a service, or raises an error with the reason.
 
 A resource with an unknown enum number is refused. If it were obeyed in part, traffic that must be encrypted could
-be sent in plain text. Unknown fields are ignored, because istiod expects that from older proxies. Refusing one
-resource does not affect others.
+be sent in plain text. Its last good version stays in use. Without one its address is unknown, so that connections
+to it are passed through, like in the Rust ztunnel. Unknown fields are ignored, because istiod expects that from
+older proxies. Refusing one resource does not affect others.
 """
 
 from collections.abc import Iterable, Mapping
