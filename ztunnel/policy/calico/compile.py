@@ -27,7 +27,12 @@ from xds.model.selector import (
     parse_selector,
 )
 from ztunnel.policy.calico.resources import (
+    ACCOUNT_LABEL,
     BUILT_IN_TIERS,
+    NAMESPACE_LABEL,
+    OF_ACCOUNT,
+    OF_NAMESPACE,
+    ORCHESTRATOR_LABEL,
     ApiPolicy,
     ApiProfile,
     ApiRule,
@@ -39,6 +44,7 @@ from ztunnel.policy.calico.resources import (
     Pod,
     Resources,
     Service,
+    own_label,
 )
 from ztunnel.policy.calico.resources import Node as ApiNode
 
@@ -46,17 +52,9 @@ IpAddress: TypeAlias = IPv4Address | IPv6Address
 #: Namespace and name.
 PodKey: TypeAlias = tuple[str, str]
 
-NAMESPACE_LABEL: Final = "projectcalico.org/namespace"
-ACCOUNT_LABEL: Final = "projectcalico.org/serviceaccount"
-ORCHESTRATOR_LABEL: Final = "projectcalico.org/orchestrator"
 NAME_LABEL: Final = "projectcalico.org/name"
-_OF_NAMESPACE: Final = "pcns."
-_OF_ACCOUNT: Final = "pcsa."
 #: The label that API servers give every Namespace (LabelMetadataName of k8s.io/api/core/v1).
 _METADATA_NAME: Final = "kubernetes.io/metadata.name"
-#: The prefixes of inherited labels, and the labels that state what an object is and where.
-_INHERITED: Final = (_OF_NAMESPACE, _OF_ACCOUNT)
-_GIVEN_LABELS: Final = frozenset({NAMESPACE_LABEL, ACCOUNT_LABEL, ORCHESTRATOR_LABEL})
 #: The maximum length of a label value in Kubernetes. A longer account name is not used as a label.
 _LABEL_LENGTH: Final = 63
 
@@ -141,18 +139,18 @@ def namespace_labels(known: Labelled | None, name: str) -> dict[str, str]:
 def namespace_profile(name: str, labels: Mapping[str, str]) -> ApiProfile:
     """Return the profile that a namespace implies. It allows all traffic, and its endpoints inherit its labels."""
     allow = (ApiRule(c.Action.ALLOW),)
-    return ApiProfile(f"kns.{name}", allow, allow, {_OF_NAMESPACE + key: value for key, value in labels.items()})
+    return ApiProfile(f"kns.{name}", allow, allow, {OF_NAMESPACE + key: value for key, value in labels.items()})
 
 
 def account_profile(namespace: str, name: str, labels: Mapping[str, str]) -> ApiProfile:
     """Return the profile that a service account implies. It has no rules, and its endpoints inherit its labels."""
-    prefixed = {_OF_ACCOUNT + key: value for key, value in labels.items()}
+    prefixed = {OF_ACCOUNT + key: value for key, value in labels.items()}
     return ApiProfile(f"ksa.{namespace}.{name}", (), (), prefixed)
 
 
 def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
     """Return a pod as an object for selectors. ``labels_of`` has the labels inherited from each profile."""
-    labels = {**_chosen_labels(pod.labels), NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
+    labels = {**_chosen(pod.labels), NAMESPACE_LABEL: pod.namespace, ORCHESTRATOR_LABEL: "k8s"}
     if len(pod.account) < _LABEL_LENGTH:
         labels[ACCOUNT_LABEL] = pod.account
     for name in profiles_of(pod):
@@ -161,23 +159,16 @@ def pod_selectable(pod: Pod, labels_of: Callable[[str], Mapping[str, str]]) -> S
     return Selectable(labels, tuple(ip_network(address) for address in pod.addresses), pod.ports)
 
 
-def _chosen_labels(labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels of an object in a namespace without those that only the cluster may give it.
-
-    Users who can create a pod choose its labels. In Calico a pod's label ``pcns.team`` replaces the label ``team``
-    of its namespace, so the pod could match rules about any namespace. The namespaceSelector of Kubernetes reads
-    the labels of the Namespace only.
-    """
-    return {
-        key: value for key, value in labels.items() if key not in _GIVEN_LABELS and not key.startswith(_INHERITED)
-    }
+def _chosen(labels: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels that users have chosen for an object in a namespace."""
+    return {own_label(key): value for key, value in labels.items()}
 
 
 def network_selectable(found: NetworkSet, labels_of: Callable[[str], Mapping[str, str]]) -> Selectable:
     """Return a network set as an object for selectors."""
     labels = dict(found.labels)
     if found.namespace:
-        labels = {**_chosen_labels(found.labels), NAMESPACE_LABEL: found.namespace}
+        labels = {**_chosen(found.labels), NAMESPACE_LABEL: found.namespace}
         for key, value in labels_of(f"kns.{found.namespace}").items():
             labels.setdefault(key, value)
     return Selectable(labels, found.nets)
@@ -481,11 +472,11 @@ def policy_selector(policy: ApiPolicy) -> Selector:
     """Return the selector of the endpoints that a policy applies to."""
     parts = [parse_selector(policy.selector).root] if policy.selector.strip() else []
     if policy.namespace_selector.strip():
-        parts.append(parse_selector(policy.namespace_selector).prefixed(_OF_NAMESPACE).root)
+        parts.append(parse_selector(policy.namespace_selector).prefixed(OF_NAMESPACE).root)
         # "All namespaces" excludes objects outside of namespaces, such as a global network set.
         parts = [_replaced(part, All, Has(NAMESPACE_LABEL)) for part in parts]
     if policy.account_selector.strip():
-        part = parse_selector(policy.account_selector).prefixed(_OF_ACCOUNT).root
+        part = parse_selector(policy.account_selector).prefixed(OF_ACCOUNT).root
         parts.append(_replaced(part, All, Has(ACCOUNT_LABEL)))
     if policy.id.namespace:
         parts.append(_in_namespace(policy.id.namespace))
@@ -496,7 +487,7 @@ def _peer_selector(entity: Entity, namespace: str) -> Selector | None:
     """Return the selector for the endpoints on one side of a rule. None if the side selects none."""
     accounts: list[Node] = []
     if entity.account_selector.strip():
-        accounts.append(parse_selector(entity.account_selector).prefixed(_OF_ACCOUNT).root)
+        accounts.append(parse_selector(entity.account_selector).prefixed(OF_ACCOUNT).root)
     if entity.account_names:
         accounts.append(In(ACCOUNT_LABEL, tuple(sorted(set(entity.account_names))), negated=False))
     own = [selector.root] if (selector := _joined(accounts)) is not None else []
@@ -504,7 +495,7 @@ def _peer_selector(entity: Entity, namespace: str) -> Selector | None:
         own.append(parse_selector(entity.selector).root)
     parts: list[Node] = []
     if entity.namespace_selector.strip():
-        part = parse_selector(entity.namespace_selector).prefixed(_OF_NAMESPACE).root
+        part = parse_selector(entity.namespace_selector).prefixed(OF_NAMESPACE).root
         part = _replaced(part, All, Has(NAMESPACE_LABEL))
         parts.append(_replaced(part, Global, Not(Has(NAMESPACE_LABEL))))
     elif namespace and (own or entity.not_selector.strip()):

@@ -15,8 +15,6 @@ from typing import Any, Final, TypeAlias
 from xds.model import calico as c
 from xds.model.selector import All, And, Compare, Has, In, Node, Or, Selector
 from ztunnel.policy.calico.compile import (
-    NAMESPACE_LABEL,
-    ORCHESTRATOR_LABEL,
     Compiled,
     IpAddress,
     PodKey,
@@ -42,7 +40,15 @@ from ztunnel.policy.calico.compile import (
     service_members,
     with_addresses,
 )
-from ztunnel.policy.calico.resources import BUILT_IN_TIERS, ApiPolicy, ApiProfile, Pod, Resources
+from ztunnel.policy.calico.resources import (
+    BUILT_IN_TIERS,
+    NAMESPACE_LABEL,
+    ORCHESTRATOR_LABEL,
+    ApiPolicy,
+    ApiProfile,
+    Pod,
+    Resources,
+)
 
 #: A label and its value. None matches any value. A selector that requires no label has the empty anchor.
 _Term: TypeAlias = tuple[str, str | None]

@@ -27,6 +27,7 @@ from ztunnel.policy.calico.resources import (
     Pod,
     Resources,
     Service,
+    own_label,
 )
 from ztunnel.runtime.formats.config_reader import ConfigReader
 
@@ -258,7 +259,8 @@ class KubernetesReader(ConfigReader):
     def service(self, resource: Document) -> None:
         where = f"{resource.where}: spec"
         spec = self.mapping(resource.body.get("spec"), where, None)
-        selector = self.label_texts(spec.get("selector"), f"{where}.selector")
+        labels = self.label_texts(spec.get("selector"), f"{where}.selector")
+        selector = {own_label(key): value for key, value in labels.items()}
         targets = []
         for port in self.items(spec, "ports", where):
             entry = self.mapping(port, f"{where}.ports", None)
@@ -407,7 +409,7 @@ class KubernetesReader(ConfigReader):
         If the selector is faulty, the result selects all objects.
         """
         everything = ["projectcalico.org/orchestrator == 'k8s'"] if pods else []
-        terms, faults = self.attempt(lambda: self._label_terms(value, where))
+        terms, faults = self.attempt(lambda: self._label_terms(value, where, own_label if pods else str))
         text = " && ".join([*everything, *(() if faults else terms)]) or "all()"
         try:
             parse_selector(text)
@@ -417,14 +419,15 @@ class KubernetesReader(ConfigReader):
         self.faults += faults
         return text
 
-    def _label_terms(self, value: object, where: str) -> list[str]:
+    def _label_terms(self, value: object, where: str, label: Callable[[str], str]) -> list[str]:
+        """Return the terms of a LabelSelector. ``label`` returns the key of a label in Calico's language."""
         selector = self.mapping(value, where, ("matchLabels", "matchExpressions"))
         labels = self.label_texts(selector.get("matchLabels"), f"{where}.matchLabels")
-        terms = [_is(key, labels[key]) for key in sorted(labels)]
+        terms = [_is(label(key), labels[key]) for key in sorted(labels)]
         for index, item in enumerate(self.items(selector, "matchExpressions", where)):
             place = f"{where}.matchExpressions[{index}]"
             entry = self.mapping(item, place, ("key", "operator", "values"))
-            key = self.text(entry, "key", place, "")
+            key = label(self.text(entry, "key", place, ""))
             values = self.items(entry, "values", place)
             if not all(isinstance(each, str) for each in values):
                 self.fault(f"{place}.values", "must be texts")

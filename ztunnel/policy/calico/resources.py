@@ -22,6 +22,24 @@ BUILT_IN_TIERS: Final = {
     "kube-baseline": (10_000_000.0, True),
 }
 LAST: Final = float("inf")
+#: The labels that Calico gives objects of selectors, and the prefixes of labels that they inherit.
+NAMESPACE_LABEL: Final = "projectcalico.org/namespace"
+ACCOUNT_LABEL: Final = "projectcalico.org/serviceaccount"
+ORCHESTRATOR_LABEL: Final = "projectcalico.org/orchestrator"
+OF_NAMESPACE: Final = "pcns."
+OF_ACCOUNT: Final = "pcsa."
+
+
+def own_label(key: str) -> str:
+    """Return the key of a label that users choose, as selectors of objects in namespaces see it.
+
+    A key that Calico uses for a given or inherited label gets a slash in front, which no label has. Users who can
+    create a pod choose its labels. In Calico a pod's label ``pcns.team`` replaces the label ``team`` of its
+    namespace, so the pod could match rules about any namespace. The namespaceSelector of Kubernetes reads the
+    labels of the Namespace only, and its podSelector those of the pod.
+    """
+    given = key in (NAMESPACE_LABEL, ACCOUNT_LABEL, ORCHESTRATOR_LABEL)
+    return f"/{key}" if given or key.startswith((OF_NAMESPACE, OF_ACCOUNT)) else key
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,6 +160,40 @@ def test_a_pods_own_labels_are_not_those_of_its_namespace(world: World, label: s
     assert world.reaches("x/b", "x/a")
 
 
+@pytest.mark.parametrize("label", ["pcns.ns", "pcsa.role", "projectcalico.org/namespace"])
+def test_selectors_of_pods_read_such_a_label_of_the_pod(world: World, label: str) -> None:
+    world.change(dict([world.pod("x/b", **{label: "y"})]))
+    for operator, has in (("In", True), ("NotIn", False)):
+        term = f"{{key: {label}, operator: {operator}, values: [y]}}"
+        peer = f"{{podSelector: {{matchExpressions: [{term}]}}}}"
+        world.policy(f"{{podSelector: {{matchLabels: {{pod: a}}}}, ingress: [{{from: [{peer}]}}]}}")
+        assert world.reaches("x/b", "x/a") is has
+    world.policy(f"{{podSelector: {{matchLabels: {{{label}: y}}}}}}")
+    assert world.reaches("x/b", "x/a")
+    assert not world.reaches("x/a", "x/b")
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "s", "namespace": "x"},
+        "spec": {"selector": {label: "y"}, "ports": [{"port": 80}]},
+    }
+    world.change({ObjectKey("Service", "x", "s"): service})
+    policy = {
+        "apiVersion": "projectcalico.org/v3",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": "p", "namespace": "x"},
+        "spec": {
+            "selector": "pod == 'a'",
+            "types": ["Egress"],
+            "egress": [{"action": "Allow", "destination": {"services": {"name": "s", "namespace": "x"}}}],
+        },
+    }
+    world.change({ObjectKey("NetworkPolicy", "x", "p"): None})
+    world.change({ObjectKey("NetworkPolicy.projectcalico.org", "x", "p"): policy})
+    assert world.reaches("x/a", "x/b")
+    assert not world.reaches("x/a", "y/b")
+
+
 def test_a_network_set_of_a_namespace_has_no_labels_of_pods_or_of_another_namespace(world: World) -> None:
     peer = "{namespaceSelector: {matchLabels: {ns: x}}}"
     world.policy(f"{{podSelector: {{matchLabels: {{pod: a}}}}, ingress: [{{from: [{peer}]}}]}}")
