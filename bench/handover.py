@@ -149,7 +149,7 @@ async def measured(kind: str, count: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a row per kind and number of connections."""
+    """Print a row for each kind of connection and each number of them."""
     parser = argparse.ArgumentParser(prog="python -m bench.handover", description=__doc__)
     parser.add_argument("--connections", type=int, nargs="*", default=[100, 1_000])
     raise_limit()

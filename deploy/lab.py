@@ -54,7 +54,7 @@ _instances = itertools.count(1)
 
 
 class NoUserNamespaces(TproxyError):
-    """An unprivileged user cannot create namespaces here. The text explains what to do."""
+    """An unprivileged user cannot create namespaces here. The exception's text explains what to do."""
 
     def __str__(self) -> str:
         return (

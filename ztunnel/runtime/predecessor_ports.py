@@ -24,8 +24,8 @@ class PredecessorPorts:
         self._left = WeakSet()
 
     def listening(self, sock: socket.socket) -> None:
-        """Leave the connections of a socket to the predecessor, if needed. Call this directly after the socket has
-        started to listen.
+        """Leave new connections to the predecessor's sockets on the same port, if this process does not take
+        connections yet. Call this directly after the socket has started to listen.
         """
         if self._left is not None and sockets.leave_to_older(sock):
             self._left.add(sock)

@@ -20,7 +20,7 @@ from ztunnel.runtime.formats.go_yaml import load_all
 
 _GROUP: Final = "security.istio.io/"
 _DRY_RUN: Final = "istio.io/dry-run"
-#: Workload attributes that the control plane derives from labels, and the labels of each.
+#: The label keys from which the control plane derives attributes of workloads, each with its attribute.
 _KNOWN_LABELS: Final = {
     "service.istio.io/canonical-name": "canonical_name",
     "app.kubernetes.io/name": "canonical_name",

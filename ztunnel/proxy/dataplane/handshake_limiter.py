@@ -513,7 +513,7 @@ class HandshakeLimiter:
         """Make a source wait before its next handshake. The waiting time doubles with each violation, up to a
         limit.
 
-        It is reset after ten times the longest waiting time without another violation.
+        The waiting time is reset after ten times this limit without another violation.
         """
         now_s = self._poller.loop.time()
         if now_s - source.waits_until_s > _FORGIVEN_S:

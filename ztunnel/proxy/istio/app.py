@@ -375,7 +375,7 @@ class IstioProxy:
         """Serve until :meth:`shut_down`.
 
         Raises:
-            TproxyError: a port of the process is taken, or a capability is missing.
+            TproxyError: a port that the process needs is in use, or a capability is missing.
             ConfigError: the local file, or an addon, cannot be used.
         """
         config = self.config

@@ -107,7 +107,7 @@ class Connection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """A policy with the numbers of its decisions, which are None if the policy is not counted.
+    """A policy with the counts of its decisions, which are None if its decisions are not counted.
 
     Attributes:
         mode: ``enforced``, ``dry run``, or Envoy's ``shadow`` or ``both``.

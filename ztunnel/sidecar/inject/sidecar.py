@@ -60,7 +60,8 @@ def is_ours(annotations: Mapping[str, Any]) -> bool:
 def strip(pod: dict[str, Any]) -> None:
     """Undo an injection of ours in place. Without such an injection this has no effect.
 
-    Probes get their originals back, and the author's changes to our containers become containers again.
+    The original probes are restored. If the pod's author had declared a container with the name of an injected
+    one, to change its settings, only the author's declaration remains.
     """
     metadata, spec = pod.get("metadata"), pod.get("spec")
     if not isinstance(metadata, dict) or not isinstance(spec, dict):

@@ -213,7 +213,7 @@ def address_message(message: core.Address, address: EndpointAddress) -> None:
             message.socket_address.port_value = address.port
 
 
-# Listeners and their discovered resources
+# Listeners, and their routes and filters from RDS and ECDS
 
 
 def listeners(proxy: InspectedProxy, shown: Shown) -> admin.ListenersConfigDump:

@@ -171,8 +171,7 @@ class SecretStore:
                 )
                 handle.scope = self._stats.scope(f"sds.{ref.name}")
                 self._sources.count(handle.scope, handle.subscription)
-                # The handle is stored only after the subscription, so that an error above leaves no handle without
-                # one.
+                # The handle is stored last. If the subscription fails, the next user subscribes again.
                 self._handles[key] = handle
         handle.users.append(user)
         return handle

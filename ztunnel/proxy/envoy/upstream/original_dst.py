@@ -33,7 +33,9 @@ class OriginalHosts:
         return iter([host for host, _ in self._found.values()])
 
     def choose(self, info: StreamInfo, now: float) -> Host | None:
-        """Return the host for a connection, or None if it has no address. A new address gets a new host."""
+        """Return the host for a connection, or None if the connection has no original destination. A new address
+        gets a new host.
+        """
         address = self.address(info)
         if address is None:
             return None

@@ -126,7 +126,7 @@ def _by_name(hostname: str, port: int, workload: Workload, host: str, mesh: Mesh
         or workload.application_tunnel is not None
         or _is_waypoint_of(service, workload, host, mesh, network)
     ):
-        # Without this check, a client could make its connections count for any service.
+        # Without this check, a client could have its connections counted in the metrics of any service.
         raise RequestRefused(503, f"requested service {hostname} found, but this workload is no endpoint of it")
     mapped = endpoint.ports.get(port) if endpoint is not None else workload.services.get(service.key, {}).get(port)
     target = mapped or service.ports.get(port)
