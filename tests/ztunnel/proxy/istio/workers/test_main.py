@@ -104,7 +104,7 @@ def test_a_worker_that_cannot_be_sent_its_state_is_ended(tmp_path: Path, caplog:
         ours.setblocking(False)
         reading, writing = os.pipe()
         os.close(writing)
-        child = await create_subprocess_exec("cat", stdin=PIPE, stdout=DEVNULL)
+        child = await create_subprocess_exec("sleep", "60", stdin=DEVNULL, stdout=DEVNULL)
         channel = IpcChannel(ours, mock.Mock(), mock.Mock())
         worker = WorkerProcess(0, channel, child, OutputReader(reading, lines.stream))
         made: Any = Workers.__new__(Workers)
@@ -143,7 +143,7 @@ def test_a_worker_that_hands_over_many_connections_is_not_killed(
             sock.setblocking(False)
         reading, writing = os.pipe()
         os.close(writing)
-        child = await create_subprocess_exec("cat", stdin=PIPE, stdout=DEVNULL)
+        child = await create_subprocess_exec("sleep", "60", stdin=DEVNULL, stdout=DEVNULL)
         there = IpcChannel(theirs, mock.Mock(), answer, to_main=True)
         worker = WorkerProcess(
             0, IpcChannel(ours, mock.Mock(), mock.Mock()), child, OutputReader(reading, lines.stream)

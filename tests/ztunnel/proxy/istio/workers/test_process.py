@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import socket
-from asyncio.subprocess import DEVNULL, PIPE, create_subprocess_exec
+from asyncio.subprocess import DEVNULL, create_subprocess_exec
 from collections.abc import AsyncIterator
 from pathlib import Path
 from unittest import mock
@@ -81,7 +81,7 @@ def test_a_worker_that_ended_by_a_signal_without_name_is_reported(
         ours.setblocking(False)
         reading, writing = os.pipe()
         os.close(writing)
-        child = await create_subprocess_exec("cat", stdin=PIPE, stdout=DEVNULL)
+        child = await create_subprocess_exec("sleep", "60", stdin=DEVNULL, stdout=DEVNULL)
         channel = IpcChannel(ours, mock.Mock(), mock.Mock())
         worker = WorkerProcess(7, channel, child, OutputReader(reading, lines.stream))
         child.send_signal(signal.SIGRTMIN + 5)
