@@ -70,6 +70,7 @@ class PolicyObjects:
     nodes: bool = True
     problems: dict[ObjectKey, Problem] = field(default_factory=dict)
     _made: dict[ObjectKey, tuple[str, Any]] = field(default_factory=dict)
+    _uids: dict[ObjectKey, str] = field(default_factory=dict)
     #: Policies without a good form. Each is replaced by a policy that denies its pods' traffic.
     _closed: set[ObjectKey] = field(default_factory=set)
 
@@ -86,17 +87,25 @@ class PolicyObjects:
         closed = key in self._closed
         self._closed.discard(key)
         if value is None:
+            self._uids.pop(key, None)
             if before is not None:
                 del self._made[key]
                 yield (*before, None)
             return
+        # A source can skip the removal of an object that was created again. The good form was the former object's.
+        uid = _uid_of(value)
+        is_same = self._uids.get(key, uid) == uid
+        self._uids[key] = uid
         read = read_object(value)
         made = next(_entries(read.found), None)
-        if read.faults and before is not None and not closed:
+        if read.faults and before is not None and is_same and not closed:
             self.problems[key] = Problem(key, read.faults, "its last good form stays active")
             return
         if read.faults and key.kind.partition(".")[0] not in _POLICY_KINDS:
             self.problems[key] = Problem(key, read.faults, "not in force")
+            if before is not None:
+                del self._made[key]
+                yield (*before, None)
             return
         if read.faults:
             policy = _closing(key, value, read.found)
@@ -120,6 +129,12 @@ class PolicyObjects:
             yield made
         if stricter:
             self.problems[key] = Problem(key, stricter, _STRICTER if made is not None else "not in force")
+
+
+def _uid_of(value: Object) -> str:
+    """Return the uid that an API server gave an object. Empty for an object of a file."""
+    metadata = value.get("metadata")
+    return str(metadata.get("uid", "")) if isinstance(metadata, Mapping) else ""
 
 
 def _entries(found: Resources) -> Iterator[ResourceChange]:

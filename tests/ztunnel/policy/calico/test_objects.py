@@ -84,3 +84,23 @@ def test_closed_policy_follows_the_selector_of_its_next_faulty_form() -> None:
     assert objects.changes({key: network_policy(BAD)[1]}) == []
     assert "last good form" in str(objects.problems[key])
     assert objects.changes({key: None}) == [("policies", policy_id, None)]
+
+
+def test_the_last_good_form_of_a_deleted_object_is_not_that_of_its_successor() -> None:
+    objects, compiler = PolicyObjects(), Compiler()
+    key, body = network_policy(GOOD)
+    successor = network_policy(BAD)[1]
+    body["metadata"]["uid"], successor["metadata"]["uid"] = "1", "2"
+    compiler.apply(objects.changes({key: body}))
+    compiler.apply(objects.changes({key: successor}))
+    [policy] = compiler.resources.policies.values()
+    assert [rule.action for rule in policy.inbound] == ["deny"]
+    assert "closed meanwhile" in str(objects.problems[key])
+    tier_key = ObjectKey("Tier", "", "first")
+    tier = {"apiVersion": "projectcalico.org/v3", "kind": "Tier", "metadata": {"name": "first", "uid": "1"}}
+    compiler.apply(objects.changes({tier_key: {**tier, "spec": {"order": 1, "defaultAction": "Pass"}}}))
+    assert list(compiler.resources.tiers) == ["first"]
+    tier["metadata"] = {"name": "first", "uid": "2"}
+    compiler.apply(objects.changes({tier_key: {**tier, "spec": {"order": "first"}}}))
+    assert not compiler.resources.tiers
+    assert "not in force" in str(objects.problems[tier_key])
