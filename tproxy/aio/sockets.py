@@ -7,6 +7,7 @@ most of those calls.
 import asyncio
 import ctypes
 import errno
+import logging
 import os
 import socket
 import struct
@@ -45,6 +46,8 @@ from tproxy.aio.socket_calls import (
     translated,
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut, KernelRefused, PortTaken
+
+log = logging.getLogger(__name__)
 
 __all__ = (
     "FOREIGN_PORTS_TRIED",
@@ -170,10 +173,9 @@ def leave_to_newer(sock: socket.SocketType) -> bool:
     closes the socket. In this order, no connection is lost. If one socket is left, it gets all connections.
 
     Returns:
-        False if the socket is not in a SO_REUSEPORT group, or the kernel has no SO_ATTACH_REUSEPORT_CBPF.
-
-    Raises:
-        KernelRefused: any other refusal.
+        False if the socket is not in a SO_REUSEPORT group, the kernel has no SO_ATTACH_REUSEPORT_CBPF, or it
+        refuses for another reason, which is logged. Callers continue, because the alternative is to end a drain
+        and all of its connections.
     """
     return _direct(sock, 1)
 
@@ -186,9 +188,6 @@ def leave_to_older(sock: socket.SocketType) -> bool:
 
     Returns:
         False as for :func:`leave_to_newer`.
-
-    Raises:
-        KernelRefused: any other refusal.
     """
     return _direct(sock, 0)
 
@@ -204,9 +203,9 @@ def _direct(sock: socket.SocketType, index: int) -> bool:
     try:
         sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ENOPROTOOPT):
-            return False
-        raise KernelRefused("direct a port's connections to one socket", error.errno or 0) from error
+        if error.errno not in (errno.EINVAL, errno.ENOPROTOOPT):
+            log.warning("new connections of a port go to both of its processes error=%s", error.strerror)
+        return False
     return True
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import pytest
 import uvloop
@@ -175,6 +176,34 @@ def test_a_hand_over_without_free_descriptors_ends(monkeypatch: pytest.MonkeyPat
             assert server.count == 0
 
     asyncio.run(main())
+
+
+class Undirected(socket.socket):
+    """A socket whose port cannot be given to one process."""
+
+    def setsockopt(self, *arguments: Any) -> None:
+        if arguments[:2] == (socket.SOL_SOCKET, sockets._SO_ATTACH_REUSEPORT_CBPF):
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        super().setsockopt(*arguments)
+
+
+def test_a_hand_over_continues_if_the_kernel_cannot_direct_connections(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        with poller() as shared:
+            server = Server(shared, 0, b"a", kind=Undirected)
+            with socket.create_connection((HOST, server.port), timeout=5) as sock:
+                await accepting.hand_over([server.listening])
+                server.listening.close()
+                assert sock.recv(10) == b"a"
+            ports = PredecessorPorts()
+            ports.begin()
+            with Undirected() as other:
+                ports.listening(other)
+            ports.take()
+
+    asyncio.run(main())
+    assert caplog.text.count("new connections of a port go to both of its processes") == 2
+    assert "Cannot allocate memory" in caplog.text
 
 
 def test_new_connections_go_to_the_successor_on_the_same_port() -> None:
