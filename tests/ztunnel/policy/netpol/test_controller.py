@@ -15,6 +15,7 @@ from ztunnel.policy.netpol.controller import Controller
 from ztunnel.policy.policysync.problems import LoggedEvents
 
 T = TypeVar("T")
+LONG_S = 10 * WAIT_S
 
 
 class Source:
@@ -77,7 +78,7 @@ class Clock:
     """Replaces the module ``time`` in the controller."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
+        self.now_s = 10 * LONG_S
 
     def monotonic(self) -> float:
         return self.now_s
@@ -88,6 +89,9 @@ def test_a_refusal_while_a_check_of_connections_is_due_is_not_retried_at_once(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
+    # Longer than this test waits, so that only the events below let the controller continue.
+    monkeypatch.setattr(module, "_RETRY_S", LONG_S)
+    monkeypatch.setattr(module, "_JUDGE_S", LONG_S)
     monkeypatch.setattr(module, "end_connections", lambda *_: [])
     table = Table(1, 1, None)
     controller = running(table)
@@ -102,7 +106,7 @@ def test_a_refusal_while_a_check_of_connections_is_due_is_not_retried_at_once(
             await until(lambda: controller.counts.applied == 1)
             table.disturbed.set()
             await until(lambda: controller.counts.applied == 2)  # too early for the second check
-            clock.now_s += 60
+            clock.now_s += 2 * LONG_S
             table.disturbed.set()
             await until(lambda: controller.counts.failed == 1)
             for _ in range(100):
