@@ -349,7 +349,7 @@ def _network(value: object, place: str) -> object:
 
 def _number(value: object, place: str) -> object:
     text = _text(value, place)
-    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+    if not text.isdecimal() or len(text) > 5 or not 0 < int(text) < 1 << 16:
         raise ConfigError(f"{place}: {text!r} is no port")
     return int(text)
 

@@ -80,7 +80,7 @@ def _has_handler(probe: object) -> bool:
 def _port_number(port: object, container: Mapping[str, Any]) -> int | None:
     if isinstance(port, int) and not isinstance(port, bool):
         return port
-    if isinstance(port, str) and port.isascii() and port.isdigit():
+    if isinstance(port, str) and port.isascii() and port.isdigit() and len(port) <= 5:
         return int(port)
     listed = container.get("ports")
     for each in listed if isinstance(listed, list) else ():

@@ -135,6 +135,10 @@ def test_several_documents_and_lists() -> None:
             "new.yaml: spec.rules[0].to[0].operation.ports[0]: 'http' is no port",
         ),
         (
+            written({"to": [{"operation": {"ports": ["9" * 5000]}}]}),
+            f"new.yaml: spec.rules[0].to[0].operation.ports[0]: '{'9' * 5000}' is no port",
+        ),
+        (
             written({"from": [{"source": {"principals": "x"}}]}),
             "new.yaml: spec.rules[0].from[0].source.principals: must be a list",
         ),

@@ -168,13 +168,14 @@ def test_probes_stay_where_the_author_wants_it(annotations: dict[str, str]) -> N
     assert "ISTIO_KUBE_APP_PROBERS" not in env(injected)
 
 
-def test_a_probe_of_a_port_that_is_not_there_is_a_warning() -> None:
-    container = {"name": "app", "readinessProbe": {"httpGet": {"port": "nope"}}, "ports": [{"name": "web"}]}
+@pytest.mark.parametrize("port", ["nope", "9" * 5000])
+def test_a_probe_of_a_port_that_is_not_there_is_a_warning(port: str) -> None:
+    container = {"name": "app", "readinessProbe": {"httpGet": {"port": port}}, "ports": [{"name": "web"}]}
     outcome = inject(pod(container), "shop", CONFIG)
     assert outcome.warnings == (
-        "container app: readinessProbe: no port is named 'nope'; the probe is left as it is",
+        f"container app: readinessProbe: no port is named {port!r}; the probe is left as it is",
     )
-    assert part(dict(outcome.pod), "app")["readinessProbe"] == {"httpGet": {"port": "nope"}}
+    assert part(dict(outcome.pod), "app")["readinessProbe"] == {"httpGet": {"port": port}}
 
 
 def test_a_native_sidecar_of_the_pods_own_has_probes_too() -> None:

@@ -314,7 +314,14 @@ def test_admin_pages_and_their_methods() -> None:
         for path in ("/", "/config_dump", "/connections", "/logging", "/quitquitquit"):
             assert path in unknown.text
             assert path in home.text
-        for query in ("seconds=0", "seconds=301", "seconds=x", "frequency=0", "frequency=1001"):
+        for query in (
+            "seconds=0",
+            "seconds=301",
+            "seconds=x",
+            "seconds=" + "9" * 5000,
+            "frequency=0",
+            "frequency=1001",
+        ):
             name, largest = ("seconds", 300) if query.startswith("seconds") else ("frequency", 1000)
             answer = await harness.ask("admin", f"/debug/pprof/profile?{query}")
             assert (answer.status, answer.text) == (400, f"invalid {name} value; expected 1-{largest}\n")
