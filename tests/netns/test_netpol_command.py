@@ -176,8 +176,9 @@ def test_proxies_are_told_the_same_policies(clean: Cluster, tmp_path: Path) -> N
             running = group.create_task(follower.run(), name="follower")
             # Before all objects have been read there is nothing that a proxy could take for the policies.
             (objects / "all.yaml").write_text("{")
-            process = start(clean, objects, "--policy-sync", path)
+            process = start(clean, objects, "--policy-sync", path, "--socket-mode", "600")
             await eventually(Path(path).exists)
+            assert Path(path).stat().st_mode & 0o777 == 0o600
             assert not follower.evaluator.store.in_sync
             write(clean, objects, ONLY_B)
             await eventually(lambda: follower.in_sync)

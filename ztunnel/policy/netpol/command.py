@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from ztunnel.runtime.console.arguments import add_flags
 from ztunnel.runtime.console.serving import bound_address, log_lines, metrics_server, until_signal
+from ztunnel.runtime.sockets import socket_mode
 
 if TYPE_CHECKING:
     from tproxy.aio.netns import Netns
@@ -60,6 +61,9 @@ def add_arguments(subparsers: Any) -> None:
         ("--policy-sync", "PATH",
          "serve the policies to this node's proxies on this socket (their POLICY_SYNC), so that they enforce "
          "them inside tunnels"),
+        ("--socket-mode", "OCTAL",
+         "mode of --policy-sync's socket (default 777); 600 admits proxies of this user and of root",
+         {"type": socket_mode, "default": 0o777}),
         ("--pod-cidr", "CIDR",
          "this node's range of pod addresses, repeatable: an unknown address in it is closed; "
          '"node": the ranges in the Node object', {"action": "append", "default": []}),
@@ -161,7 +165,7 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
             # Take the lock before opening the socket and the metrics port, which another controller of this node
             # would occupy.
             await stack.enter_async_context(NodeLock(TABLE, netns, wait=not args.once))
-            proxies = await _proxies(args.policy_sync, stack)
+            proxies = await _proxies(args.policy_sync, args.socket_mode, stack)
             controller = Controller(
                 source,
                 table,
@@ -242,7 +246,7 @@ async def _source(
     return informer, LoggedEvents(await stack.enter_async_context(writer)), client
 
 
-async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
+async def _proxies(path: str | None, mode: int, stack: contextlib.AsyncExitStack) -> "PolicySyncServer | None":
     """Return the PolicySync server for this node's proxies. The server starts sending only after all objects have
     been read.
 
@@ -257,7 +261,7 @@ async def _proxies(path: str | None, stack: contextlib.AsyncExitStack) -> "Polic
     server = await stack.enter_async_context(PolicySyncServer())
     try:
         # Only policies of endpoints on this node are published.
-        await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS)
+        await server.open(path, lambda found: found.endpoints, streams=NODE_STREAMS, mode=mode)
     except ServeError as error:
         raise ValueError(f"--policy-sync: {error}") from error
     return server
