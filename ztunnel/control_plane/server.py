@@ -39,6 +39,7 @@ from ztunnel.policy.calico.compile import Compiled, compile_resources
 from ztunnel.policy.policysync.server import NODE_STREAMS, PolicySyncServer
 from ztunnel.proxy.identity import authority as ca
 from ztunnel.runtime.text_file import read_again, read_text
+from ztunnel.runtime.watched_file import InPlaceEdits, file_state
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,8 @@ class ControlPlane:
         self._lifetime = lifetime
         self._access_log = access_log
         self._log_json = log_json
+        self._state = file_state(path)
+        self._edits = InPlaceEdits()
         self._text = read_text(path)
         self._mesh = parse_mesh(self._text)
         self._ca = ca.CertificateAuthority.open(ca_directory, self._mesh.trust_domain, ca.now())
@@ -240,6 +243,10 @@ class ControlPlane:
 
     def _reload(self) -> bool:
         """Read the file again if it changed. If it is faulty, keep serving the last good mesh."""
+        state = file_state(self._path)
+        if state != self._state and self._edits.is_written(self._path, self._state, state):
+            return False
+        self._state = state
         try:
             text = read_again(self._path, holds=bool(self._text))
         except OSError as error:

@@ -13,7 +13,7 @@ from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere
 from ztunnel.runtime.formats.go_yaml import load_each
 from ztunnel.runtime.formats.object_lists import items_of
 from ztunnel.runtime.text_file import read_again
-from ztunnel.runtime.watched_file import FileState, file_state
+from ztunnel.runtime.watched_file import FileState, InPlaceEdits, file_state
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class FileObjects:
         self._refused = refused
         self._suffixes = suffixes
         self._states: dict[Path, FileState] = {}
+        self._edits = InPlaceEdits()
         self._objects: dict[Path, Mapping[ObjectKey, Object]] = {}
         self._places: dict[Path, Mapping[ObjectKey, str]] = {}
         #: For each file with faults, the last good forms of objects that the faulty part could contain.
@@ -105,7 +106,7 @@ class FileObjects:
             ConfigError: names each file that cannot be read.
             OSError: the folder cannot be read.
         """
-        self._read_ahead = self._scan(self._listed())
+        self._read_ahead = self._scan(self._listed(), at_once=True)
         if self._faults:
             raise ConfigError("; ".join(f"{path}: {fault}" for path, fault in self._faults.items()))
 
@@ -116,7 +117,7 @@ class FileObjects:
         Raises:
             OSError: the folder cannot be read.
         """
-        self._scan(self._listed())
+        self._scan(self._listed(), at_once=True)
         return self._changes()
 
     async def next(self) -> Changes:
@@ -155,9 +156,12 @@ class FileObjects:
             self._readable = False
             return False
         self._readable = True
-        return self._scan(listed) or not listed
+        return self._scan(listed, at_once=False) or not listed
 
-    def _scan(self, listed: list[Path]) -> bool:
+    def _scan(self, listed: list[Path], *, at_once: bool) -> bool:
+        """Read the files that have changed, and return whether there were any. Unless ``at_once``, files that are
+        being written in place are left for a later scan.
+        """
         gone: dict[ObjectKey, Object] = {}
         changed = False
         for path in self._states.keys() - set(listed):
@@ -171,8 +175,10 @@ class FileObjects:
         faulty: dict[Path, list[_Fault]] = {}
         for path in listed:
             state = file_state(path)
-            if path in self._states and self._states[path] == state:
-                continue
+            if path in self._states:
+                read = self._states[path]
+                if read == state or (not at_once and self._edits.is_written(path, read, state)):
+                    continue
             self._states[path] = state
             changed = True
             first = path not in self._objects

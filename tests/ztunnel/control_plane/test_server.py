@@ -104,6 +104,27 @@ def test_a_faulty_edit_changes_nothing(tmp_path: Path, caplog: pytest.LogCapture
     serve(tmp_path, body)
 
 
+def test_a_mesh_that_is_written_in_place_is_read_when_it_is_complete(tmp_path: Path) -> None:
+    async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
+        good = plane.mesh
+        mesh = document()
+        rest = yaml.safe_dump({"policies": mesh.pop("policies")})
+        first = yaml.safe_dump({**mesh, "services": {}})
+        with path.open("w") as file:
+            for part in (first, "# a long pause\n", rest):
+                file.write(part)
+                file.flush()
+                assert not plane._reload()  # no poll runs meanwhile, because this does not await
+        assert plane.mesh is good
+        async with asyncio.timeout(WAIT_S):
+            while plane.mesh is good:
+                await asyncio.sleep(0.02)
+        assert plane.mesh.services == ()
+        assert plane.mesh.policies == good.policies
+
+    serve(tmp_path, body)
+
+
 def test_file_that_is_emptied_before_it_is_written_changes_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,6 +49,22 @@ def test_objects_come_change_and_go(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_objects_at_the_end_of_a_file_stay_while_it_is_written_in_place(tmp_path: Path) -> None:
+    async def main() -> None:
+        path = tmp_path / "a.yaml"
+        path.write_text(pod("one") + pod("two"))
+        source = FileObjects(tmp_path)
+        assert len(names(await soon(source))) == 2
+        with path.open("w") as file:
+            file.write(pod("one", "longer"))
+            file.flush()
+            assert not source._look()
+            file.write(pod("two", "longer"))
+        assert names(await soon(source)) == {"one": "longer", "two": "longer"}
+
+    asyncio.run(main())
+
+
 POLICIES = """kind: NetworkPolicyList
 apiVersion: networking.k8s.io/v1
 items:
@@ -119,6 +135,8 @@ def test_a_file_that_cannot_be_read_keeps_what_it_held(
         (tmp_path / "a.yaml").write_text(text)
         (tmp_path / "b.yaml").write_text(pod("two"))
         assert names(await soon(source)) == {"two": "x"}
+        assert source._look()
+        assert source.faults
         (tmp_path / "a.yaml").write_text(pod("one", "mended"))
         assert names(await soon(source)) == {"one": "mended"}
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ztunnel.node.agent.description import PodDescription, PodFaults, parse_pods
 from ztunnel.runtime.text_file import read_again
+from ztunnel.runtime.watched_file import FileState, InPlaceEdits, file_state
 
 log = logging.getLogger(__name__)
 
@@ -15,6 +16,8 @@ class PodsFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._text = ""
+        self._state: FileState = None
+        self._edits = InPlaceEdits()
 
     def read(self) -> tuple[PodDescription, ...]:
         """Read and parse the file.
@@ -22,6 +25,7 @@ class PodsFile:
         Raises:
             PodFaults, OSError: it is not usable.
         """
+        self._state = file_state(self._path)
         self._text = read_again(self._path, holds=bool(self._text))
         return parse_pods(self._text)
 
@@ -29,6 +33,9 @@ class PodsFile:
         """Return the file's pods if the file has changed and is usable, else None. Faults are logged once per
         edit.
         """
+        state = file_state(self._path)
+        if state != self._state and self._edits.is_written(self._path, self._state, state):
+            return None
         before = self._text
         try:
             pods = self.read()

@@ -24,7 +24,7 @@ from ztunnel.node.intercept.description import BadDescription, Description, Flag
 from ztunnel.runtime.console.serving import until_signal
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.text_file import read_again, read_text
-from ztunnel.runtime.watched_file import file_state
+from ztunnel.runtime.watched_file import InPlaceEdits, file_state
 
 DONE, DIFFERS, FAILED = 0, 1, 2
 #: Seconds between two checks whether the file was edited; each is one stat call. A new pod is captured within 0.2
@@ -170,11 +170,11 @@ async def _watch(
     async def look() -> None:
         """This polls, because a ConfigMap swaps links, and editors rename files or write in place."""
         file: Path | None = args.file
-        known = file_state(file) if file is not None else None
+        known, edits = file_state(file) if file is not None else None, InPlaceEdits()
         while file is not None:
             await asyncio.sleep(_LOOK_S)
             found = file_state(file)
-            if found != known:
+            if found != known and not edits.is_written(file, known, found):
                 known = found
                 edited.set()
 

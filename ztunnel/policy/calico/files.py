@@ -19,7 +19,7 @@ from ztunnel.runtime.clock import Clock
 from ztunnel.runtime.formats.config_reader import Faults
 from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere
 from ztunnel.runtime.text_file import read_text
-from ztunnel.runtime.watched_file import FileState, file_state
+from ztunnel.runtime.watched_file import FileState, InPlaceEdits, file_state
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +34,9 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
     return [each for path in paths for each in (sorted(path.glob("*.yaml")) if path.is_dir() else [path])]
 
 
-def states_of(paths: Sequence[Path]) -> list[tuple[Path, FileState]]:
+def states_of(paths: Sequence[Path]) -> dict[Path, FileState]:
     """Return the files with their states. A file's state differs after each change of the file."""
-    return [(file, file_state(file)) for file in files_of(paths)]
+    return {file: file_state(file) for file in files_of(paths)}
 
 
 def read_files(paths: Sequence[Path]) -> Resources:
@@ -167,10 +167,11 @@ class Files:
 
     async def run(self) -> None:
         """Read the files now and after each change, until cancelled."""
-        seen: list[tuple[Path, FileState]] | None = None
+        seen: dict[Path, FileState] | None = None
+        edits = InPlaceEdits()
         while True:
             now = states_of([self._path])
-            if now != seen:
+            if now != seen and edits.are_complete(seen or {}, now):
                 seen = now
                 await self._read()
             await asyncio.sleep(POLL_S)

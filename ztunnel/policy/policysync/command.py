@@ -15,6 +15,7 @@ from ztunnel.runtime.console.arguments import add_flags
 from ztunnel.runtime.console.serving import bound_address, failed, log_lines, metrics_server, stop_event
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.sockets import socket_mode
+from ztunnel.runtime.watched_file import InPlaceEdits
 
 if TYPE_CHECKING:
     from ztunnel.policy.calico.files import FilePolicies
@@ -328,6 +329,7 @@ class _Files:
         self._policies = policies
         self._server = server
         self._seen = files.states_of(paths)
+        self._edits = InPlaceEdits()
         self.not_followed: tuple[str, ...] = ()
         self._publish()
 
@@ -348,7 +350,7 @@ class _Files:
 
         await asyncio.sleep(files.POLL_S)
         now = files.states_of(self._paths)
-        if now == self._seen:
+        if now == self._seen or not self._edits.are_complete(self._seen, now):
             return
         self._seen = now
         self._publish()

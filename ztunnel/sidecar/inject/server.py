@@ -22,7 +22,7 @@ from ztunnel.runtime.clock import Clock, SystemClock
 from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 from ztunnel.runtime.text_file import read_again, read_text
-from ztunnel.runtime.watched_file import FileState, file_state
+from ztunnel.runtime.watched_file import FileState, InPlaceEdits, file_state
 from ztunnel.sidecar.inject.config import ConfigFaults, InjectConfig, parse_config
 from ztunnel.sidecar.inject.review import MAX_BODY, answer
 
@@ -80,6 +80,7 @@ class InjectServer:
         self._certificate = certificate
         self._key = key
         self._config_file = config
+        self._edits = InPlaceEdits()
         self._clock = clock or SystemClock()
         self._config = InjectConfig()
         self._rotated_s = -_CLOSE_AFTER_ROTATION_S
@@ -152,8 +153,12 @@ class InjectServer:
             states = self._states()
             if states[:2] != loaded[:2] and self._reload_certificate(context):
                 loaded = (*states[:2], loaded[2])
-            if states[2] != loaded[2] and self._reload_config():
+            if states[2] != loaded[2] and self._is_complete(loaded[2], states[2]) and self._reload_config():
                 loaded = (*loaded[:2], states[2])
+
+    def _is_complete(self, loaded: FileState, now: FileState) -> bool:
+        assert self._config_file is not None
+        return not self._edits.is_written(self._config_file, loaded, now)
 
     def _reload_certificate(self, context: ssl.SSLContext) -> bool:
         try:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ztunnel.cli import main
+from ztunnel.node.agent.description import PodDescription
 from ztunnel.node.agent.pods_file import PodsFile
 
 
@@ -29,6 +30,12 @@ def test_faults_are_listed_with_their_places(
     assert not (tmp_path / "zds.sock").exists()
 
 
+def polled_twice(file: PodsFile) -> tuple[PodDescription, ...] | None:
+    """Return the second of two polls: a file that is written in place has to stay the same for two."""
+    assert file.edited() is None
+    return file.edited()
+
+
 def test_an_edit_that_is_no_text_leaves_the_last_good_state(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -37,10 +44,10 @@ def test_an_edit_that_is_no_text_leaves_the_last_good_state(
     file = PodsFile(path)
     assert len(file.read()) == 1
     path.write_bytes(b"\xff\xfe")
-    assert file.edited() is None
+    assert polled_twice(file) is None
     assert f"{path}: not UTF-8 text at byte 0; the last good state stays active" in caplog.text
     path.write_text("pods: {}")
-    assert file.edited() == ()
+    assert polled_twice(file) == ()
 
 
 def test_emptied_file_leaves_the_last_good_state_until_it_is_written(
@@ -51,12 +58,37 @@ def test_emptied_file_leaves_the_last_good_state_until_it_is_written(
     file = PodsFile(path)
     pods = file.read()
     path.write_text("")
-    assert file.edited() is None
-    assert file.edited() is None
+    assert polled_twice(file) is None
+    assert polled_twice(file) is None
     assert caplog.text.count(f"{path}: is empty, as while it is written; the last good state stays active") == 1
     path.write_text("pods: {a: {netns: x}} # the same")
-    assert file.edited() == pods
+    assert polled_twice(file) == pods
     path.write_text("# no pods")
+    assert polled_twice(file) == ()
+
+
+def test_pods_at_the_end_of_a_file_stay_while_it_is_written_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods:\n a: {netns: x}\n b: {netns: y}\n")
+    file = PodsFile(path)
+    assert len(file.read()) == 2
+    with path.open("w") as writing:
+        for part in ("pods:\n", " a: {netns: x}\n", " b: {netns: z}\n"):
+            writing.write(part)
+            writing.flush()
+            assert file.edited() is None
+    changed = file.edited()
+    assert changed is not None
+    assert [pod.netns for pod in changed] == ["x", "z"]
+
+
+def test_a_replaced_file_is_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "pods.yaml"
+    path.write_text("pods: {a: {netns: x}}")
+    file = PodsFile(path)
+    assert len(file.read()) == 1
+    tmp_path.joinpath("new").write_text("pods: {}")
+    tmp_path.joinpath("new").rename(path)
     assert file.edited() == ()
 
 
