@@ -2,6 +2,8 @@
 
 import ipaddress
 
+from xds.digits import whole_number
+
 
 def host_and_port(text: str, *, least_port: int = 1) -> tuple[str, int]:
     """Split ``host:port`` and return both, the host without brackets.
@@ -11,8 +13,8 @@ def host_and_port(text: str, *, least_port: int = 1) -> tuple[str, int]:
     """
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    number = int(port) if port.isascii() and port.isdecimal() and len(port) <= 5 else -1
-    if not colon or not least_port <= number <= 65535 or (":" in host and not bracketed):
+    number = whole_number(port, 65535)
+    if not colon or number is None or number < least_port or (":" in host and not bracketed):
         raise ValueError(f"{text!r} is neither host:port nor unix:/path")
     if bracketed:
         host = host[1:-1]

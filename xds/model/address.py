@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from xds.digits import whole_number
+
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -56,12 +58,13 @@ class SocketAddress(NamedTuple):
 def _parse(text: str) -> SocketAddress:
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
-    if not colon or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+    number = whole_number(port, 65535)
+    if not colon or not number:
         raise ValueError(f"not an ip:port: {text!r}")
     address = ipaddress.ip_address(host[1:-1] if bracketed else host)
     if bracketed != (address.version == 6):
         raise ValueError(f"not an ip:port: {text!r}")
-    return SocketAddress(canonical(address), int(port))
+    return SocketAddress(canonical(address), number)
 
 
 @lru_cache(maxsize=16384)

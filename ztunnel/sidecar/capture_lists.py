@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from ipaddress import IPv4Network, IPv6Network
 from typing import Final
 
+from xds.digits import whole_number
 from ztunnel.runtime.formats.go_values import parse_cidr_or_address
 
 ALL: Final = "*"
@@ -24,9 +25,10 @@ def ports(text: str) -> tuple[int, ...]:
     """
     found = []
     for part in _parts(text):
-        if not (part.isascii() and part.isdigit() and 0 < int(part) < 65536):
+        number = whole_number(part, 65535)
+        if not number:
             raise ValueError(f"{part!r} is no port from 1 to 65535")
-        found.append(int(part))
+        found.append(number)
     return tuple(dict.fromkeys(found))
 
 

@@ -29,6 +29,7 @@ from xds.dialects.istio.rules import (
     never_matches,
     shown,
 )
+from xds.digits import whole_number
 from xds.errors import ConfigError
 from xds.model.address import IpNetwork, canonical
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
@@ -473,8 +474,9 @@ def _count(value: object, place: str) -> int:
 
 
 def _port(value: object, place: str) -> int:
-    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 5:
-        value = int(value)  # keys of JSON are strings
+    if isinstance(value, str):  # keys of JSON are strings
+        number = whole_number(value, 65535)
+        value = value if number is None else number
     if not isinstance(value, int) or isinstance(value, bool):
         raise ConfigError(f"{value!r} is no port")
     return port(value, "")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from xds.dialects.istio.local_file import LocalMesh, parse_local_file
+from xds.digits import whole_number
 from xds.errors import ConfigError
 from xds.model.authorization import AuthorizationPolicy, PolicyScope
 from xds.model.workload import PolicyKey, Workload
@@ -349,9 +350,10 @@ def _network(value: object, place: str) -> object:
 
 def _number(value: object, place: str) -> object:
     text = _text(value, place)
-    if not text.isdecimal() or len(text) > 5 or not 0 < int(text) < 1 << 16:
+    number = whole_number(text, 65535)
+    if not number:
         raise ConfigError(f"{place}: {text!r} is no port")
-    return int(text)
+    return number
 
 
 _OPERATION: Final = _pairs({"ports": ("destinationPorts", _number)})

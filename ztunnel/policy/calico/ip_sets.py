@@ -12,6 +12,7 @@ from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from typing import Final, TypeAlias
 
+from xds.digits import whole_number
 from xds.model.calico import PROTOCOLS, IpSetType
 
 #: The number of the set that lists a member, or a tuple if several sets do. One set is the usual case, and needs
@@ -310,15 +311,9 @@ def _parse_port_member(member: str) -> tuple[int, int]:
     """Return the version and the key of a member ``address,protocol:port``."""
     address, comma, rest = member.partition(",")
     name, colon, digits = rest.partition(":")
-    protocol = PROTOCOLS.get(name.lower())
-    # int() raises another error for thousands of digits.
-    if protocol is None and name.isascii() and name.isdigit() and len(name) <= 3 and 0 < int(name) < 256:
-        protocol = int(name)
-    readable = digits.isascii() and digits.isdigit() and len(digits) <= 5
-    if not comma or not colon or protocol is None or not readable:
-        raise MalformedMember(member)
-    port = int(digits)
-    if port > 65535:
+    protocol = PROTOCOLS.get(name.lower()) or whole_number(name, 255)
+    port = whole_number(digits, 65535)
+    if not comma or not colon or not protocol or port is None:
         raise MalformedMember(member)
     try:
         version, number = address_number(address.removesuffix("/32").removesuffix("/128"))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
 from typing import Any, Final, TypeAlias, TypeVar
 
+from xds.digits import whole_number
 from xds.model import calico as c
 from xds.model.address import IpNetwork, parse_network
 from xds.model.selector import SelectorError, parse_selector
@@ -491,7 +492,8 @@ def read_port(value: object) -> tuple[int, int] | str | None:
     if not isinstance(value, str):
         return None
     if value.isascii() and value.isdigit():
-        return read_port(int(value)) if len(value) <= 5 else None
+        number = whole_number(value, 65535)
+        return None if number is None else (number, number)
     if (found := _RANGE.fullmatch(value)) is not None:
         first, last = int(found[1]), int(found[2])
         return (first, last) if first <= last <= 65535 else None

@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from tproxy.expressions import port_key
 from tproxy.resources import Element
+from xds.digits import whole_number
 from xds.model import calico as c
 from ztunnel.policy.calico.ip_sets import MalformedMember
 from ztunnel.policy.netpol.intervals import Interval, merged
@@ -61,12 +62,12 @@ def _between(interval: Interval, octets: int) -> Element:
 def _port(member: str) -> tuple[int, Element]:
     text, _, rest = member.partition(",")
     name, _, digits = rest.partition(":")
-    number = int(name) if name.isdecimal() and len(name) <= 3 else 0
-    protocol = c.PROTOCOLS.get(name.lower()) or (number if 0 < number < 256 else None)
+    protocol = c.PROTOCOLS.get(name.lower()) or whole_number(name, 255)
+    port = whole_number(digits, 65535)
     try:
         address = ip_address(text)
-        if protocol is None or not 0 <= int(digits) < 65536:
-            raise ValueError(member)
     except ValueError as error:
         raise MalformedMember(member) from error
-    return address.version, Element(port_key(address, protocol, int(digits)))
+    if not protocol or port is None:
+        raise MalformedMember(member)
+    return address.version, Element(port_key(address, protocol, port))

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from xds.digits import whole_number
 from xds.proto.hubble.flow.flow_pb2 import (
     DropReason,
     EventTypeFilter,
@@ -177,9 +178,9 @@ def _requirement(match: re.Match[str]) -> Callable[[Mapping[str, str]], bool]:
 
 def _port(name: str) -> Callable[[str], Test]:
     def make(value: str) -> Test:
-        if not (value.isascii() and value.isdigit()) or int(value) > 65535:
+        number = whole_number(value, 65535)
+        if number is None:
             raise ValueError(f"not a port: {value!r}")
-        number = int(value)
         return lambda flow: flow["l4"]["TCP"].get(name) == number
 
     return make

@@ -12,6 +12,8 @@ import struct
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
+from xds.digits import whole_number
+
 #: The default number of connections that are kept. Each takes about 200 octets.
 CAPACITY: Final = 4096
 _MOST_ENTRIES: Final = 1_000_000
@@ -30,9 +32,10 @@ def flow_count(text: str) -> int:
     Raises:
         ValueError: the text is not a number between 0 and a million.
     """
-    if not (text.isascii() and text.isdigit()) or int(text) > _MOST_ENTRIES:
+    number = whole_number(text, _MOST_ENTRIES)
+    if number is None:
         raise ValueError(f"must be a number from 0 to {_MOST_ENTRIES:,}")
-    return int(text)
+    return number
 
 
 class Entry(NamedTuple):

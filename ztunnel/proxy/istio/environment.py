@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hbone.limits import HANDSHAKE_TIMEOUT_S
+from xds.digits import whole_number
 from xds.errors import ConfigError
 from ztunnel.policy.calico.settings import (
     DIRECTORY,
@@ -79,9 +80,10 @@ ValueT = TypeVar("ValueT")
 
 def _number(smallest: int, largest: int) -> Callable[[str], int]:
     def read(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or not smallest <= int(text) <= largest:
+        number = whole_number(text, largest)
+        if number is None or number < smallest:
             raise ValueError(f"must be a number from {smallest} to {largest}")
-        return int(text)
+        return number
 
     return read
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from xds.digits import whole_number
 from ztunnel.runtime.settings import SettingsError, boolean
 
 LIBRARY: Final = "opentelemetry.exporter.otlp.proto.http"
@@ -307,9 +308,10 @@ def _milliseconds(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 2**31):
+    number = whole_number(text, 2**31 - 1)
+    if not number:
         raise ValueError("must be a whole number above 0")
-    return int(text)
+    return number
 
 
 def _one_of(*allowed: str) -> Callable[[str], str]:

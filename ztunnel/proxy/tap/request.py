@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from typing import Final
 
+from xds.digits import whole_number
 from xds.model.address import SocketAddress, canonical
 from ztunnel.runtime.settings import duration_s
 
@@ -184,9 +185,10 @@ def _plain(text: str) -> str:
 def _port(text: str) -> int:
     if not text:
         return 0
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+    number = whole_number(text, 65535)
+    if not number:
         raise BadRequest(f"port: {text} is not a port from 1 to 65535")
-    return int(text)
+    return number
 
 
 def _seconds(text: str) -> float:

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from tproxy.resources import IpAddress, Version
 from tproxy.sidecar import USER, Sidecar
+from xds.digits import whole_number
 from ztunnel.runtime.formats.go_flags import read_as_go
 from ztunnel.runtime.formats.go_values import parse_bool, parse_cidr, parse_duration_s
 from ztunnel.sidecar.capture_lists import all_or_networks, all_or_ports, interfaces, networks, ports
@@ -290,14 +291,15 @@ def _loopback(text: str) -> IPv4Network:
 def _listed_numbers(text: str) -> tuple[int, ...]:
     found = []
     for part in text.split(","):
-        number = part.strip()
-        if not number:
+        word = part.strip()
+        if not word:
             continue
-        if not (number.isascii() and number.isdigit() and int(number) < 2**32 - 1):
+        number = whole_number(word, 2**32 - 2)
+        if number is None:
             # User and group names are refused, because resolving them needs the pod's user database, perhaps over
             # the network.
-            raise ValueError(f"{number!r} is no number of a user or group")
-        found.append(int(number))
+            raise ValueError(f"{word!r} is no number of a user or group")
+        found.append(number)
     return tuple(dict.fromkeys(found))
 
 

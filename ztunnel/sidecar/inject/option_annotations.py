@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, TypeVar
 
+from xds.digits import whole_number
 from xds.errors import ConfigError
 from ztunnel.runtime.formats.go_values import parse_bool
 from ztunnel.runtime.formats.go_yaml import load
@@ -207,17 +208,19 @@ def _mode(text: str) -> Literal["REDIRECT", "NONE"]:
 
 
 def _unsigned(text: str) -> int | None:
-    if not (text.isascii() and text.isdigit() and int(text) < 2**31):
+    number = whole_number(text, 2**31 - 1)
+    if number is None:
         raise ValueError(f"must be a whole number from 0, not {text!r}")
-    return int(text)
+    return number
 
 
 def _status_port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) < 65536):
+    number = whole_number(text, 65535)
+    if number is None:
         raise ValueError(f"must be a port, or 0 for none, not {text!r}")
-    if int(text) in (15000, 15001, 15006, 15008, 15021, 15053):
+    if number in (15000, 15001, 15006, 15008, 15021, 15053):
         raise ValueError(f"port {text} is already used by the proxy")
-    return int(text)
+    return number
 
 
 def _quantity(text: str) -> str:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from xds.digits import whole_number
 from ztunnel.sidecar.inject.decision import mapping
 
 VARIABLE: Final = "ISTIO_KUBE_APP_PROBERS"
@@ -80,8 +81,8 @@ def _has_handler(probe: object) -> bool:
 def _port_number(port: object, container: Mapping[str, Any]) -> int | None:
     if isinstance(port, int) and not isinstance(port, bool):
         return port
-    if isinstance(port, str) and port.isascii() and port.isdigit() and len(port) <= 5:
-        return int(port)
+    if isinstance(port, str) and (number := whole_number(port, 65535)) is not None:
+        return number
     listed = container.get("ports")
     for each in listed if isinstance(listed, list) else ():
         if isinstance(each, dict) and each.get("name") == port and isinstance(each.get("containerPort"), int):

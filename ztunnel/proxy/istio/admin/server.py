@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tproxy.errors import TproxyError
+from xds.digits import whole_number
 from xds.model.address import SocketAddress
 from ztunnel.proxy.addons.report import page as addon_page
 from ztunnel.proxy.dataplane.handover import page as handover_page
@@ -328,9 +329,6 @@ def _profile(request: PageRequest) -> Page:
     """Return Rust ztunnel's error for an invalid parameter, or else the error that profiling is not supported."""
     for name, largest in (("seconds", 300), ("frequency", 1000)):
         value = request.query.get(name)
-        if value is None:
-            continue
-        # int() raises an error for thousands of digits.
-        if not (value.isascii() and value.isdigit() and len(value) <= 9 and 1 <= int(value) <= largest):
+        if value is not None and not whole_number(value, largest):
             return text(f"invalid {name} value; expected 1-{largest}\n", 400, PLAIN)
     return text("profiling is not built in; use py-spy on this process\n", 500, PLAIN)

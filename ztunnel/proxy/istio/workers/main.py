@@ -340,7 +340,7 @@ class Workers:
             return
         except OSError as error:  # out of descriptors
             log.error(
-                "pods cannot be started in a worker, ending it worker=%d error=%s",
+                "a worker cannot get its configuration or pods, ending it worker=%d error=%s",
                 worker.index,
                 plain_reason(error),
             )

@@ -278,7 +278,7 @@ class _Carrier:
             raise
         self.pods[request.number] = _Pod(pod, netns)
         if not self._accepts:
-            # Not before: until this worker accepts, the others would leave each connection to it for a moment.
+            # Announced only now: a worker with 0 connections makes the others wait before each accept.
             self._accepts = True
             self._connection_counts.set(self._index, 0)
 

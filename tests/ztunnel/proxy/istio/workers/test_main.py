@@ -120,7 +120,7 @@ def test_a_worker_that_cannot_be_sent_its_state_is_ended(tmp_path: Path, caplog:
         lines.close()
 
     asyncio.run(body())
-    assert "pods cannot be started in a worker, ending it" in caplog.text
+    assert "a worker cannot get its configuration or pods, ending it" in caplog.text
 
 
 def test_a_worker_that_hands_over_many_connections_is_not_killed(
