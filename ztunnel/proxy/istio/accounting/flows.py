@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
+from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from xds.model.service import Service
@@ -93,8 +94,8 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
     tunnel = ""
     if authority:
         # The flow's destination is the application's address and port on both sides, not port 15008 of the tunnel.
-        tunnel = f"{entry.destination[0]}:{entry.destination[1]}" if entry.outbound else ""
-        entry = entry._replace(destination=_address(authority) or entry.destination)
+        tunnel = str(SocketAddress(*entry.destination)) if entry.outbound else ""
+        entry = entry._replace(destination=SocketAddress.parse_or_none(authority) or entry.destination)
     return response(
         entry,
         node,
@@ -126,14 +127,6 @@ def peers_in(mesh: Mesh, config: NamedProxy, port: int) -> Iterator[Peer]:
 def ring_of(capacity: int) -> FlowRing:
     """Return the flight recorder of a process, which holds the latest ``capacity`` connections."""
     return FlowRing(capacity, WIDTH)
-
-
-def _address(authority: str) -> tuple[str, int] | None:
-    host, _, port = authority.rpartition(":")
-    host = host.strip("[]")
-    if not port.isdigit() or not host or host[0].isalpha():
-        return None
-    return host, int(port)
 
 
 def side(workload: Workload | None, labels: PeerLabels | None, identity: SpiffeId | None) -> Side:

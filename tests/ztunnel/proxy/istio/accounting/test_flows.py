@@ -105,6 +105,34 @@ def test_flows_page_has_hubbles_fields() -> None:
     served(check)
 
 
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize(
+    ("authority", "destination"),
+    [
+        ("10.0.0.2:8080", ("10.0.0.2", 8080)),
+        ("[fd00::2]:8080", ("fd00::2", 8080)),
+        ("[2001:db8::2]:8080", ("2001:db8::2", 8080)),
+        ("web.shop.svc.cluster.local:80", ("fd00::9", 15008)),  # the tunnel's destination if only a name is known
+        ("1st.example:80", ("fd00::9", 15008)),
+    ],
+)
+def test_flow_of_a_tunnel_has_the_applications_address(
+    direction: Direction, authority: str, destination: tuple[str, int]
+) -> None:
+    async def check(harness: Harness) -> None:
+        ended = record(harness, direction)
+        ended.destination, ended.hbone_authority = SocketAddress("fd00::9", 15008), authority
+        ended.opened()
+        ended.complete()
+        (line,) = (await harness.ask("admin", "/flows")).text.splitlines()
+        flow = json.loads(line)["flow"]
+        assert (flow["IP"]["destination"], flow["l4"]["TCP"]["destination_port"]) == destination
+        tunnel = "[fd00::9]:15008" if direction is Direction.OUTBOUND else None
+        assert flow["extensions"]["value"].get("hbone_address") == tunnel
+
+    served(check)
+
+
 def test_workloads_of_one_account_have_different_identities() -> None:
     from dataclasses import replace
 
