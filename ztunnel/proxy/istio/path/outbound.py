@@ -337,7 +337,7 @@ class Outbound(PlannedOutbound):
             failure, tried = self._attempt_failed(attempts, begun.error, begun.route, begun.target)
         while True:
             try:
-                if begun is not None and failure is None and not prefer:
+                if begun is not None and failure is None:
                     route: Route = begun.route
                 else:
                     route = await self._route(client, destination, attempts.avoid, prefer)
@@ -365,7 +365,9 @@ class Outbound(PlannedOutbound):
             if node.addons is not None:
                 wanted = await node.addons.connecting(call.entry, call.application, destination)
                 if wanted is not None:
-                    prefer = wanted
+                    # The route from before the wait is possibly outdated, for example if the service has got a
+                    # waypoint since.
+                    prefer, begun = wanted, None
                     continue
             try:
                 return await self._dial(call, route, target)

@@ -30,6 +30,7 @@ from tests.ztunnel.proxy.istio.pods import (
     workload,
 )
 from xds.model.address import SocketAddress
+from xds.model.workload import GatewayAddress, NetworkAddress
 from ztunnel.addons import Addon, Cut, Delay, Deny, Direction, Facts, Metric, Prefer, Record, Verdict
 from ztunnel.addons import Path as Way
 from ztunnel.proxy.addons.host import AddonHost
@@ -184,6 +185,27 @@ def test_a_delay_is_waited_for_and_named(tmp_path: Path) -> None:
         assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b"ping"
         assert cluster.node.clock.monotonic() - began_s >= 3
         assert (await cluster.line())["addon"] == "scripted"
+
+    play(tmp_path, body)
+
+
+def test_connection_is_routed_again_after_a_delay(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        addon = scripted(cluster)
+        cluster.mesh.apply([shop(), endpoint("server", SERVER, node=ELSEWHERE)])
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)
+        other = cluster.peer("other", OTHER)
+        assert await cluster.dial(f"{VIP}:80").ask() == b"ping"  # leaves a plan and a tunnel connection
+        addon.connect = lambda facts: Delay(3)
+        client = cluster.dial(f"{VIP}:80")
+        await cluster.until(lambda: addon.names().count("connecting") == 2)
+        # Meanwhile the service gets a waypoint.
+        waypoint = GatewayAddress(NetworkAddress("", OTHER), 15008)
+        cluster.mesh.apply([shop(waypoint=waypoint), workload("other", OTHER, node=ELSEWHERE)])
+        assert await client.ask() == b"ping"
+        assert other.headers()[":authority"] == f"{VIP}:80"
+        assert (await cluster.line(2))["dst.addr"] == f"{OTHER}:15008"
 
     play(tmp_path, body)
 
