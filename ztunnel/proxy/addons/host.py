@@ -202,14 +202,18 @@ class AddonHost:
             return
         (hooks, place, verdict), asked.undecided = asked.undecided, None
         for addon, hook in hooks[place:]:
-            if verdict is not None:
-                pass  # ask_now has already called the first of these hooks
-            elif hook.waits:
-                asked.waited = True
-                with held(life):
-                    verdict = await addon.decide_later(hook, asked.facts)
-            else:
-                verdict = addon.decide(hook, asked.facts)
+            if verdict is None:  # otherwise ask_now has already called this hook
+                # The addon can have been replaced while the connection waited for an earlier hook.
+                addon = addon.newest
+                newest = addon.hooks.get(hook.name)
+                if newest is None:
+                    continue
+                if newest.waits:
+                    asked.waited = True
+                    with held(life):
+                        verdict = await addon.decide_later(newest, asked.facts)
+                else:
+                    verdict = addon.decide(newest, asked.facts)
             if verdict is None:
                 continue
             outcome = asked.outcome = combined(asked.outcome, addon.name, verdict)

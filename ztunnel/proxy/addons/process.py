@@ -16,7 +16,7 @@ from typing import Final, Self
 
 from ztunnel.proxy.addons.host import AddonHost
 from ztunnel.proxy.addons.interrupt import Interrupter
-from ztunnel.proxy.addons.load import AddonError, find_class, load_all, load_class
+from ztunnel.proxy.addons.load import AddonError, end, find_class, load_all, load_class
 from ztunnel.proxy.addons.running import RunningAddon
 from ztunnel.proxy.addons.settings import AddonSettings
 from ztunnel.runtime.tasks import Tasks
@@ -83,6 +83,7 @@ class AddonProcess:
                 return
             loaded = load_class(cls, self._settings.options, spec, digest)
             if loaded.name != addon.name:
+                end(loaded)
                 raise AddonError(f"addon {spec.text}: its name has changed from {addon.name} to {loaded.name}")
         except AddonError as error:
             text = "; ".join(error.faults)

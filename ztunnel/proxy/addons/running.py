@@ -80,6 +80,7 @@ class RunningAddon:
         name: its name.
         suspended: why it is no longer called. Empty if it is called.
         hooks: its hooks by name.
+        replaced_by: the version that has replaced this one. ``None`` if this is the newest.
     """
 
     __slots__ = (
@@ -92,6 +93,7 @@ class RunningAddon:
         "hooks",
         "loaded",
         "name",
+        "replaced_by",
         "suspended",
     )
 
@@ -99,6 +101,7 @@ class RunningAddon:
         self.loaded = loaded
         self.name = loaded.name
         self.suspended = ""
+        self.replaced_by: RunningAddon | None = None
         self.hooks = {
             name: Hook(loaded.name, name, _with_argument(name, function), waits=name in loaded.waits)
             for name, function in loaded.hooks.items()
@@ -327,6 +330,14 @@ class RunningAddon:
     # Its counts and its end
 
     @property
+    def newest(self) -> RunningAddon:
+        """The newest version of this addon."""
+        found = self
+        while found.replaced_by is not None:
+            found = found.replaced_by
+        return found
+
+    @property
     def waiting(self) -> int:
         """The number of calls of ``async def`` hooks that have not ended."""
         return len(self._waiting)
@@ -337,7 +348,8 @@ class RunningAddon:
             yield hook.account.copy(self.name, name)
 
     def continue_from(self, old: RunningAddon) -> None:
-        """Take over the replaced version's counters, so that no counter decreases."""
+        """Replace an older version, and take over its counters, so that no counter decreases."""
+        old.replaced_by = self
         for name, hook in self.hooks.items():
             if name in old.hooks:
                 hook.account = old.hooks[name].account

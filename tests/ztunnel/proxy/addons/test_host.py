@@ -431,3 +431,63 @@ def test_replacing_version_continues_the_counters() -> None:
         assert new.loaded.instance.is_done
 
     played(body)
+
+
+class Opens(Addon):
+    """Waits until :attr:`gate` is set."""
+
+    gate: asyncio.Event
+
+    async def connecting(self, facts: Facts) -> Verdict | None:
+        await self.gate.wait()
+        return None
+
+
+class Closes(Addon):
+    """Fails once its resources are released."""
+
+    name = "versioned"
+    is_done = False
+
+    def connecting(self, facts: Facts) -> Verdict | None:
+        return Deny("called after done") if self.is_done else Prefer({"version": "old"})
+
+    def done(self) -> None:
+        self.is_done = True
+
+
+class Newer(Addon):
+    name = "versioned"
+
+    async def connecting(self, facts: Facts) -> Verdict | None:
+        return Prefer({"version": "new"})
+
+
+class WithoutHook(Addon):
+    name = "versioned"
+
+    def opened(self, facts: Facts) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("versions", "prefer"),
+    [([Newer], {("version", "new")}), ([WithoutHook], None), ([WithoutHook, Newer], {("version", "new")})],
+)
+def test_addon_replaced_while_a_connection_waits_is_called_in_its_new_version(
+    versions: list[type], prefer: set[tuple[str, str]] | None
+) -> None:
+    async def body() -> None:
+        Opens.gate = asyncio.Event()
+        addons = host(Opens, Closes)
+        asking = asyncio.get_running_loop().create_task(connecting(addons))
+        await asyncio.sleep(0.1)
+        assert addons.addons[0].waiting == 1
+        for version in versions:
+            addons.replace(addons.addons[1], load_class(version, {}))
+        Opens.gate.set()
+        asked = await asking
+        assert asked.outcome.denied == ""
+        assert asked.prefer == (() if prefer is None else (frozenset(prefer),))
+
+    played(body)

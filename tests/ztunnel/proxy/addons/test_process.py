@@ -100,6 +100,22 @@ def test_last_good_version_stays_if_a_changed_file_cannot_be_loaded(
     assert line.startswith("addon gate: its changed file is not used: ")
 
 
+def test_started_version_with_another_name_is_ended(tmp_path: Path) -> None:
+    path, ended = tmp_path / "gate.py", tmp_path / "ended"
+
+    async def body(running: AddonProcess) -> None:
+        path.write_text(
+            "from pathlib import Path\n"
+            "class Other:\n"
+            "  def connecting(self, facts): pass\n"
+            f"  def done(self): Path({str(ended)!r}).touch()"
+        )
+        await until(lambda: running.host.problems)
+        assert ended.exists()
+
+    running(write(path, "first"), body)
+
+
 def test_a_changed_file_ends_a_suspension(tmp_path: Path) -> None:
     path = tmp_path / "gate.py"
     path.write_text("class Gate:\n  def connecting(self, facts): 1 / 0")
