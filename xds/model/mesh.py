@@ -12,6 +12,8 @@ Its layout saves memory, which is the main cost of a large mesh:
   service or an endpoint has arrived. Dumps call the endpoints of an unknown service staged.
 * Unhealthy endpoints are stored beside the healthy ones, so that a service can start to accept unhealthy endpoints
   at once (the Rust ztunnel drops them until their workloads are sent again).
+* A refused workload or service is stored as a name and its addresses only, so that connections to it fail. Other
+  look-ups do not find it.
 """
 
 import ipaddress
@@ -23,8 +25,9 @@ from types import MappingProxyType
 from xds.model.address import IpAddress
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.identity import SpiffeId
-from xds.model.mesh_index import Blocks, Endpoint, ServiceEntry, Shared
+from xds.model.mesh_index import Blocks, Endpoint, RefusedAddresses, ServiceEntry, Shared
 from xds.model.mesh_policies import Authorization, WorkloadPolicies
+from xds.model.refused import RefusedResource
 from xds.model.service import Service, Visibility
 from xds.model.workload import (
     NamespacedHostname,
@@ -45,6 +48,7 @@ class Changes:
 
     Attributes:
         workloads, services, policies: the keys that were put or removed.
+        refused: the names of refused resources that were put or removed.
         endpoints: by service, the endpoints that were added or removed, or whose workload changed.
     """
 
@@ -52,11 +56,12 @@ class Changes:
     services: set[ServiceKey] = field(default_factory=set)
     endpoints: dict[ServiceKey, set[WorkloadUid]] = field(default_factory=dict)
     policies: set[PolicyKey] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
     local_identities_added: set[SpiffeId] = field(default_factory=set)
     local_identities_removed: set[SpiffeId] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self.workloads or self.services or self.policies)
+        return bool(self.workloads or self.services or self.policies or self.refused)
 
 
 class Mesh:
@@ -78,7 +83,8 @@ class Mesh:
         self._staged: dict[ServiceKey, ServiceEntry] = {}
         self._by_hostname: Shared[str, Service] = Shared()
         self._by_vip: dict[str, Shared[str, Service]] = {}
-        self._by_block: dict[str, Blocks] = {}
+        self._by_block: dict[str, Blocks[Service]] = {}
+        self._refused = RefusedAddresses()
         self._authorization = Authorization()
         self._watchers: dict[int, Callable[[Changes], None]] = {}
         self._watched = 0
@@ -89,7 +95,7 @@ class Mesh:
 
     def apply(
         self,
-        put: Iterable[Workload | Service | AuthorizationPolicy] = (),
+        put: Iterable[Workload | Service | AuthorizationPolicy | RefusedResource] = (),
         removed: Iterable[str] = (),
         *,
         removed_policies: Iterable[str] = (),
@@ -97,8 +103,10 @@ class Mesh:
         """Add, replace and remove values in one batch. Watchers are called once for the batch.
 
         Args:
-            put: new values. Each replaces the value with the same name.
-            removed: uids of workloads and ``namespace/hostname`` of services; absent names are skipped.
+            put: new values. Each replaces the value with the same name, except that a refused resource replaces
+                no workload or service: its last readable version stays in use.
+            removed: uids of workloads, ``namespace/hostname`` of services, and names of refused resources; absent
+                names are skipped.
             removed_policies: keys of removed policies. They are separate from other removed keys, because a
                 service and a policy can have the same name.
         """
@@ -111,11 +119,16 @@ class Mesh:
                 self._remove_workload(self._workloads[WorkloadUid(name)], changes)
             elif name in self._services:
                 self._remove_service(ServiceKey(name), changes)
+            elif self._refused.remove(name):
+                changes.refused.add(name)
         for value in put:
             if isinstance(value, Workload):
                 self._put_workload(value, changes)
             elif isinstance(value, Service):
                 self._put_service(value, changes)
+            elif isinstance(value, RefusedResource):
+                if not self._has(value.name) and self._refused.put(value):
+                    changes.refused.add(value.name)
             elif self._authorization.put(value):
                 changes.policies.add(value.key)
         self._tell(changes)
@@ -144,6 +157,8 @@ class Mesh:
             return
         uid = workload.uid
         changes.workloads.add(uid)
+        if self._refused and self._refused.remove(uid):
+            changes.refused.add(uid)
         if before is not None:
             self._unindex(before, workload, changes)
         self._workloads[uid] = workload
@@ -212,6 +227,8 @@ class Mesh:
         if before == service:
             return
         changes.services.add(key)
+        if self._refused and self._refused.remove(key):
+            changes.refused.add(key)
         if before is not None:
             self._unindex_service(before, service)
         if entry is None:
@@ -252,6 +269,9 @@ class Mesh:
 
     def _is_local(self, workload: Workload) -> bool:
         return not self._node or workload.node == self._node
+
+    def _has(self, name: str) -> bool:
+        return name in self._workloads or name in self._services
 
     # Look-ups
 
@@ -314,6 +334,26 @@ class Mesh:
         """Return a workload with this host name and namespace."""
         return next(iter(self._by_name.each((name.namespace, name.hostname))), None)
 
+    def refused(self, name: str) -> RefusedResource | None:
+        """Return the refused resource with a name."""
+        return self._refused.get(name)
+
+    def refused_at(self, network: str, host: str) -> RefusedResource | None:
+        """Return the refused resource at an address. A readable workload or service with exactly this address wins
+        over it, and any readable one wins over a refused block.
+        """
+        if not self._refused:
+            return None
+        if self.workload_at(network, host) is not None:
+            return None
+        of_network = self._by_vip.get(network)
+        if of_network is not None and of_network.get(host) is not None:
+            return None
+        exact = self._refused.at(network, host)
+        if exact is not None or self.service_at(network, host) is not None:
+            return exact
+        return self._refused.holding(network, _address(host))
+
     def endpoints(self, key: str) -> Mapping[WorkloadUid, Endpoint]:
         """Return the endpoints of a service. Unhealthy endpoints are included only if the service accepts them.
 
@@ -346,6 +386,10 @@ class Mesh:
     def policies(self) -> Iterator[AuthorizationPolicy]:
         """Iterate over all policies, in no particular order."""
         return iter(self._authorization.policies.values())
+
+    def refused_resources(self) -> Iterator[RefusedResource]:
+        """Iterate over all refused resources without a readable version, in no particular order."""
+        return iter(self._refused.values())
 
     def counts(self) -> Mapping[str, int]:
         """Return the numbers of workloads, services and policies."""

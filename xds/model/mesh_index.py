@@ -1,5 +1,5 @@
-"""The indexes of :class:`xds.model.mesh.Mesh`: values by a key that mostly has one value, services by address
-block, and services with their endpoints.
+"""The indexes of :class:`xds.model.mesh.Mesh`: values by a key that mostly has one value, values by address block,
+services with their endpoints, and the addresses of refused resources.
 """
 
 from collections.abc import Collection, Hashable, Iterator, Mapping
@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from xds.model.address import IpAddress, IpNetwork
+from xds.model.refused import RefusedResource
 from xds.model.service import HealthPolicy, Service
-from xds.model.workload import Health, ServiceKey, Workload, WorkloadUid
+from xds.model.workload import Health, NetworkAddress, ServiceKey, Workload, WorkloadUid
 
 Key = TypeVar("Key", bound=Hashable)
-Value = TypeVar("Value", Workload, Service)
+Value = TypeVar("Value", Workload, Service, RefusedResource)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,32 +130,86 @@ class ServiceEntry:
         return self.service is None and not self.serving and self.unhealthy is None
 
 
-class Blocks:
-    """The services of one network by their address blocks. Each prefix length in use has a dictionary."""
+class Blocks(Generic[Value]):
+    """The values of one network by their address blocks. Each prefix length in use has a dictionary."""
 
     __slots__ = ("_lengths",)
 
     def __init__(self) -> None:
-        self._lengths: dict[tuple[int, int], Shared[int, Service]] = {}
+        self._lengths: dict[tuple[int, int], Shared[int, Value]] = {}
 
-    def put(self, block: IpNetwork, value: Service, old: Service | None) -> None:
+    def put(self, block: IpNetwork, value: Value, old: Value | None) -> None:
         length = (block.version, block.prefixlen)
         self._lengths.setdefault(length, Shared()).put(int(block.network_address), value, old)
 
-    def remove(self, block: IpNetwork, value: Service) -> None:
+    def remove(self, block: IpNetwork, value: Value) -> None:
         length = (block.version, block.prefixlen)
         self._lengths[length].remove(int(block.network_address), value)
         if not self._lengths[length]:
             del self._lengths[length]
 
-    def holding(self, address: IpAddress) -> Iterator[tuple[int, Service]]:
-        """Yield each service whose block contains the address, with the block's prefix length."""
+    def holding(self, address: IpAddress) -> Iterator[tuple[int, Value]]:
+        """Yield each value whose block contains the address, with the block's prefix length."""
         number = int(address)
         for (version, length), blocks in self._lengths.items():
             if version == address.version:
                 spare = address.max_prefixlen - length
-                for service in blocks.each(number >> spare << spare):
-                    yield length, service
+                for value in blocks.each(number >> spare << spare):
+                    yield length, value
 
     def __bool__(self) -> bool:
         return bool(self._lengths)
+
+
+class RefusedAddresses:
+    """The refused resources, by name and by address."""
+
+    __slots__ = ("_blocks", "_by_address", "_by_name")
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, RefusedResource] = {}
+        self._by_address: Shared[NetworkAddress, RefusedResource] = Shared()
+        self._blocks: dict[str, Blocks[RefusedResource]] = {}
+
+    def put(self, resource: RefusedResource) -> bool:
+        """Add a resource, or replace the one with this name. Return whether this changed anything."""
+        if self._by_name.get(resource.name) == resource:
+            return False
+        self.remove(resource.name)
+        self._by_name[resource.name] = resource
+        for address in dict.fromkeys(resource.addresses):
+            self._by_address.put(address, resource, None)
+        for cidr in dict.fromkeys(resource.blocks):
+            self._blocks.setdefault(cidr.network, Blocks()).put(cidr.block, resource, None)
+        return True
+
+    def remove(self, name: str) -> bool:
+        """Remove the resource with a name. Return whether there was one."""
+        old = self._by_name.pop(name, None)
+        if old is None:
+            return False
+        for address in dict.fromkeys(old.addresses):
+            self._by_address.remove(address, old)
+        for cidr in dict.fromkeys(old.blocks):
+            self._blocks[cidr.network].remove(cidr.block, old)
+            if not self._blocks[cidr.network]:
+                del self._blocks[cidr.network]
+        return True
+
+    def get(self, name: str) -> RefusedResource | None:
+        return self._by_name.get(name)
+
+    def values(self) -> Collection[RefusedResource]:
+        return self._by_name.values()
+
+    def at(self, network: str, host: str) -> RefusedResource | None:
+        """Return a resource with exactly this address."""
+        return next(iter(self._by_address.each(NetworkAddress(network, host))), None)
+
+    def holding(self, network: str, address: IpAddress) -> RefusedResource | None:
+        """Return a resource with a block that contains this address."""
+        blocks = self._blocks.get(network)
+        return next((value for _, value in blocks.holding(address)), None) if blocks is not None else None
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)

@@ -14,6 +14,7 @@ from tests.generated import examples
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.mesh import Changes, Mesh
 from xds.model.policy import Always, Never, PolicyList, Verdict
+from xds.model.refused import RefusedResource
 from xds.model.service import CidrAddress, HealthPolicy, LoadBalancing, Service, Visibility
 from xds.model.workload import (
     Health,
@@ -365,6 +366,52 @@ def test_a_pod_finds_its_workload_on_its_own_node_only() -> None:
     assert store.local_workload("cart", "shop", "cart") is None
 
 
+# Refused resources
+
+
+def test_a_refused_resource_replaces_no_readable_version() -> None:
+    store = mesh(workload("w", "10.0.0.1"), service("cart.example", "10.1.0.1"))
+    heard: list[Changes] = []
+    store.watch(heard.append)
+    moved = NetworkAddress("", "10.0.0.2")
+    store.apply([RefusedResource("w", "unknown", (moved,)), RefusedResource(CART, "unknown", (moved,))])
+    assert not heard
+    assert store.refused_at("", "10.0.0.2") is None
+    assert store.workload("w") is not None
+    assert store.service(CART) is not None
+
+
+def test_a_readable_version_takes_the_place_of_a_refused_one_and_is_removed_like_any_other() -> None:
+    store = Mesh()
+    refused = RefusedResource("w", "unknown", (NetworkAddress("", "10.0.0.1"),))
+    assert store.apply([refused]).refused == {"w"}
+    assert store.refused_at("", "10.0.0.1") is refused
+    assert not store.apply([refused])
+    version = store.version
+    assert store.apply([workload("w", "10.0.0.1")]).refused == {"w"}
+    assert store.version == version + 1
+    assert store.refused("w") is None
+    assert store.refused_at("", "10.0.0.1") is None
+    store.apply((), ["w"])
+    assert store.refused_at("", "10.0.0.1") is None
+
+
+def test_the_addresses_of_a_refused_resource_are_free_once_it_is_removed() -> None:
+    store = Mesh()
+    refused = RefusedResource(CART, "unknown", (NetworkAddress("", "10.1.0.1"),), (block("10.2.0.0/16"),))
+    store.apply([refused])
+    assert store.refused_at("", "10.1.0.1") is store.refused_at("", "10.2.3.4") is refused
+    assert store.apply((), [CART]).refused == {CART}
+    assert store.refused_at("", "10.1.0.1") is store.refused_at("", "10.2.3.4") is None
+
+
+def test_a_service_of_a_block_does_not_hide_a_refused_address() -> None:
+    store = mesh(service("all.example", cidr_vips=(block("10.0.0.0/8"),)))
+    store.apply([RefusedResource("w", "unknown", (NetworkAddress("", "10.0.0.1"),), (block("10.0.0.0/30"),))])
+    assert store.refused_at("", "10.0.0.1") is not None
+    assert store.refused_at("", "10.0.0.2") is None
+
+
 # Everything at once, against a model
 
 UIDS = ("c//Pod/shop/a", "c//Pod/shop/b", "entry/c")
@@ -400,6 +447,13 @@ some_services = st.builds(
     visibility=st.sampled_from(Visibility),
     load_balancing=st.sampled_from((None, ALLOW_ALL)),
 )
+some_refused = st.builds(
+    RefusedResource,
+    st.sampled_from(UIDS + KEYS),
+    st.sampled_from(("unknown protocol", "unknown mode")),
+    st.lists(st.sampled_from([NetworkAddress(n, h) for n in ("", "west") for h in HOSTS]), max_size=2).map(tuple),
+    st.lists(st.sampled_from([block(b, n) for n in ("", "west") for b in BLOCKS]), max_size=2).map(tuple),
+)
 some_policies = st.builds(
     lambda key, **more: policy(key.partition("/")[2], namespace=key.partition("/")[0], **more),
     st.sampled_from(POLICIES),
@@ -418,6 +472,7 @@ class Naive(RuleBasedStateMachine):
         self.workloads: dict[str, Workload] = {}
         self.services: dict[str, Service] = {}
         self.policies: dict[str, AuthorizationPolicy] = {}
+        self.refused: dict[str, RefusedResource] = {}
         self.identities = set(self.mesh.local_identities)
 
     def heard(self, changes: Changes) -> None:
@@ -425,18 +480,23 @@ class Naive(RuleBasedStateMachine):
         self.identities -= changes.local_identities_removed
 
     @rule(
-        put=st.lists(st.one_of(some_workloads, some_services), max_size=4),
+        put=st.lists(st.one_of(some_workloads, some_services, some_refused), max_size=4),
         removed=st.sets(st.sampled_from(UIDS + KEYS)),
     )
-    def change(self, put: list[Workload | Service], removed: set[str]) -> None:
+    def change(self, put: list[Workload | Service | RefusedResource], removed: set[str]) -> None:
         for name in removed:
             self.workloads.pop(name, None)
             self.services.pop(name, None)
+            self.refused.pop(name, None)
         for value in put:
             if isinstance(value, Workload):
                 self.workloads[value.uid] = value
-            else:
+                self.refused.pop(value.uid, None)
+            elif isinstance(value, Service):
                 self.services[value.key] = value
+                self.refused.pop(value.key, None)
+            elif value.name not in self.workloads and value.name not in self.services:
+                self.refused[value.name] = value
         self.heard(self.mesh.apply(put, removed))
 
     @rule(value=some_policies)
@@ -454,6 +514,26 @@ class Naive(RuleBasedStateMachine):
         assert {value.uid: value for value in self.mesh.workloads()} == self.workloads
         assert {value.key: value for value in self.mesh.services()} == self.services
         assert {value.key: value for value in self.mesh.policies()} == self.policies
+        assert {value.name: value for value in self.mesh.refused_resources()} == self.refused
+
+    @invariant()
+    def refused_addresses(self) -> None:
+        for network in ("", "west"):
+            for host in HOSTS:
+                place = NetworkAddress(network, host)
+                exact = [value for value in self.refused.values() if place in value.addresses]
+                around = [
+                    value
+                    for value in self.refused.values()
+                    if any(c.network == network and ipaddress.ip_address(host) in c.block for c in value.blocks)
+                ]
+                service = self.mesh.service_at(network, host)
+                found = self.mesh.refused_at(network, host)
+                if self.mesh.workload_at(network, host) or (service is not None and place in service.vips):
+                    assert found is None
+                else:
+                    candidates = exact or ([] if service is not None else around)
+                    assert (found in candidates) if candidates else found is None
 
     @invariant()
     def addresses(self) -> None:

@@ -1,12 +1,13 @@
 """Compiles ``istio.workload.Address`` to a workload or a service, or raises an error with the reason.
 
 A resource with an unknown enum number is refused. If it were obeyed in part, traffic that must be encrypted could
-be sent in plain text. Its last good version stays in use. Without one its address is unknown, so that connections
-to it are passed through, like in the Rust ztunnel. Unknown fields are ignored, because istiod expects that from
-older proxies. Refusing one resource does not affect others.
+be sent in plain text. Its last good version stays in use. Without one, connections to its addresses are refused
+(:func:`refused_addresses`); the Rust ztunnel passes them through as plain text. Unknown fields are ignored,
+because istiod expects that from older proxies. Refusing one resource does not affect others.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from sys import intern
 from typing import TypeVar
 
@@ -23,6 +24,7 @@ from xds.dialects.istio.reading import (
     shared_services,
 )
 from xds.errors import ConfigError
+from xds.model.refused import RefusedResource
 from xds.model.service import (
     BalancerMode,
     CidrAddress,
@@ -113,6 +115,33 @@ def compile_address(data: bytes, name: str = "") -> Workload | Service:
             raise ConfigError("unknown address type")
 
 
+def refused_addresses(data: bytes, name: str, reason: str) -> RefusedResource | None:
+    """Return the readable addresses of an ``Address`` that :func:`compile_address` refused, or ``None`` if there
+    are none.
+
+    Addresses of a workload in its host's network are left out: they belong to the node.
+
+    Args:
+        data: the message.
+        name: the resource's name.
+        reason: why it was refused.
+    """
+    try:
+        message = wds.Address.FromString(data)
+    except DecodeError:
+        return None
+    places: list[NetworkAddress | CidrAddress] = []
+    workload = message.workload  # empty if the message has a service
+    if workload.network_mode != wds.HOST_NETWORK:
+        for host in workload.addresses:
+            with suppress(ConfigError):
+                places.append(NetworkAddress(workload.network, host_of(host)))
+    for address in message.service.addresses:
+        with suppress(ConfigError):
+            places.append(_vip(address))
+    return RefusedResource(name, reason, *_split(places)) if places else None
+
+
 def compile_workload(message: wds.Workload, name: str = "") -> Workload:
     """Compile one workload; see :func:`compile_address`.
 
@@ -169,20 +198,13 @@ def compile_service(message: wds.Service) -> Service:
     """
     if not message.namespace or not message.hostname or "/" in message.namespace + message.hostname:
         raise ConfigError(f"failed to parse namespaced hostname: {message.namespace}/{message.hostname}")
-    vips: list[NetworkAddress] = []
-    blocks: list[CidrAddress] = []
-    for address in message.addresses:
-        # A prefix length of all bits means the same as no prefix length: a single address.
-        if address.HasField("length") and address.length != len(address.address) * 8:
-            blocks.append(CidrAddress(intern(address.network), network_of(address.address, address.length)))
-        else:
-            vips.append(_network_address(address))
+    vips, blocks = _split(map(_vip, message.addresses))
     return Service(
         name=message.name,
         namespace=intern(message.namespace),
         hostname=intern(message.hostname),
-        vips=tuple(vips),
-        cidr_vips=tuple(blocks),
+        vips=vips,
+        cidr_vips=blocks,
         ports=shared_ports(_ports(message.ports)),
         subject_alt_names=tuple(message.subject_alt_names),
         waypoint=_gateway(message.waypoint) if message.HasField("waypoint") else None,
@@ -208,6 +230,27 @@ def _named(names: Mapping[Number, Named], number: Number, field: str) -> Named:
 
 def _network_address(message: wds.NetworkAddress) -> NetworkAddress:
     return NetworkAddress(intern(message.network), host_of(message.address))
+
+
+def _vip(message: wds.NetworkAddress) -> NetworkAddress | CidrAddress:
+    # A prefix length of all bits means the same as no prefix length: a single address.
+    if message.HasField("length") and message.length != len(message.address) * 8:
+        return CidrAddress(intern(message.network), network_of(message.address, message.length))
+    return _network_address(message)
+
+
+def _split(
+    places: Iterable[NetworkAddress | CidrAddress],
+) -> tuple[tuple[NetworkAddress, ...], tuple[CidrAddress, ...]]:
+    """Separate single addresses from blocks."""
+    single: list[NetworkAddress] = []
+    blocks: list[CidrAddress] = []
+    for place in places:
+        if isinstance(place, NetworkAddress):
+            single.append(place)
+        else:
+            blocks.append(place)
+    return tuple(single), tuple(blocks)
 
 
 def _gateway(message: wds.GatewayAddress) -> GatewayAddress:

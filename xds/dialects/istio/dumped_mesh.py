@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from xds.dialects.istio.local_file import read_policy, read_service, read_workload
+from xds.dialects.istio.local_file import read_policy, read_refused, read_service, read_workload
 from xds.errors import ConfigError
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.mesh import Mesh
@@ -40,6 +40,7 @@ _OF_SERVICE: Final = (
     *("name", "namespace", "hostname", "vips", "cidrVips", "ports", "subjectAltNames", "waypoint"),
     *("weightedWaypoints", "loadBalancer", "ipFamilies", "canonical", "visibility", "endpoints"),
 )
+_OF_REFUSED: Final = ("name", "reason", "vips", "cidrVips")
 _OF_POLICY: Final = ("name", "namespace", "scope", "action", "dryRun", "rules")
 
 
@@ -96,7 +97,11 @@ def read_dump(dump: Mapping[str, Any]) -> DumpedMesh:
             workloads[uid] = replace(workload, services={**missing, **workload.services})
     mesh = Mesh()
     policies = [_policy(entry, unread) for entry in entries(dump, "policies")]
-    mesh.apply([*workloads.values(), *services.values(), *policies])
+    refused = [
+        _one("refused resource", each, _OF_REFUSED, read_refused, unread)
+        for each in entries(dump, "refusedResources")
+    ]
+    mesh.apply([*workloads.values(), *services.values(), *policies, *filter(None, refused)])
     return DumpedMesh(mesh, tuple(unread))
 
 

@@ -34,6 +34,7 @@ from xds.errors import ConfigError
 from xds.model.address import IpNetwork, canonical
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
 from xds.model.policy import Condition
+from xds.model.refused import RefusedResource
 from xds.model.service import (
     BalancerMode,
     CidrAddress,
@@ -112,6 +113,11 @@ def read_workload(value: object) -> Workload:
 def read_service(value: object) -> tuple[Service, Mapping[str, tuple[Mapping[int, int], Health]]]:
     """Read a service. Return it with the ports and health of its endpoints, by their workloads' uids."""
     return _alone(lambda reader: reader.service(value, ""))
+
+
+def read_refused(value: object) -> RefusedResource:
+    """Read a refused resource of a dump."""
+    return _alone(lambda reader: reader.refused(value, ""))
 
 
 def read_policy(value: object) -> AuthorizationPolicy:
@@ -313,6 +319,17 @@ class _Reader:
         fields.end()
         self.read(lambda text, _: service_key(_text(text, "")), service.key, place, service.key)
         return service, endpoints
+
+    def refused(self, value: object, place: str) -> RefusedResource:
+        fields = _Fields(self, value, place)
+        refused = RefusedResource(
+            name=fields.need("name", _text, ""),
+            reason=fields.need("reason", _text, ""),
+            addresses=tuple(fields.take("vips", self._list(_network_address), [])),
+            blocks=tuple(fields.take("cidrVips", self._list(self.block), [])),
+        )
+        fields.end()
+        return refused
 
     def endpoints(self, value: object, place: str) -> dict[str, tuple[dict[int, int], Health]]:
         endpoints: dict[str, tuple[dict[int, int], Health]] = {}

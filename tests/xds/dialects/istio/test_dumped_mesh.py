@@ -85,6 +85,18 @@ def test_a_policy_that_is_not_understood_is_taken_at_its_strictest(change: dict[
     assert policy.faults
 
 
+def test_refused_resources_of_a_dump_keep_their_addresses_closed() -> None:
+    entry = {
+        "name": "shop/new.example",
+        "reason": "unknown enumeration value 9",
+        "vips": ["west/10.0.0.7"],
+        "cidrVips": [{"network": "", "cidr": "10.7.0.0/16"}],
+    }
+    found = read_dump({"refusedResources": [entry, {**entry, "vips": 5}]})
+    assert len(found.unread) == 1
+    assert found.mesh.refused_at("west", "10.0.0.7") is found.mesh.refused_at("", "10.7.0.1") is not None
+
+
 def test_a_policy_of_an_unknown_scope_is_for_the_whole_mesh() -> None:
     (policy,) = read_dump({"policies": [{**POLICY, "scope": "Cluster"}]}).mesh.policies()
     assert (policy.scope, policy.action) == (PolicyScope.GLOBAL, Action.DENY)

@@ -13,8 +13,9 @@ from xds.dialects.istio.local_file import read_policy
 from xds.errors import ConfigError
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.mesh import Mesh
+from xds.model.refused import RefusedResource
 from xds.model.service import LoadBalancing
-from xds.model.workload import Locality, Workload
+from xds.model.workload import Locality, NetworkAddress, Workload
 from ztunnel.ask.inspect.saved import SavedMesh
 from ztunnel.proxy.istio.path.explain import BadQuestion, explain, question
 from ztunnel.proxy.istio.xds import mesh_dump
@@ -28,6 +29,7 @@ def dumped(mesh: Mesh, **more: Any) -> dict[str, Any]:
         "workloads": list(mesh_dump.workloads(mesh)),
         "services": list(mesh_dump.services(mesh)),
         "policies": list(mesh_dump.policies(mesh, {})),
+        "refusedResources": mesh_dump.refused_resources(mesh),
         "config": {"network": "", "illegalPorts": [15001]},
         "version": {"rustVersion": "Python 3.11"},
     }
@@ -99,6 +101,12 @@ def test_a_dump_gives_the_proxys_answer(
     ]
     assert told.pop("certificate") == {"state": "none here: no pod of this node has the identity"}
     assert in_any_order(told) == in_any_order(explain(question("shop/client", VIP, "", there), there))
+
+
+def test_addresses_of_refused_configuration_are_refused() -> None:
+    new = RefusedResource("new", "unknown mode", (NetworkAddress("", "10.0.0.7"),))
+    told = saved(new).ask({"source": "shop/client", "destination": "10.0.0.7:80"})
+    assert told["verdict"] == "refused: configuration of new was refused: unknown mode"
 
 
 def test_inbound_questions_and_endpoints() -> None:

@@ -93,6 +93,9 @@ def _parts(
         "workloadState": lambda: _pods(proxy, connections),
         "workloads": lambda: iter(mesh_dump.workloads(mesh)),
     }
+    refused = mesh_dump.refused_resources(mesh)
+    if refused:
+        found["refusedResources"] = lambda: refused
     if config.proxy_mode is not ProxyMode.SHARED:
         del found["workloadState"]
     if config.addons is not None:

@@ -336,7 +336,18 @@ class _Search:
     draw: Draw | None
 
     def at(self, network: str, host: str) -> Workload | Service | None:
-        """Return the workload at an address, or else the service at this address."""
+        """Return the workload at an address, or else the service at this address.
+
+        Raises:
+            RouteRefused: the address belongs to a workload or service that could not be read. It may require a
+                tunnel or a waypoint.
+            Missing: with on-demand xDS, the address must be requested first.
+        """
+        refused = self.mesh.refused_at(network, host)
+        if refused is not None:
+            raise RouteRefused(
+                f"configuration of {refused.name} was refused: {refused.reason}", Reason.CONTROL_PLANE
+            )
         found = self.mesh.workload_at(network, host) or self._service_at(network, host)
         if found is None:
             self._ask(f"{network}/{host}")

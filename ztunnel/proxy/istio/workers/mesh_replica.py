@@ -14,9 +14,11 @@ BATCH: Final = 250
 
 
 def snapshot(mesh: Mesh) -> Iterator[MeshChange]:
-    """Yield the whole mesh as messages: first all policies in one batch, then services and workloads in parts."""
+    """Yield the whole mesh as messages: first all policies in one batch, then services, workloads and refused
+    resources in parts.
+    """
     yield from _parts(list(mesh.policies()), (), ())
-    for values in (list(mesh.services()), list(mesh.workloads())):
+    for values in (list(mesh.services()), list(mesh.workloads()), list(mesh.refused_resources())):
         for start in range(0, len(values), BATCH):
             yield MeshChange(pickled=pickled(tuple(values[start : start + BATCH])))
 
@@ -30,6 +32,7 @@ def delta(changes: Changes, mesh: Mesh) -> Iterator[MeshChange]:
         (changes.policies, mesh.policy, removed_policies),
         (changes.services, mesh.service, removed),
         (changes.workloads, mesh.workload, removed),
+        (changes.refused, mesh.refused, removed),
     )
     for names, look_up, gone in look_ups:
         for name in names:

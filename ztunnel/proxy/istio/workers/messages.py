@@ -23,6 +23,7 @@ from msgspec import Struct
 
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.identity import SpiffeId
+from xds.model.refused import RefusedResource
 from xds.model.service import Service
 from xds.model.workload import Workload
 from ztunnel.proxy.flows.ring import RingCounts
@@ -30,7 +31,7 @@ from ztunnel.proxy.istio.accounting.metrics import Counts
 from ztunnel.proxy.istio.settings.config import IstioConfig, PodName
 from ztunnel.proxy.tap.request import TapRequest, Totals
 
-Resource = Workload | Service | AuthorizationPolicy
+Resource = Workload | Service | AuthorizationPolicy | RefusedResource
 
 _HEADER = struct.Struct("!IB")
 #: The longest frame sent to a worker, in bytes. It holds far more than
@@ -82,7 +83,7 @@ class MeshChange(Struct, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         pickled: see :meth:`put`.
-        removed: uids of workloads and keys of services.
+        removed: uids of workloads, keys of services and names of refused resources.
         removed_policies: keys of policies. They are not in ``removed``, because a service can have the same key.
         more: whether further parts follow.
     """

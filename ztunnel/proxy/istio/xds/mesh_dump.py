@@ -11,7 +11,8 @@ from xds.dialects.istio.local_file import LocalMesh
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.mesh import Changes, Mesh
 from xds.model.mesh_index import Endpoint
-from xds.model.service import Service
+from xds.model.refused import RefusedResource
+from xds.model.service import CidrAddress, Service
 from xds.model.workload import GatewayAddress, Locality, Workload, WorkloadUid
 from ztunnel.policy.effect import without_effect
 
@@ -37,6 +38,11 @@ def policies(mesh: Mesh, decisions: Mapping[str, Json]) -> Iterator[Json]:
     for policy in sorted(mesh.policies(), key=lambda policy: policy.key):
         made = decisions.get(policy.key)
         yield shown_policy(policy) | ({"decisions": made} if made is not None else {})
+
+
+def refused_resources(mesh: Mesh) -> list[Json]:
+    """Return the refused resources without a readable version, by name. Connections to their addresses fail."""
+    return [shown_refused(each) for each in sorted(mesh.refused_resources(), key=lambda each: each.name)]
 
 
 class Ineffective:
@@ -126,7 +132,7 @@ def shown_service(service: Service, endpoints: Mapping[WorkloadUid, Endpoint]) -
     """Return one service and its endpoints."""
     balancing = service.load_balancing
     sometimes = {
-        "cidrVips": [{"network": cidr.network, "cidr": str(cidr.block)} for cidr in service.cidr_vips],
+        "cidrVips": _blocks(service.cidr_vips),
         "waypoint": _gateway(service.waypoint),
         "weightedWaypoints": [
             {"destination": _gateway(weighted.destination), "weight": weighted.weight}
@@ -164,6 +170,20 @@ def shown_policy(policy: AuthorizationPolicy) -> Json:
         "dryRun": policy.dry_run,
     }
     return shown | ({"faults": list(policy.faults)} if policy.faults else {})
+
+
+def shown_refused(resource: RefusedResource) -> Json:
+    """Return one refused resource."""
+    return {
+        "name": resource.name,
+        "reason": resource.reason,
+        "vips": [str(address) for address in resource.addresses],
+        "cidrVips": _blocks(resource.blocks),
+    }
+
+
+def _blocks(blocks: Iterable[CidrAddress]) -> Json:
+    return [{"network": cidr.network, "cidr": str(cidr.block)} for cidr in blocks]
 
 
 def _values(words: Iterable[Any]) -> list[str]:

@@ -1,7 +1,8 @@
 """Applies resources of control planes and local files to the :class:`~xds.model.mesh.Mesh`.
 
 An unreadable resource does not affect other resources: the rest of its response is applied, and then the NACK
-names the unreadable resource. A small response is one batch. A big response, such as the whole mesh at the start,
+names the unreadable resource. If there is no earlier version of an unreadable workload or service, connections to
+its addresses are refused. A small response is one batch. A big response, such as the whole mesh at the start,
 is compiled and applied in pieces, and the event loop runs other work between the pieces. Services are applied
 before workloads, and removals last. So an address that one workload loses and another one gets is never unknown:
 connections to unknown addresses are passed through as plain text.
@@ -12,17 +13,19 @@ A local file and a control plane can be used together. If both contain a name, t
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Self, TypeVar
 
 from xds.aio.inotify import RenameWatcher
-from xds.dialects.istio.addresses import compile_address
+from xds.dialects.istio.addresses import compile_address, refused_addresses
 from xds.dialects.istio.authorization import compile_authorization
 from xds.dialects.istio.local_file import LocalMesh, parse_local_file
 from xds.errors import ConfigError
 from xds.model.mesh import Mesh
+from xds.model.refused import RefusedResource
+from xds.model.service import Service
 from xds.model.workload import Workload
 from xds.protocol.resource import Resource, Update, UpdateRejected
 from ztunnel.runtime.formats.file_kinds import FileKind, belongs_elsewhere
@@ -70,16 +73,15 @@ class MeshFeed:
         values, faults = await _compiled(update.resources, compile_address)
         # Services come first. The sort is stable, so services and workloads each keep their order in the response.
         values.sort(key=lambda value: isinstance(value, Workload))
+        put: list[Workload | Service | RefusedResource] = [*_without_version(update, faults), *values]
         removed: Sequence[str] = update.removed
-        if len(values) + len(removed) <= _PIECE:
-            self._mesh.apply(values, removed)
+        if len(put) + len(removed) <= _PIECE:
+            self._mesh.apply(put, removed)
         else:
-            for piece in _pieces(values):
+            for piece in _pieces(put):
                 self._mesh.apply(piece)
                 await asyncio.sleep(0)
-            there = (
-                {value.uid if isinstance(value, Workload) else value.key for value in values} if removed else ()
-            )
+            there = {_name(value) for value in put} if removed else ()
             for names in _pieces([name for name in removed if name not in there]):
                 self._mesh.apply((), names)
                 await asyncio.sleep(0)
@@ -142,6 +144,27 @@ async def _compiled(
         except ConfigError as error:
             faults[resource.name] = str(error)
     return values, faults
+
+
+def _without_version(update: Update, faults: Mapping[str, str]) -> Iterator[RefusedResource]:
+    """Yield the addresses of refused resources. The mesh ignores resources that have an earlier version."""
+    if faults:  # rarely
+        for resource in update.resources:
+            reason = faults.get(resource.name)
+            if reason is not None:
+                refused = refused_addresses(resource.body.value, resource.name, reason)
+                if refused is not None:
+                    yield refused
+
+
+def _name(value: Workload | Service | RefusedResource) -> str:
+    match value:
+        case Workload():
+            return value.uid
+        case Service():
+            return value.key
+        case RefusedResource():
+            return value.name
 
 
 def _note(refused: dict[str, str], update: Update, faults: Mapping[str, str]) -> None:

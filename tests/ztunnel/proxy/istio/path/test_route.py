@@ -8,6 +8,7 @@ import pytest
 
 from xds.model.address import SocketAddress
 from xds.model.mesh import Mesh
+from xds.model.refused import RefusedResource
 from xds.model.service import (
     BalancerMode,
     CidrAddress,
@@ -86,7 +87,7 @@ def identity(account: str) -> str:
     return f"spiffe://cluster.local/ns/shop/sa/{account}"
 
 
-def mesh(*values: Workload | Service) -> Mesh:
+def mesh(*values: Workload | Service | RefusedResource) -> Mesh:
     made = Mesh()
     made.apply([CLIENT, *values])
     return made
@@ -94,7 +95,7 @@ def mesh(*values: Workload | Service) -> Mesh:
 
 def route(
     destination: str,
-    *values: Workload | Service,
+    *values: Workload | Service | RefusedResource,
     client: Workload = CLIENT,
     network: str = "",
     avoid: Collection[str] = (),
@@ -109,7 +110,7 @@ def route(
     )
 
 
-def refused(destination: str, *values: Workload | Service, **more: Any) -> str:
+def refused(destination: str, *values: Workload | Service | RefusedResource, **more: Any) -> str:
     with pytest.raises(RouteRefused) as error:
         route(destination, *values, **more)
     return str(error.value)
@@ -525,6 +526,52 @@ def test_unhealthy_endpoints_serve_where_the_service_says_so() -> None:
     ill = behind("back", "10.0.0.2", status=Health.UNHEALTHY)
     anybody = cart(load_balancing=LoadBalancing(health=HealthPolicy.ALLOW_ALL))
     assert tunnel(route(VIP, anybody, ill)).workload is ill
+
+
+# Refused configuration
+
+
+def unreadable(*addresses: str, network: str = "", block: str = "") -> RefusedResource:
+    return RefusedResource(
+        "new",
+        "unknown enumeration value 9",
+        tuple(NetworkAddress(network, address) for address in addresses),
+        (CidrAddress(network, ipaddress.ip_network(block)),) if block else (),
+    )
+
+
+REFUSED = "configuration of new was refused: unknown enumeration value 9"
+
+
+@pytest.mark.parametrize("destination", ["10.0.0.7:80", "[fd00::7]:80", "10.7.1.1:80"])
+def test_connections_to_addresses_of_refused_configuration_fail(destination: str) -> None:
+    assert refused(destination, unreadable("10.0.0.7", "fd00::7", block="10.7.0.0/16")) == REFUSED
+
+
+def test_other_addresses_pass_through_beside_refused_configuration() -> None:
+    found = route("10.8.0.1:80", unreadable("10.0.0.7", block="10.7.0.0/16"))
+    assert found == Direct(target=SocketAddress("10.8.0.1", 80))
+    found = route("10.0.0.7:80", unreadable("10.0.0.7", network="west"))
+    assert found == Direct(target=SocketAddress("10.0.0.7", 80))
+
+
+def test_a_passthrough_service_of_a_block_does_not_open_a_refused_address() -> None:
+    everything = cart(
+        vips=(),
+        cidr_vips=(CidrAddress("", ipaddress.ip_network("10.0.0.0/8")),),
+        load_balancing=LoadBalancing(mode=BalancerMode.PASSTHROUGH),
+    )
+    assert refused("10.0.0.7:80", everything, unreadable("10.0.0.7")) == REFUSED
+    assert isinstance(route("10.0.0.8:80", everything, unreadable("10.0.0.7")), Direct)
+
+
+def test_a_refused_waypoint_is_not_bypassed() -> None:
+    assert refused(VIP, cart(waypoint=BY_IP), BACK, unreadable("10.0.0.9")) == REFUSED
+
+
+def test_refused_configuration_in_the_clients_own_network_counts() -> None:
+    client = pod("remote", "10.0.0.1", network="west")
+    assert refused("10.0.0.7:80", unreadable("10.0.0.7", network="west"), client=client) == REFUSED
 
 
 # On demand

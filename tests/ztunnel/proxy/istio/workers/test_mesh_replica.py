@@ -11,8 +11,9 @@ from tests.generated import examples
 from tests.ztunnel.proxy.istio.workers.test_messages import SERVICE, WORKLOAD, decoded, policy
 from xds.model.authorization import AuthorizationPolicy
 from xds.model.mesh import Changes, Mesh
+from xds.model.refused import RefusedResource
 from xds.model.service import Service
-from xds.model.workload import PolicyKey, ServiceKey, Workload, WorkloadUid
+from xds.model.workload import NetworkAddress, PolicyKey, ServiceKey, Workload, WorkloadUid
 from ztunnel.proxy.istio.workers.mesh_replica import BATCH, MeshReplica, delta, snapshot
 from ztunnel.proxy.istio.workers.messages import MeshChange, encode
 
@@ -35,6 +36,11 @@ def service(number: int) -> Service:
     return replace(SERVICE, name=f"s{number}", hostname=f"s{number}.local", vips=(), cidr_vips=())
 
 
+def refused(number: int) -> RefusedResource:
+    found = workload(number)
+    return RefusedResource(found.uid, "unknown protocol", (NetworkAddress("", found.addresses[0]),))
+
+
 def authorization(number: int) -> AuthorizationPolicy:
     return replace(POLICY, name=f"p{number}")
 
@@ -51,7 +57,7 @@ class Both(RuleBasedStateMachine):
     @initialize(before=st.lists(st.integers(0, 5)))
     def begin(self, before: list[int]) -> None:
         self.mesh = Mesh(node="here")
-        self.mesh.apply([workload(number) for number in before])
+        self.mesh.apply([workload(number) if number % 2 else refused(number) for number in before])
         self.copy = Mesh(node="here")
         self.replica = MeshReplica(self.copy)
         for message in snapshot(self.mesh):
@@ -81,6 +87,17 @@ class Both(RuleBasedStateMachine):
             [*(f"w{number}" for number in removed), *(f"default/s{number}.local" for number in gone)],
         )
 
+    @rule(
+        numbers=st.lists(st.integers(0, 5), max_size=3),
+        put=st.lists(st.integers(0, 5), max_size=2),
+        removed=st.lists(st.integers(0, 5), max_size=2),
+    )
+    def refuse(self, numbers: list[int], put: list[int], removed: list[int]) -> None:
+        self.mesh.apply(
+            [*map(refused, numbers), *(workload(number, name="refused before") for number in put)],
+            [f"w{number}" for number in removed],
+        )
+
     @rule(put=st.lists(st.integers(0, 2), max_size=2))
     def put_policies(self, put: list[int]) -> None:
         self.mesh.apply([authorization(number) for number in put])
@@ -97,6 +114,9 @@ class Both(RuleBasedStateMachine):
         assert {each.uid: each for each in mesh.workloads()} == {each.uid: each for each in copy.workloads()}
         assert {each.key: each for each in mesh.services()} == {each.key: each for each in copy.services()}
         assert {each.key: each for each in mesh.policies()} == {each.key: each for each in copy.policies()}
+        assert {each.name: each for each in mesh.refused_resources()} == {
+            each.name: each for each in copy.refused_resources()
+        }
         assert mesh.staged() == copy.staged()
         assert set(mesh.local_identities) == set(copy.local_identities)
         for number in range(3):

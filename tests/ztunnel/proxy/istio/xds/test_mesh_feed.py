@@ -37,8 +37,8 @@ def workload(uid: str, *hosts: bytes, **more: Any) -> Resource:
     return Resource(name=uid, version="1", body=packed(message))
 
 
-def service(hostname: str) -> Resource:
-    message = wds.Address(service=wds.Service(name=hostname, namespace="shop", hostname=hostname))
+def service(hostname: str, **more: Any) -> Resource:
+    message = wds.Address(service=wds.Service(name=hostname, namespace="shop", hostname=hostname, **more))
     return Resource(name=f"shop/{hostname}", version="1", body=packed(message))
 
 
@@ -102,6 +102,45 @@ def test_a_refused_resource_leaves_its_predecessor() -> None:
     with pytest.raises(UpdateRejected):
         run(feed.receive_addresses(addresses(workload("a", b"abc"))))
     assert mesh.workload_at("", "10.0.0.1") is not None
+
+
+def test_the_addresses_of_a_refused_resource_without_an_earlier_version_are_known_as_refused() -> None:
+    mesh = Mesh()
+    feed = MeshFeed(mesh)
+    host, vip, block = bytes([10, 0, 0, 1]), bytes([10, 1, 0, 1]), bytes([10, 2, 0, 0])
+    pod = workload("a", host, b"abc", bytes([10, 0, 0, 2]), network="west", tunnel_protocol=9)
+    node = workload("b", bytes([10, 9, 0, 1]), network_mode=wds.HOST_NETWORK, tunnel_protocol=9)
+    cart = service(
+        "x",
+        addresses=[{"address": vip}, {"address": vip, "length": 99}, {"address": block, "length": 16}],
+        ip_families=9,
+    )
+    with pytest.raises(UpdateRejected):
+        run(feed.receive_addresses(addresses(pod, node, cart)))
+    assert sorted(each.name for each in mesh.refused_resources()) == ["a", "shop/x"]
+    for network, address, name in (
+        ("west", "10.0.0.1", "a"),
+        ("west", "10.0.0.2", "a"),
+        ("", "10.1.0.1", "shop/x"),
+        ("", "10.2.3.4", "shop/x"),
+    ):
+        found = mesh.refused_at(network, address)
+        assert found is not None
+        assert found.name == name
+    assert mesh.refused_at("", "10.0.0.1") is mesh.refused_at("", "10.9.0.1") is None
+    run(feed.receive_addresses(addresses(workload("a", host, network="west"), removed=("shop/x",))))
+    assert list(mesh.refused_resources()) == []
+
+
+def test_a_big_response_with_a_refused_resource_marks_its_addresses() -> None:
+    mesh = Mesh()
+    feed = MeshFeed(mesh)
+    run(feed.receive_addresses(addresses(workload("old", bytes([10, 0, 0, 1])))))
+    refused = workload("new", bytes([10, 0, 0, 1]), tunnel_protocol=9)
+    others = [workload(f"w{number}") for number in range(100)]
+    with pytest.raises(UpdateRejected):
+        run(feed.receive_addresses(addresses(*others, refused, removed=("old", "new"))))
+    assert mesh.refused_at("", "10.0.0.1") is not None
 
 
 def test_policies_are_added_and_removed_and_their_faults_logged(caplog: pytest.LogCaptureFixture) -> None:
