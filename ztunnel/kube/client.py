@@ -1,13 +1,12 @@
 """The connection to a Kubernetes API server: lists in pages, watches, writes. Objects are dictionaries.
 
-lightkube provides the kubeconfig, the credentials (it reads a service account's token again when the API server
-refuses the old one) and the transport, httpx. Its typed models are not used: readers here look at a few fields,
-which can be wrong in any way, and 20,000 pods take more time and memory as model objects than as dictionaries.
+:mod:`ztunnel.kube.kubeconfig` finds the server and the credentials. The transport is lightkube's, httpx2.
+lightkube's typed models are not used: readers here look at a few fields, which can be wrong in any way, and 20,000
+pods take more time and memory as model objects than as dictionaries.
 
 Commands that read a cluster import this module when they run. A proxy never does (tests/test_architecture.py).
 """
 
-import base64
 import contextlib
 import logging
 import ssl
@@ -19,13 +18,11 @@ from typing import Any, Final
 import httpx2
 import msgspec
 import yaml
-from lightkube import KubeConfig
-from lightkube.config.client_adapter import AsyncClient, ConnectionParams
-from lightkube.config.models import User
 from lightkube.core.exceptions import ConfigError
 
 from ztunnel.kube.errors import ApiRefused, ApiUnreachable, BadAnswer, BadKubeconfig, WatchFailed
 from ztunnel.kube.kinds import Kind, Selection
+from ztunnel.kube.kubeconfig import Places, access_of
 from ztunnel.kube.objects import Object
 
 #: The number of objects in a page, half of client-go's, because decoding a page is the longest stall of the loop
@@ -95,60 +92,46 @@ async def connect(
     """Yield a client of the API server. The first request opens the connection.
 
     Args:
-        kubeconfig: the kubeconfig file. None means the pod's service account if there is one, else $KUBECONFIG,
-            else ~/.kube/config (lightkube's order).
+        kubeconfig: the kubeconfig file. None means the pod's service account if there is one, else the files of
+            $KUBECONFIG, else ~/.kube/config.
         context: a context of the file. None means the file's current one.
-        as_user: the user to impersonate. Empty for anonymous requests.
+        as_user: the user to impersonate. Empty for the kubeconfig's own user.
         limit_s: the time limit of a request; the default is 30 s.
 
     Raises:
         BadKubeconfig: raised before any request. Its one line names the file.
     """
-    # lightkube logs every request at level INFO. Our own log lines have the same information.
+    # httpx2 logs every request at level INFO. Our own log lines have the same information.
     logging.getLogger("httpx2").setLevel(logging.WARNING)
-    place = "the kubeconfig" if kubeconfig is None else str(kubeconfig)
+    places = Places(kubeconfig)
     try:
-        found = KubeConfig.from_env() if kubeconfig is None else KubeConfig.from_file(kubeconfig)
-        config = found.get(context)
-        if config is None:
-            raise ConfigError("it has no current context")
-        place = str(config.fname or place)
-        _check_ca(config.cluster.certificate_auth_data)
-        timeout = httpx2.Timeout(limit_s or _REQUEST_TIMEOUT_S)
-        # The proxies that environment variables name are not used: an agent inside the cluster is close to its API
-        # server.
-        http = AsyncClient(config, ConnectionParams(timeout=timeout, trust_env=False))
+        access = access_of(places, context)
+        http = httpx2.AsyncClient(
+            base_url=access.server,
+            auth=access.auth,
+            headers=[*access.headers],
+            timeout=limit_s or _REQUEST_TIMEOUT_S,
+            transport=access.transport,
+            # The proxies that environment variables name are not used: an agent inside the cluster is close to its
+            # API server.
+            trust_env=False,
+        )
         if as_user:
             http.headers["Impersonate-User"] = as_user
     except (ConfigError, yaml.YAMLError, msgspec.MsgspecError, httpx2.InvalidURL) as error:
-        raise BadKubeconfig(place, " ".join(str(error).split())) from error
+        raise BadKubeconfig(str(places), " ".join(str(error).split())) from error
     except ssl.SSLError as error:
-        raise BadKubeconfig(place, f"its CA or client certificate cannot be read: {error}") from error
+        raise BadKubeconfig(str(places), f"its CA or client certificate cannot be read: {error}") from error
     except OSError as error:
-        raise BadKubeconfig(place, f"{error.filename or 'a file it names'}: {error.strerror or error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError, AssertionError) as error:
-        # lightkube does not validate a kubeconfig: a missing entry becomes a KeyError with the entry's name.
+        raise BadKubeconfig(
+            str(places), f"{error.filename or 'a file it names'}: {error.strerror or error}"
+        ) from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        # A kubeconfig is not validated: a missing entry becomes a KeyError with the entry's name.
         named = f" ({error})" if isinstance(error, KeyError) else ""
-        raise BadKubeconfig(place, f"a cluster, user or context is missing or misshapen{named}") from error
+        raise BadKubeconfig(str(places), f"a cluster, user or context is missing or misshapen{named}") from error
     async with http:
-        yield Client(http, str(config.cluster.server), _credentials(config.user))
-
-
-def _credentials(user: User | None) -> str:
-    """Return a description of where a request's credentials come from."""
-    if user is not None and user.token_file is not None:
-        return user.token_file
-    return user.exec.command if user is not None and user.exec else "the kubeconfig"
-
-
-def _check_ca(encoded: str | None) -> None:
-    """Check a kubeconfig's CA before lightkube reads it. With an unreadable CA, lightkube would leave a file
-    open.
-    """
-    if encoded:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
-            cadata=base64.b64decode(encoded).decode("ascii")
-        )
+        yield Client(http, access.server, access.credentials)
 
 
 class Client:
