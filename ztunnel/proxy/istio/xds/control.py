@@ -157,8 +157,9 @@ class ControlPlane:
             try:
                 await receive(update)
             except UpdateRejected as error:
-                # These resources were accepted by another version of this program. Empty versions are reported
-                # for them, so that the control plane sends them again, or reports their removal.
+                # The process before, perhaps of another version, refused them, too, or accepted them. Empty
+                # versions are reported for them, so that the control plane sends them again, or reports their
+                # removal.
                 log.warning("the crashed process's resources cannot be read error=%s", error)
                 for name in error.rejected or ():
                     versions[name] = ""

@@ -120,15 +120,25 @@ class LastConfiguration:
         return Update(type_url=type_url, version="", resources=resources)
 
     def note(self, update: Update, rejected: Collection[str] = ()) -> None:
-        """Save the resources of an applied update, except the refused ones."""
+        """Save the resources of an applied update.
+
+        A refused resource does not replace its last readable version. Without one it is saved with an empty
+        version, so that the next process also refuses connections to its addresses, and the control plane sends
+        it again.
+        """
         held = self._resources.setdefault(update.type_url, {})
         for name in update.removed:
             held.pop(name, None)
         for each in update.resources:
-            if each.name not in rejected:
-                held[each.name] = SavedResource(
-                    each.name, each.version, tuple(each.aliases), each.body.type_url, each.body.value
-                )
+            version = each.version
+            if each.name in rejected:
+                before = held.get(each.name)
+                if before is not None and before.version:
+                    continue
+                version = ""
+            held[each.name] = SavedResource(
+                each.name, version, tuple(each.aliases), each.body.type_url, each.body.value
+            )
         self._changed()
 
     # Certificates

@@ -101,7 +101,7 @@ def test_saved_configuration_is_restored(
         last = LastConfiguration(holder, SystemClock())
         assert last.update(KIND) is None
         last.note(update(resource("a"), resource("b"), resource("bad")), rejected=["bad"])
-        last.note(update(resource("b", "2", b"y"), removed=("a",)))
+        last.note(update(resource("b", "2", b"y"), removed=("a", "bad")))
         last.note_certificate(WANTED, certificate)
         await asyncio.sleep(0.01)  # the timer of one writing for all changes
         last.close()
@@ -194,6 +194,45 @@ def test_the_first_request_lists_the_versions_of_the_process_before() -> None:
     client.stream_opened()
     (request,) = client.requests_to_send()
     assert dict(request.initial_resource_versions) == {"a": "7"}
+
+
+def test_a_refused_resource_is_saved_without_a_version_unless_there_is_a_readable_one(
+    channel: tuple[held_sockets.Holder, socket.socket],
+) -> None:
+    async def main() -> None:
+        last = LastConfiguration(channel[0], SystemClock())
+        last.note(update(resource("a"), resource("new")), rejected=["new"])
+        last.note(update(resource("a", "2", b"unreadable"), resource("new", "2", b"y")), rejected=["a", "new"])
+        saved = last.update(KIND)
+        assert saved is not None
+        assert saved.resources == (resource("a"), resource("new", "", b"y"))
+        last.note(update(resource("new", "3", b"z")))
+        saved = last.update(KIND)
+        assert saved is not None
+        assert saved.resources[1] == resource("new", "3", b"z")
+        last.close()
+
+    asyncio.run(main())
+
+
+def test_a_process_started_from_saved_configuration_refuses_the_same_addresses() -> None:
+    async def main() -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        holder = held_sockets.Holder(ours)
+        last = LastConfiguration(holder, SystemClock())
+        new = workload_pb2.Workload(uid="new", namespace="shop", addresses=[b"\n\0\0\1"], tunnel_protocol=9)
+        value = workload_pb2.Address(workload=new).SerializeToString()
+        last.note(update(resource("new", value=value)), rejected=["new"])
+        last.note(Update(type_url=OTHER, version="", resources=()))
+        config = config_from({"XDS_ADDRESS": "unix:/nowhere/xds.sock"}, cpus=1, read_file=lambda path: None)
+        mesh = Mesh(node="n")
+        async with ControlPlane(config, mesh, Metrics("", 100), last):
+            assert mesh.refused_at("", "10.0.0.1") is not None
+        last.close()
+        holder.close()
+        theirs.close()
+
+    asyncio.run(main())
 
 
 def test_saved_resources_that_are_refused_now_are_requested_again(
