@@ -6,6 +6,7 @@ the request fails with an error that contains the path. The next request reads t
 
 import ipaddress
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -95,8 +96,9 @@ class Token:
         return f"Token({'default' if self.value is None else self.value if self._is_path() else 'literal'})"
 
     def _is_path(self) -> bool:
+        # Unlike Path.exists, os.path.exists returns False for a text that is too long for a file name.
         value = self.value or ""
-        return value.startswith(("/", "./", "../")) or (len(value) < 4096 and Path(value).exists())
+        return value.startswith(("/", "./", "../")) or os.path.exists(value)
 
     def read(self) -> str | None:
         """Return the current token without its newline, or None if only the default file is missing.

@@ -65,6 +65,18 @@ def test_literal_token_is_used_and_not_printed() -> None:
     assert "abc" not in repr(Token("abc.def"))
 
 
+@pytest.mark.parametrize("length", [255, 256, 900, 4096, 5000])
+def test_literal_token_can_be_longer_than_a_file_name(length: int) -> None:
+    token = Token("e" * length)
+    assert token.read() == "e" * length
+    assert repr(token) == "Token(literal)"
+
+
+def test_text_that_no_path_can_have_is_a_bad_literal_token() -> None:
+    with pytest.raises(CredentialsError, match="AUTH_TOKEN holds no bearer token"):
+        Token("a\0b").read()
+
+
 def test_default_token_file_is_optional(tmp_path: Path) -> None:
     credentials = Credentials(token=Token(None, tmp_path / "token"), headers=(("x-a", "b"),))
     assert credentials.metadata() == (("x-a", "b"),)
