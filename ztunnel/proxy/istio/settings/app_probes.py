@@ -11,6 +11,7 @@ Each entry has one of ``httpGet``, ``tcpSocket`` and ``grpc``, in Kubernetes' fo
 """
 
 import json
+import math
 import re
 import string
 from collections.abc import Mapping
@@ -73,7 +74,10 @@ def parse_probers(text: str) -> Mapping[str, AppProbe]:
         return {}
     try:
         found = json.loads(text)
-    except ValueError as error:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which no probe can send
+        raise BadProbers(f"not Unicode: {error}") from None
+    except (ValueError, RecursionError) as error:
         raise BadProbers(f"not JSON: {error}") from None
     if not isinstance(found, dict):
         raise BadProbers("must be an object of paths")
@@ -91,13 +95,10 @@ def _probe(path: str, value: object) -> AppProbe:
     handler = value[kinds[0]]
     if not isinstance(handler, dict):
         raise BadProbers(f"{path}.{kinds[0]}: must be an object")
-    timeout_s = value.get("timeoutSeconds") or _TIMEOUT_S
     port = handler.get("port")
     if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
         raise BadProbers(f"{path}.{kinds[0]}.port: {port!r} is no port from 1 to 65535")
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)) or timeout_s <= 0:
-        raise BadProbers(f"{path}.timeoutSeconds: {timeout_s!r} is no number of seconds")
-    common: dict[str, Any] = {"port": port, "timeout_s": float(timeout_s)}
+    common: dict[str, Any] = {"port": port, "timeout_s": _timeout_s(path, value.get("timeoutSeconds"))}
     match kinds[0]:
         case "tcpSocket":
             return AppProbe(kind="tcp", **common)
@@ -107,13 +108,29 @@ def _probe(path: str, value: object) -> AppProbe:
             return _http(path, handler, common)
 
 
+def _timeout_s(path: str, value: object) -> float:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            seconds = float(value) or _TIMEOUT_S
+        except OverflowError:  # an int beyond the largest float
+            seconds = math.inf
+        if 0 < seconds < math.inf:
+            return seconds
+    elif value is None:
+        return _TIMEOUT_S
+    raise BadProbers(f"{path}.timeoutSeconds: {value!r} is no number of seconds")
+
+
 def _http(path: str, handler: Mapping[str, Any], common: Mapping[str, Any]) -> AppProbe:
     scheme = str(handler.get("scheme") or "HTTP").upper()
     if scheme not in ("HTTP", "HTTPS"):
         raise BadProbers(f"{path}.httpGet.scheme: must be HTTP or HTTPS, not {scheme!r}")
     target = quote(str(handler.get("path") or "/"), safe=_SENT_AS_WRITTEN)
     headers = []
-    for each in handler.get("httpHeaders") or ():
+    listed = handler.get("httpHeaders") or []
+    if not isinstance(listed, list):
+        raise BadProbers(f"{path}.httpGet.httpHeaders: must be a list")
+    for each in listed:
         name, value = (each.get("name"), each.get("value") or "") if isinstance(each, dict) else (None, None)
         if not isinstance(name, str) or not isinstance(value, str) or not _is_header(name, value):
             raise BadProbers(f"{path}.httpGet.httpHeaders: {each!r} is no header")

@@ -69,6 +69,26 @@ def test_header_of_any_text_is_sent_as_it_is() -> None:
             f'{{"{READY}": {{"httpGet": {{"port": 1, "httpHeaders": [{{"name": "a", "value": "x\\r\\ny"}}]}}}}}}',
             "is no header",
         ),
+        ("[" * 100_000, "not JSON"),
+        *(
+            (f'{{"{READY}": {{"grpc": {{"port": 1}}, "timeoutSeconds": {seconds}}}}}', "is no number of seconds")
+            for seconds in ("NaN", "1e999", "1" + 400 * "0")
+        ),
+        *(
+            (
+                f'{{"{READY}": {{"httpGet": {{"port": 1, "httpHeaders": {headers}}}}}}}',
+                "httpHeaders: must be a list",
+            )
+            for headers in ("5", '{"name": "a"}', '"name"')
+        ),
+        *(
+            (f'{{"{READY}": {probe}}}', "not Unicode")
+            for probe in (
+                r'{"httpGet": {"port": 1, "path": "/\ud800"}}',
+                r'{"httpGet": {"port": 1, "host": "\ud800"}}',
+                r'{"grpc": {"port": 1, "service": "\ud800"}}',
+            )
+        ),
     ],
 )
 def test_invalid_probe_is_refused_with_its_place(text: str, said: str) -> None:
