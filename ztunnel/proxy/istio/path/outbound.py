@@ -512,6 +512,9 @@ class Outbound(PlannedOutbound):
             inner = await connect(near, context, self._pod.client_settings, node.poller)
             owned.callback(inner.close)
             entry.inner = inner
+            # A review of open connections, if one ran during the handshake, did not see the peer's certificate.
+            if entry.peer_is_revoked(node.revocation_lists()):
+                raise TlsError(TlsReason.REVOKED, "certificate revoked during the handshake")
             network = (b"x-forwarded-network", node.config.network.encode())
             with Deadline(node.poller, ANSWER_TIMEOUT_S):
                 tunnel = await inner.open((*_request(route.authority, call, node), network))

@@ -6,9 +6,11 @@ import errno
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hbone.aio.connection import Connection, connect
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.requests import Request
 from hbone.aio.socket import PlainSocket
@@ -44,6 +46,7 @@ from tests.ztunnel.proxy.istio.pods import (
 from xds.model.address import SocketAddress
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import DRAINED
+from ztunnel.proxy.istio.path import outbound
 from ztunnel.proxy.istio.settings.config import OUTBOUND_PORT
 
 # Ends of relays
@@ -358,6 +361,28 @@ def test_a_revoked_far_side_ends_its_double_tunnel(tmp_path: Path) -> None:
         line = await cluster.line()
         assert line["error"] == "connection closed: peer certificate revoked by CRL"
         assert cluster.closed() == {"CERT_REVOKED": 1}
+        assert cluster.node.metrics.crl_rejections["source"] == 1
+
+    play(tmp_path, body)
+
+
+def test_a_far_side_that_is_revoked_during_its_handshake_gets_no_double_tunnel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        double(cluster)
+        await cluster.start(POD)
+        _, inner = await through_gateway(cluster, far="far-server")
+
+        async def revoked_meanwhile(*args: Any) -> Connection:
+            connection = await connect(*args)
+            cluster.revoke(RevocationLists.parse(ROOT.revoke(inner.shown.issued.chain[0])))
+            return connection
+
+        monkeypatch.setattr(outbound, "connect", revoked_meanwhile)
+        assert await cluster.dial(f"{VIP}:80").ask() == b""
+        assert (await cluster.line())["error"].endswith("certificate revoked during the handshake")
+        assert inner.requests == []
         assert cluster.node.metrics.crl_rejections["source"] == 1
 
     play(tmp_path, body)
