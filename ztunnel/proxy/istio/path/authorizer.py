@@ -80,7 +80,7 @@ class Authorizer:
         Raises:
             Denied: the connection is not allowed.
         """
-        policies = self._node.mesh.policies_for(workload)
+        policies = self._current(workload)
         if policies.missing:
             with self._node.waiting("policy"):
                 policies = await self._complete(workload, policies, grace_s)
@@ -188,6 +188,13 @@ class Authorizer:
                 self._note(policy.key, Use.WOULD_NOT_ALLOW)
             record.dry_run = record.dry_run or "none of the allow policies matches"
 
+    def _current(self, workload: Workload) -> WorkloadPolicies:
+        """Return the policies of the workload's current version. The caller can have waited since it looked the
+        workload up, and the list of policies is part of a version.
+        """
+        mesh = self._node.mesh
+        return mesh.policies_for(mesh.workload(workload.uid) or workload)
+
     async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
         """Wait until no policy of the workload is missing, at most ``grace_s`` seconds; return its policies."""
         mesh = self._node.mesh
@@ -203,7 +210,7 @@ class Authorizer:
                 while policies.missing:
                     await arrived.wait()
                     arrived.clear()
-                    policies = mesh.policies_for(mesh.workload(workload.uid) or workload)
+                    policies = self._current(workload)
         except TimeoutError:
             pass
         finally:

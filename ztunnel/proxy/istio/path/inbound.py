@@ -48,7 +48,6 @@ from ztunnel.proxy.istio.accounting.outcome import (
     of_relay,
     unreachable,
 )
-from ztunnel.proxy.istio.accounting.workload_labels import WorkloadLabels
 from ztunnel.proxy.istio.certificates.manager import IdentityError, WorkloadCertificate, disagreement
 from ztunnel.proxy.istio.path.admission import Admission, Refusal
 from ztunnel.proxy.istio.path.authorizer import Authorizer
@@ -361,16 +360,13 @@ class Inbound(PlannedInbound):
         record = Record(node, Direction.INBOUND, client, request.target, request.outer.record.counts)
         record.source_workload, record.source_labels = request.labels.workload, request.labels.secured
         record.source_identity = identity
-        labels = node.labels_of(here)
-        enter_pod(record, labels)
-        opening = self._open_half(record, own, labels, request.tunnel, peer)
+        opening = self._open_half(record, own, request.tunnel, peer)
         return await run_apart(pod.tasks, node.poller, opening, "inbound node-local", _discard_half)
 
     async def _open_half(
         self,
         record: Record,
         client: WorkloadCertificate,
-        labels: WorkloadLabels,
         tunnel: TunnelRequest,
         peer: Peer,
     ) -> InboundHalf:
@@ -379,7 +375,6 @@ class Inbound(PlannedInbound):
         Args:
             record: the inbound half's record.
             client: the client's certificate.
-            labels: this pod's labels.
             tunnel: the request.
             peer: the client.
 
@@ -391,7 +386,14 @@ class Inbound(PlannedInbound):
         entry.peer = client
         failure: Failed | None = None
         try:
+            # Look up the pod's workload only now, because it can have changed while the caller waited for the
+            # certificate. Policies that came with the change apply to this tunnel.
+            labels = await self._pod.local.get()
+            enter_pod(record, labels)
             application = await self._admission.admit(entry, labels, tunnel, peer)
+        except EarlyDeny as denial:  # the control plane does not know this pod
+            record.denied_early(denial)
+            raise ConnectRefused(503) from denial
         except Refusal as refusal:
             failure = refusal.entered(record)
             raise ConnectRefused(refusal.status) from refusal

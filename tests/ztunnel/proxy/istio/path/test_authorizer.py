@@ -86,6 +86,7 @@ def test_decisions_are_counted_by_policy(tmp_path: Path) -> None:
         assert judge.verdict(LOCAL, FACTS).reason
         with pytest.raises(Denied):
             await judge.authorize(LOCAL, FACTS, record, 0.0)
+        node.mesh.apply([NAMED])
         with pytest.raises(Denied):
             await judge.authorize(NAMED, FACTS, record, 0.0)
         now_s = node.clock.wall()

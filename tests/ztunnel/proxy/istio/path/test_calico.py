@@ -287,6 +287,28 @@ def test_a_change_while_a_policy_of_the_mesh_is_awaited_is_not_missed(tmp_path: 
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_policy_of_the_mesh_that_arrives_while_calico_policies_are_awaited_applies(
+    tmp_path: Path, plain: bool
+) -> None:
+    async def body(made: CalicoCluster) -> None:
+        connection = await tunnel_to_server(made)
+        made.handed.apply(c.EndpointUpdate(c.EndpointId("k8s", "default/server", "eth0"), None))
+        client = made.plain(f"{SERVER}:{APP_PORT}") if plain else None
+        opening = made.tasks.create_task(refused(connection)) if not plain else None
+        await made.until(lambda: made.policies._waiting)
+        made.mesh.apply([GATED, DENY])
+        made.handed.apply(pod("server"))
+        if client is not None:
+            assert await client.ask() == b""
+        if opening is not None:
+            assert await opening == 401
+        assert (await made.line())["error"] == f"{REJECTED}explicitly denied by: default/gate"
+        connection.close()
+
+    run(tmp_path, body)
+
+
 def test_pod_unknown_to_calico_policies_waits_and_is_denied(tmp_path: Path) -> None:
     async def body(made: CalicoCluster) -> None:
         made.handed.apply(c.EndpointUpdate(c.EndpointId("k8s", "default/server", "eth0"), None))

@@ -26,9 +26,11 @@ from tests.ztunnel.proxy.istio.pods import (
     shop,
 )
 from xds.model.address import SocketAddress
+from xds.model.identity import SpiffeId
 from xds.model.workload import WorkloadUid
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import DRAINED, POLICY_CHANGE, REVOKED
+from ztunnel.proxy.istio.certificates.manager import WorkloadCertificate
 from ztunnel.proxy.istio.settings.config import HBONE_PORT, PLAINTEXT_PORT
 
 # InboundHalf tunnels
@@ -193,6 +195,31 @@ def test_policy_change_while_dialling_a_node_local_tunnel_is_401(tmp_path: Path)
         assert errors == {"inbound": POLICY_CHANGE, "outbound": "http status: 401 Unauthorized"}
         assert cluster.wire.dialled == [(APP, None)]
         assert (cluster.closed("destination"), cluster.closed("source")) == ({"DENY": 1}, {"CONNECT": 1})
+
+    play(tmp_path, body)
+
+
+def test_policy_that_arrives_before_the_certificate_applies_to_the_node_local_tunnel(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        await both(cluster)
+        issued, wanted, fetch = asyncio.Event(), asyncio.Event(), cluster.certificates.fetch
+
+        async def later(name: SpiffeId) -> WorkloadCertificate:
+            if str(name) == identity("server"):
+                wanted.set()
+                await issued.wait()
+            return await fetch(name)
+
+        cluster.certificates.fetch = later  # type: ignore[method-assign]
+        client = cluster.dial(f"{SERVER}:{APP_PORT}")
+        await wanted.wait()
+        cluster.mesh.apply([GATED, DENY])
+        issued.set()
+        assert await client.ask() == b""
+        await cluster.line(2)
+        errors = {line["direction"]: line["error"] for line in cluster.lines()}
+        assert errors["inbound"].endswith("explicitly denied by: default/gate")
+        assert cluster.wire.dialled == []
 
     play(tmp_path, body)
 
