@@ -198,11 +198,11 @@ class _Reader(ConfigReader):
             pod = self.pod(str(name), value, domain, nodes)
             if pod is not None:
                 pods[pod.key] = pod
-        self.unique_addresses(pods.values())
         services = [
             self.service(str(name), value, pods)
             for name, value in self.mapping(top.get("services"), "services", None).items()
         ]
+        self.unique_addresses(pods.values(), services)
         waypoints = [
             self.waypoint(str(name), value, domain, pods)
             for name, value in self.mapping(top.get("waypoints"), "waypoints", None).items()
@@ -300,19 +300,22 @@ class _Reader(ConfigReader):
                 self.fault(f"{place}.{name}", f"{'/'.join(key)} is repeated")
             seen.add(key)
 
-    def unique_addresses(self, pods: Iterable[Pod]) -> None:
+    def unique_addresses(self, pods: Iterable[Pod], services: Iterable[Service]) -> None:
+        """Report addresses with two owners: connections to them would silently go to one of the two."""
         owners: dict[str, str] = {}
-        for pod in pods:
-            for address in pod.addresses:
+        places = [("pods", "", pod) for pod in pods] + [("services", "service ", each) for each in services]
+        for section, kind, owner in places:
+            for address in owner.addresses:
                 if address in owners:
-                    self.fault(f"pods.{pod.name}.addresses", f"{address} is also {owners[address]}'s")
-                owners[address] = pod.key
+                    self.fault(f"{section}.{owner.name}.addresses", f"{address} is also {owners[address]}'s")
+                owners[address] = f"{kind}{owner.namespace}/{owner.name}"
 
     def service(self, name: str, value: object, pods: Mapping[str, Pod]) -> Service:
         place = f"services.{name}"
         entry = self.mapping(value, place, ("addresses", "ports", "pods"))
         namespace, short = _split(name)
-        ports = []
+        ports: list[ServicePort] = []
+        faults = len(self.faults)
         for port_name, port in self.mapping(entry.get("ports"), f"{place}.ports", None).items():
             where = f"{place}.ports.{port_name}"
             self.plain_name(str(port_name), where)
@@ -322,6 +325,10 @@ class _Reader(ConfigReader):
                 target = self.port(both.get("target", number), f"{where}.target")
             else:
                 number = target = self.port(port, where)
+            # A faulty number was replaced by 1, which is no second fault.
+            other = next((each.name for each in ports if each.port == number), None)
+            if other is not None and len(self.faults) == faults:
+                self.fault(where, f"{number} is also the port {other}")
             ports.append(ServicePort(str(port_name), number, target))
         if not ports:
             self.fault(f"{place}.ports", "a service needs at least one port")

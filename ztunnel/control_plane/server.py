@@ -165,7 +165,7 @@ class ControlPlane:
         self._leaves: dict[SpiffeId, _Leaf] = {}
         self._tls = bool(tls_hosts)
         self._root_file = ca_directory / "root-cert.pem"
-        self._node_proxies = {""}
+        self._node_proxies = {""}  # the nodes of this mesh and of earlier ones; clients of other nodes share ""
         self._proxies: set[tuple[str, Flavour]] = set()  # of Envoy's dialect; they have connected at least once
         self._registrar = Registrar(lambda: self._mesh, self._ca, ca.token_secret(ca_directory), lifetime, ca.now)
         judge: Registrar | KubeRegistrar = self._registrar
@@ -268,8 +268,11 @@ class ControlPlane:
         return True
 
     def _renew(self) -> bool:
-        """Renew the certificates that are past half their lifetime."""
+        """Renew the certificates that are past half their lifetime, and forget those of removed identities."""
         now = ca.now()
+        present = {pod.identity for pod in self._mesh.pods.values() if pod.mesh}
+        for identity in self._leaves.keys() - present:
+            del self._leaves[identity]
         due = [identity for identity, leaf in self._leaves.items() if leaf.renew_at <= now]
         for identity in due:
             self._issue(identity, now)
@@ -286,7 +289,9 @@ class ControlPlane:
             self._publish_to(node, flavour)
 
     def _publish_to(self, node: str, flavour: Flavour) -> None:
-        if node in self._mesh.nodes:
+        # A node that was removed gets a configuration without pods, so that its proxy drops their certificates. A
+        # name that was never in the mesh is probably misspelt, and gets nothing.
+        if node in self._mesh.nodes or node in self._node_proxies:
             config = NodeConfig(self._mesh, node, flavour, self._access_log, self._log_json)
             messages = [*config.messages(), *self._secrets(config)]
             self._server.publish(f"{node}/{flavour}", Snapshot.of(messages))

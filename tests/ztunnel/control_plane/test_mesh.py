@@ -88,6 +88,18 @@ FAULTS: list[tuple[dict[str, Any], str]] = [
         {"pods": {n: {"node": "worker", "addresses": ["10.0.0.1"]} for n in ("p", "q")}},
         "pods.q.addresses: 10.0.0.1 is also default/p's",
     ),
+    (
+        {"services": {n: {"addresses": ["10.9.0.1"], "ports": {"a": 1}} for n in ("s", "t")}},
+        "services.t.addresses: 10.9.0.1 is also service default/s's",
+    ),
+    (
+        {
+            "pods": {"p": {"node": "worker", "addresses": ["fd00::1"]}},
+            "services": {"s": {"addresses": ["fd00:0::1"], "ports": {"a": 1}}},
+        },
+        "services.s.addresses: fd00::1 is also default/p's",
+    ),
+    ({"services": {"s": {"ports": {"a": 80, "b": {"port": 80}}}}}, "services.s.ports.b: 80 is also the port a"),
     ({"services": {"s": {"ports": {}}}}, "services.s.ports: a service needs at least one port"),
     ({"services": {"s": {"ports": {"a_b": 1}}}}, "services.s.ports.a_b: must be letters"),
     ({"services": {"s": {"ports": {"a": 0}}}}, "services.s.ports.a: must be a port"),

@@ -15,6 +15,7 @@ from tests.ztunnel.control_plane.meshes import document
 from tests.ztunnel.policy.calico.test_follower import following, until
 from xds.aio.client import AdsClient
 from xds.model.calico import EndpointId, Flow
+from xds.model.identity import SpiffeId
 from xds.proto import registry
 from xds.proto.envoy.extensions.transport_sockets.tls.v3.tls_pb2 import Secret
 from xds.protocol.resource import Update
@@ -24,6 +25,7 @@ from ztunnel.control_plane.server import ControlPlane
 from ztunnel.policy.calico.follower import Follower
 from ztunnel.proxy.envoy.config.bootstrap import bootstrap_for
 
+PRODUCTPAGE = SpiffeId("cluster.local", "default", "bookinfo-productpage")
 REVIEWS = "spiffe://cluster.local/ns/default/sa/bookinfo-reviews"
 
 
@@ -168,6 +170,29 @@ def test_certificates_are_renewed_at_half_life_and_only_local_ones_are_given(tmp
         assert foreign.updates.empty() or not (await foreign.next()).resources
 
     serve(tmp_path, body, lifetime=timedelta(seconds=1))
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_node_that_is_removed_from_the_mesh_loses_its_pods_and_certificates(tmp_path: Path, delta: bool) -> None:
+    async def body(client: AdsClient, path: Path, plane: ControlPlane) -> None:
+        clusters, secrets = Inbox(), Inbox()
+        client.subscribe(CDS, None, clusters.receive)
+        client.subscribe(SDS, [REVIEWS], secrets.receive)
+        assert any(f"_tunnel_clus_{REVIEWS}" in each.name for each in (await clusters.next()).resources)
+        assert (await secrets.next()).resources
+        assert PRODUCTPAGE in plane._leaves
+        mesh = document(services={})
+        kept = {name: pod for name, pod in mesh["pods"].items() if pod["node"] != "worker2"}
+        path.write_text(yaml.safe_dump({**mesh, "pods": kept, "nodes": {"worker": {}}}))
+        after = await clusters.next()
+        assert not any("_tunnel_clus_" in each.name for each in after.resources)
+        if delta:
+            assert any(f"_tunnel_clus_{REVIEWS}" in name for name in after.removed)
+        async with asyncio.timeout(WAIT_S):
+            while PRODUCTPAGE in plane._leaves:  # otherwise it would be renewed for ever
+                await asyncio.sleep(0.02)
+
+    serve(tmp_path, body, delta=delta)
 
 
 def test_a_faulty_file_at_the_start_is_refused(tmp_path: Path) -> None:
