@@ -201,9 +201,17 @@ class Observer:
         self, after_ns: int, last: int = _MOST, report: Callable[[int], Awaitable[None]] | None = None
     ) -> AsyncIterator[tuple[int, Response]]:
         """Yield at most ``last`` connections that ended after a time, oldest first. Lets the event loop run in
-        between. If some were overwritten, ``report`` is called first with their number, which is a lower bound.
+        between. If some were overwritten, ``report`` is called with their number: before the first connection
+        (the number is then a lower bound), or while the caller reads.
         """
-        began_ns, entries, lost = time.time_ns(), self._ring.entries(after_ns, last), self._ring.lost(after_ns)
+        missed = 0
+
+        def overwritten() -> None:
+            nonlocal missed
+            missed += 1
+
+        entries = self._ring.entries(after_ns, last, overwritten)
+        began_ns, lost = time.time_ns(), self._ring.lost(after_ns)
         lines: list[tuple[int, str]] = []
         if self._more is not None:
             lines, others = await self._more(after_ns, last)
@@ -218,7 +226,12 @@ class Observer:
         for count, entry in enumerate(entries):
             if count % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)
+            number, missed = missed, 0
+            if number and report is not None:
+                await report(number)
             yield entry.ended_ns, self._shape(entry)
+        if missed and report is not None:
+            await report(missed)
 
     # About the service
 

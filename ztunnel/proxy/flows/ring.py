@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from xds.digits import whole_number
@@ -185,20 +185,25 @@ class FlowRing:
         self._hosts[host] = packed
         return packed
 
-    def entries(self, after_ns: int = 0, last: int | None = None) -> Iterator[Entry]:
+    def entries(
+        self, after_ns: int = 0, last: int | None = None, missed: Callable[[], object] | None = None
+    ) -> Iterator[Entry]:
         """Yield entries from the oldest to the newest.
 
         Args:
             after_ns: only entries that ended later.
             last: at most this number of the newest entries.
+            missed: called for each entry that was overwritten while the reader paused.
         """
         capacity = self.capacity
         first = max(0, self.total - capacity)
         if last is not None:
             first = max(first, self.total - last)
         for number in range(first, self.total):
-            if number < self.total - capacity:
-                continue  # overwritten while the reader paused
+            if number < self.total - capacity:  # overwritten while the reader paused
+                if missed is not None:
+                    missed()
+                continue
             slot = number % capacity
             if self._ended(slot) > after_ns:
                 yield self._entry(slot)

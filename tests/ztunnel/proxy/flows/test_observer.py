@@ -16,6 +16,7 @@ import pytest
 from google.protobuf.message import Message
 
 from tests.hbone.certificates import Authority
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.envoy.harness import run
 from tests.ztunnel.proxy.flows import hubble_ui
 from tests.ztunnel.proxy.flows.observers import fill, secret, serving
@@ -38,6 +39,7 @@ from ztunnel.proxy.flows.observer import MOST_CALLS, Observer
 from ztunnel.proxy.flows.page import OtherFlows, lines
 from ztunnel.proxy.flows.settings import HubbleSettings, Peer, hubble_settings
 from ztunnel.proxy.istio.accounting.flows import peers_in, ring_of, shape
+from ztunnel.proxy.istio.settings.config import IstioConfig
 
 FLOWS = "/observer.Observer/GetFlows"
 MessageT = TypeVar("MessageT", bound=Message)
@@ -193,6 +195,46 @@ def test_following_call_gets_new_flows_and_lost_events(tmp_path: Path) -> None:
             each.cancel()
 
     asked(tmp_path, body, {"ZTUNNEL_FLOWS": "4"})
+
+
+class SlowContext:
+    """A call whose client reads its first message only after more connections have ended."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self.got: list[GetFlowsResponse] = []
+        self._meanwhile = meanwhile
+
+    async def write(self, message: bytes) -> None:
+        self.got.append(GetFlowsResponse.FromString(message))
+        if len(self.got) == 1:
+            self._meanwhile()
+
+
+def test_flows_overwritten_while_a_following_client_reads_are_reported_as_lost() -> None:
+    ring = ring_of(4)
+
+    def end_connections(first: int, last: int) -> None:
+        for port in range(first, last + 1):
+            ends = (("10.0.0.1", port), ("10.0.0.2", 81))
+            ring.add(time.time() + 60, 0.1, 0.1, (0, 0), ends, b"", 0, (*[None] * 7, "", BY_ITSELF, ""))
+
+    async def body() -> None:
+        context: Any = SlowContext(lambda: end_connections(5, 7))
+        make = shape(IstioConfig(node="n1"))
+        settings = HubbleSettings(address="unix:/nowhere")
+        observer = Observer(ring, make, None, node="c1/n1", settings=settings)
+        message = GetFlowsRequest(follow=True).SerializeToString()
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as tasks:
+            call = tasks.create_task(observer._get_flows(message, context))
+            await asyncio.sleep(0)
+            end_connections(1, 4)
+            while not context.got or context.got[-1].flow.l4.TCP.source_port != 7:
+                await asyncio.sleep(0.01)
+            call.cancel()
+        seen = [each.lost_events.num_events_lost or -each.flow.l4.TCP.source_port for each in context.got]
+        assert seen == [-1, 2, -4, -5, -6, -7]
+
+    asyncio.run(body())
 
 
 def test_following_call_misses_no_flow_that_a_worker_writes_after_its_answer(tmp_path: Path) -> None:
