@@ -25,7 +25,7 @@ from ztunnel.proxy.istio.accounting.denials import Pair
 from ztunnel.proxy.istio.accounting.line_rendering import Field, Recurring, completion
 from ztunnel.proxy.istio.accounting.logs import Bare, LogStream
 from ztunnel.proxy.istio.accounting.metrics import UNKNOWN, Metrics, PeerLabels, traffic_labels
-from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags
+from ztunnel.proxy.istio.accounting.outcome import EarlyDeny, Failed, Flags, internal
 from ztunnel.proxy.istio.accounting.traffic_series import TrafficSeries
 from ztunnel.runtime.clock import Clock
 
@@ -430,6 +430,14 @@ class Record:
                 ("error", reason),
             ]
             node.logs.write_access(node.clock.wall(), "warn", "connection failed", fields, self.trace)
+
+    def failed_by_bug(self, error: Exception) -> None:
+        """Count and log a connection that ends because of a bug in this program, even if it was not opened yet."""
+        failure = internal(error)
+        if self._opened:
+            self.complete(failure)
+        else:
+            self.denied_early(EarlyDeny(str(failure), failure.reason))
 
     def _note(self, ring: FlowRing, ended_s: float, now_s: float, failure: Failed | EarlyDeny | None) -> None:
         """Record the end of this connection in the flight recorder.

@@ -318,6 +318,9 @@ class Inbound(PlannedInbound):
             if entry.reason == POLICY_CHANGE and not request.answered:
                 request.refuse(401)
             raise
+        except Exception as error:
+            record.failed_by_bug(error)
+            raise
         finally:
             entry.close()
             record.complete(failure)
@@ -404,6 +407,9 @@ class Inbound(PlannedInbound):
             if entry.reason == POLICY_CHANGE:
                 raise ConnectRefused(401) from error
             raise TunnelBroken(entry.reason or DRAINED, unprocessed=True) from error
+        except Exception as error:
+            record.failed_by_bug(error)
+            raise
         else:
             entry.own(application.close)
             entry.state = State.JOINED
@@ -446,6 +452,10 @@ class Inbound(PlannedInbound):
             raise
         except OSError as error:
             log.debug("a client disconnected before its connection was served: %s", error)
+        except Exception as error:
+            if entry is not None:
+                entry.record.failed_by_bug(error)
+            raise
         finally:
             client.close()
             if entry is not None:

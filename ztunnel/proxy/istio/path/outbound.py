@@ -253,6 +253,9 @@ class Outbound(PlannedOutbound):
         except asyncio.CancelledError:
             failure = of_reason(entry.reason)
             raise
+        except Exception as error:
+            record.failed_by_bug(error)
+            raise
         finally:
             node.count_sockets("source", -1)
             entry.close()

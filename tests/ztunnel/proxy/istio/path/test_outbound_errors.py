@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from hbone.aio.requests import Request
+from hbone.errors import HboneError
 from tests.hbone.certificates import Authority
+from tests.ztunnel.proxy.istio.inbound_case import fields
 from tests.ztunnel.proxy.istio.outbound_case import POD, REMOTE
 from tests.ztunnel.proxy.istio.pods import (
     APP_PORT,
@@ -33,6 +35,9 @@ from xds.model.address import SocketAddress
 from xds.model.workload import WorkloadUid
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import RECURSIVE_CALL
+from ztunnel.proxy.istio.path.admission import Admission
+from ztunnel.proxy.istio.path.inbound import Inbound
+from ztunnel.proxy.istio.path.outbound import Outbound
 from ztunnel.proxy.istio.settings.config import OUTBOUND_PORT
 
 # Early denials
@@ -363,3 +368,38 @@ def test_a_context_that_cannot_be_made_opens_no_socket(tmp_path: Path) -> None:
         assert cluster.wire.dialled == []
 
     play(tmp_path, body)
+
+
+@pytest.mark.parametrize("way", ["outbound", "node-local", "tunnel", "plain"])
+def test_bug_that_ends_a_connection_is_in_its_access_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    async def fails(*args: object) -> None:
+        raise KeyError("our bug")
+
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD, workload("server", SERVER))
+        if way == "outbound":
+            monkeypatch.setattr(Outbound, "_open", fails)
+        else:
+            monkeypatch.setattr(Admission, "authorize", fails)
+            monkeypatch.setattr(Inbound, "take", lambda *args: None)  # without a plan
+        connection = await cluster.tunnels_to("server") if way == "tunnel" else None
+        if connection is not None:
+            with pytest.raises(HboneError):
+                await connection.open(fields())
+            connection.close()
+        elif way == "plain":
+            assert await cluster.plain(f"{SERVER}:{APP_PORT}").ask() == b""
+        else:
+            assert await cluster.dial(f"{SERVER}:{APP_PORT}").ask() == b""
+        await cluster.until(lambda: len(cluster.lines()) == (2 if way == "node-local" else 1))
+        for line in cluster.lines():
+            # The first connection fails before it counts as opened.
+            assert line["level"] == ("warn" if way == "outbound" else "error")
+            assert line["error"] == "internal error: KeyError('our bug')"
+        errors = cluster.node.metrics.errors
+        assert {reason for _, _, reason in errors} == {"internal"}
+
+    play(tmp_path, body)
+    assert "our bug" in caplog.text
