@@ -63,7 +63,7 @@ from hbone.head import Malformed, ResponseHead, Trailers, parse_request, parse_r
 from hbone.hpack_cache import EMPTY_TABLE, LONG_BLOCK_BYTES, BlockDecoder, HeaderBlockError
 from hbone.output import Buffers
 from hbone.reader import Failure
-from hbone.sender import DEFAULT_FRAME, DRAIN_PING, Sender, Stream
+from hbone.sender import DEFAULT_FRAME, DEFAULT_WINDOW, DRAIN_PING, Sender, Stream
 from hbone.settings import Http2Settings, Role
 from hbone.stream_state import HALF_CLOSED_LOCAL, OPEN, RECEIVED, Scope, StreamFrame, StreamState, Violation
 
@@ -110,6 +110,8 @@ class Engine(Sender):
         self._received = RECEIVED[role]
         self._control = Budget(burst=limits.control_burst, rate=limits.control_rate)
         self._resets = Budget(burst=limits.reset_burst, rate=limits.reset_rate)
+        self._settings_acked = False
+        """Whether the peer has acknowledged our SETTINGS. Until then, a client can use the defaults instead."""
         self._unparsed: memoryview | None = None
         self._slice_units = _NO_LIMIT
         self._long_block: _LongBlock | None = None
@@ -277,7 +279,7 @@ class Engine(Sender):
             stream = None
         elif stream is not None:
             stream.credit -= length
-            if stream.credit < 0:
+            if stream.credit < 0 and stream.credit < self._least_credit():
                 self._stream_error(stream_id, ErrorCode.FLOW_CONTROL_ERROR)
                 stream = None
             elif not self._server and not stream.answered:
@@ -291,6 +293,18 @@ class Engine(Sender):
         self._data_stream_id = stream_id
         self._data_stream = stream
         self._data_ended = ended
+
+    def _least_credit(self) -> int:
+        """Return the lowest credit of a stream that is not an error.
+
+        A client can send :data:`DEFAULT_WINDOW` bytes on a stream before it has received our SETTINGS with a
+        smaller window, and these bytes must be accepted (RFC 9113, 6.9.3). The stream's credit is then negative,
+        like the client's window once it has applied our SETTINGS. A server has our SETTINGS before it can send
+        DATA.
+        """
+        if self._settings_acked or not self._server:
+            return 0
+        return self._window.initial - DEFAULT_WINDOW
 
     def data_chunk(self, chunk: memoryview, size: int) -> None:
         stream_id = self._data_stream_id
@@ -399,7 +413,12 @@ class Engine(Sender):
         self._last_peer_id = stream_id
         most = self.settings.max_concurrent_streams
         if most is not None and len(self._streams) >= most:
-            self._charge_reset()
+            # A client that has not received our limit yet can exceed it. Envoy opens all waiting tunnels at once
+            # on a new connection. If they were charged like resets, the tunnels below the limit would end, too.
+            if self._settings_acked:
+                self._charge_reset()
+            else:
+                self._charge()
             self._send_reset(stream_id, ErrorCode.REFUSED_STREAM)
             return
         if not isinstance(head, RequestHead):
@@ -490,6 +509,7 @@ class Engine(Sender):
         if flags & frames.ACK:
             if payload:
                 raise Failure(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS ACK with content")
+            self._settings_acked = True
             self._charge()
             return
         if len(payload) % frames.SETTING.size:

@@ -139,6 +139,7 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     data_stream_id: int
     data_stream_open: bool
     data_ended: bool
+    settings_acked: bool = True
 
 
 _COPIED: Final = (
@@ -163,6 +164,7 @@ _COPIED_INNER: Final = (
     "earned",
     "data_stream_id",
     "data_ended",
+    "settings_acked",
 )
 _STREAM: Final = (
     "send_window",

@@ -107,12 +107,13 @@ class _Member:
 
 
 class _Key:
-    __slots__ = ("dialling", "members", "waiters")
+    __slots__ = ("dialling", "members", "peer_limit", "waiters")
 
     def __init__(self) -> None:
         self.members: dict[ConnectionId, _Member] = {}
         self.waiters: OrderedDict[WaiterId, None] = OrderedDict()
         self.dialling: WaiterId | None = None
+        self.peer_limit: int | None = None  # the peer's last known limit of streams
 
 
 class PoolState:
@@ -215,12 +216,15 @@ class PoolState:
     def dialled(self, key: Hashable, peer_limit: int | None, now_s: float) -> tuple[ConnectionId, list[Action]]:
         """Add the connection opened by the dial of ``key``.
 
-        ``peer_limit`` is the peer's limit of streams, or None while it is unknown.
+        ``peer_limit`` is the peer's limit of streams, or None while it is unknown. Then the last known limit of
+        ``key`` is used, because without a limit, a peer with a low limit would refuse most of the waiting tunnels
+        on each new connection.
         """
         connection = ConnectionId(self._next_connection)
         self._next_connection += 1
-        member = _Member(key, self._limit(peer_limit), self._settings.max_tunnels_per_connection)
         entry = self._keys.setdefault(key, _Key())
+        limit = self._limit(entry.peer_limit if peer_limit is None else peer_limit)
+        member = _Member(key, limit, self._settings.max_tunnels_per_connection)
         entry.dialling = None
         entry.members[connection] = member
         self._members[connection] = member
@@ -285,6 +289,7 @@ class PoolState:
         member.limit = self._limit(peer_limit)
         if member.limit < 1 and not member.draining:
             return self._refuse_waiter(connection, member, now_s)
+        self._keys[member.key].peer_limit = peer_limit or None
         return self._assign_waiters(member.key, self._keys[member.key], now_s)
 
     def released(self, connection: ConnectionId, now_s: float) -> list[Action]:

@@ -27,7 +27,8 @@ DEFAULT_FRAME: Final = 16_384
 """The initial and the smallest allowed value of SETTINGS_MAX_FRAME_SIZE (RFC 9113, 6.5.2)."""
 DRAIN_PING: Final = bytes.fromhex("0b7ba2f08b9bfe54")
 """The payload of the PING that :meth:`Sender.drain` sends."""
-_DEFAULT_WINDOW: Final = 65_535  # RFC 9113, 6.9.2
+DEFAULT_WINDOW: Final = 65_535
+"""The initial window of a connection and of each stream, in bytes (RFC 9113, 6.9.2)."""
 _DEFAULT_TABLE: Final = 4096  # RFC 9113, 6.5.2
 _REMEMBERED_RESETS: Final = 512
 
@@ -96,8 +97,8 @@ class Sender:
         self._reset_here: dict[int, None] = {}
         self._encoder_table_bytes = _DEFAULT_TABLE
         self._block_prefix = b""
-        self._peer_initial_window = _DEFAULT_WINDOW
-        self._send_window = _DEFAULT_WINDOW
+        self._peer_initial_window = DEFAULT_WINDOW
+        self._send_window = DEFAULT_WINDOW
         self._send_blocked = False
         self._window = ConnectionWindow(settings)
         self._earned = 0
@@ -113,7 +114,7 @@ class Sender:
         """The first bytes of the connection: the preface of a client, SETTINGS, WINDOW_UPDATE."""
         opening = b"" if self._server else PREFACE
         opening += frames.settings_frame(self.settings.wire(self.role))
-        raise_by = self.settings.first_connection_window_bytes - _DEFAULT_WINDOW
+        raise_by = self.settings.first_connection_window_bytes - DEFAULT_WINDOW
         if raise_by:
             # The connection's window needs a WINDOW_UPDATE: SETTINGS_INITIAL_WINDOW_SIZE changes only stream
             # windows (RFC 9113, 6.9.2).

@@ -258,6 +258,8 @@ class ConnectionTunnels(TunnelCarrier):
         if client is not None and self.engine.peer_early_bytes:
             self._send_early(tunnel, client)
         self.poller.schedule_flush(self)
+        if self.engine.exhausted:
+            self._changed()  # the pool must not assign further tunnels to this connection
         return tunnel
 
     def _send_early(self, tunnel: Tunnel, client: EarlySource) -> None:

@@ -256,7 +256,7 @@ def test_other_requests_reach_the_application(headers: tuple[tuple[bytes, bytes]
 
 def test_credit_returns_in_half_windows() -> None:
     engine = opened(stream_window_bytes=1000, connection_window_bytes=65_535)
-    engine.receive_data(request(1))
+    engine.receive_data(frame(frames.SETTINGS, frames.ACK, 0) + request(1))
     engine.respond(1, 200)
     engine.receive_data(frame(frames.DATA, 0, 1, bytes(900)))
     take(engine)
@@ -280,6 +280,35 @@ def test_connection_window_is_enforced_and_returned_for_streams_that_are_gone() 
     engine.receive_data(request(3))
     engine.receive_data(frame(frames.DATA, 0, 3, bytes(65_535)))
     assert failure(engine.receive_data(frame(frames.DATA, 0, 3, b"x"))) == ErrorCode.FLOW_CONTROL_ERROR
+
+
+def test_bytes_sent_before_our_smaller_window_has_arrived_are_accepted() -> None:
+    """RFC 9113, 6.9.3. A Go client sends the body of a request at once, up to the default window."""
+    sent = (frame(frames.DATA, 0, 1, bytes(size)) for size in (16_384, 16_384, 16_384, 16_383))
+    engine = server()
+    events = engine.receive_data(OPENING + request(1) + b"".join(sent))
+    assert plain(events)[-1] == (1, bytes(65_535))
+    take(engine)
+    engine.acknowledge(1, 65_535)
+    granted = sum(
+        frames.U32.unpack(payload)[0]
+        for kind, _, stream_id, payload in split(take(engine))
+        if (kind, stream_id) == (frames.WINDOW_UPDATE, 1)
+    )
+    # The client's window falls to 16,384 - 65,535 with our SETTINGS. These grants raise it to its size.
+    assert granted >= 65_535
+
+
+@pytest.mark.parametrize("acknowledged", [False, True])
+def test_bytes_beyond_the_window_that_the_client_knows_reset_the_stream(acknowledged: bool) -> None:
+    engine = server()
+    most = 16_384 if acknowledged else 65_535
+    engine.receive_data(OPENING + (frame(frames.SETTINGS, frames.ACK, 0) if acknowledged else b"") + request(1))
+    take(engine)
+    data = b"".join(frame(frames.DATA, 0, 1, bytes(min(16_384, most - at))) for at in range(0, most, 16_384))
+    assert plain(engine.receive_data(data)) == [(1, bytes(most))]
+    events = engine.receive_data(frame(frames.DATA, 0, 1, b"x"))
+    assert events == [StreamReset(1, ErrorCode.FLOW_CONTROL_ERROR, by_peer=False)]
 
 
 def test_sending_stops_at_either_window_and_window_opened_reports_new_credit() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hbone import frames
 from hbone.engine import Engine
 from hbone.errors import ErrorCode
-from hbone.events import ConnectionFailed, StreamReset
+from hbone.events import ConnectionFailed, RequestReceived, StreamReset
 from hbone.frames import frame
 from hbone.limits import Limits
 from tests.hbone.wire import OPENING, failure, opened, request, server, split, take
@@ -164,6 +164,29 @@ def test_rapid_reset_ends_the_connection() -> None:
             break
         take(engine)
     assert stream_id // 2 == 200
+
+
+def test_streams_over_the_limit_are_no_offence_before_our_settings_have_arrived() -> None:
+    """Envoy opens all tunnels that wait for a connection at once, and knows no limit then."""
+    engine = server()
+    events = engine.receive_data(OPENING + b"".join(map(request, range(1, 1200, 2))))
+    assert failure(events) is None
+    assert sum(type(event) is RequestReceived for event in events) == 200
+    refused = [stream for kind, _, stream, _ in split(take(engine)) if kind == frames.RST_STREAM]
+    assert refused == list(range(401, 1200, 2))
+    acknowledged = frame(frames.SETTINGS, frames.ACK, 0)
+    more = engine.receive_data(acknowledged + b"".join(map(request, range(1201, 1800, 2))))
+    assert failure(more) == ErrorCode.ENHANCE_YOUR_CALM  # now the client knows the limit
+
+
+def test_streams_over_the_limit_are_limited_without_an_acknowledgement() -> None:
+    engine = server()
+    stream_id = 1
+    while failure(engine.receive_data((OPENING if stream_id == 1 else b"") + request(stream_id))) is None:
+        take(engine)
+        stream_id += 2
+        assert stream_id < 4000
+    assert stream_id // 2 == 1199  # 200 open streams, and a budget of 1000 that also paid for the SETTINGS
 
 
 @pytest.mark.parametrize("primitive", ["overflow", "zero", "data after end", "headers after end", "bad request"])

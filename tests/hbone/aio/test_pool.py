@@ -21,6 +21,7 @@ from hbone.aio.requests import Request
 from hbone.aio.server import serve_connection
 from hbone.end_state import SourceState
 from hbone.errors import ConnectionBroken, ConnectRefused, PoolClosed, TlsError, TunnelBroken, TunnelClosed
+from hbone.frames import MAX_STREAM_ID
 from hbone.pool import PoolSettings
 from hbone.settings import Http2Settings, Role
 from hbone.tls_context import TlsContext
@@ -186,6 +187,38 @@ def test_a_low_limit_of_the_peer_opens_more_connections() -> None:
             assert len(network.servers) >= 3
             for tunnel in tunnels:
                 tunnel.close()
+
+    run(main)
+
+
+def test_a_burst_of_tunnels_to_a_peer_with_a_low_limit_is_refused_on_its_first_connection_only() -> None:
+    async def main() -> None:
+        async with mesh(streams=5) as (pool, network):
+            tunnels = await asyncio.gather(*(pool.open("k", CONNECT) for _ in range(60)))
+            assert network.dials == 12
+            assert pool.statistics.retried == 55
+            for tunnel in tunnels:
+                tunnel.close()
+
+    run(main)
+
+
+def test_a_connection_without_stream_identifiers_is_replaced_at_once() -> None:
+    async def main() -> None:
+        async with mesh() as (pool, _):
+            first = await pool.open("k", CONNECT)
+            engine = first.connection.engine
+            engine._next_id = MAX_STREAM_ID
+            second = await pool.open("k", CONNECT)
+            assert engine.exhausted
+            third = await pool.open("k", CONNECT)
+            assert first.connection is second.connection
+            assert third.connection is not first.connection
+            assert pool.statistics.retried == 0
+            first.close()
+            second.close()
+            assert pool.statistics.connections == 1
+            third.close()
 
     run(main)
 
