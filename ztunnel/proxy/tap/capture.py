@@ -128,6 +128,15 @@ class Capture:
         """Stop capturing. Idempotent. The queue keeps its blocks."""
         self._ended = True
 
+    def discard(self) -> None:
+        """Stop capturing, and drop the queue, because it has no reader. Idempotent.
+
+        Connections refer to their capture until they end, which can be days later.
+        """
+        self.end()
+        self._queue.clear()
+        self.waiting_bytes = 0
+
     @property
     def ended(self) -> bool:
         """Whether capturing was stopped."""

@@ -83,7 +83,7 @@ class Taps:
                     watching.cancel()
             finally:
                 del self._captures[request.pod]
-                capture.end()
+                capture.discard()
             return _totals(capture)
 
     def _now_us(self) -> int:
