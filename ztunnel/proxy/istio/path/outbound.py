@@ -346,7 +346,7 @@ class Outbound(PlannedOutbound):
                     route = await self._route(client, destination, attempts.avoid, prefer)
                 target = route.target
                 if not isinstance(target, SocketAddress):
-                    target = await self._resolved(target, labels, destination)
+                    target = await self._resolved(target, labels, destination, tried)
                     if isinstance(route, Tunnel):
                         route = route.at(target.host)
             except EarlyDeny as denial:
@@ -429,7 +429,15 @@ class Outbound(PlannedOutbound):
                     ) from error
         raise EarlyDeny(f"no valid routing destination for workload: {destination}", Reason.NO_ROUTE)
 
-    async def _resolved(self, target: Named, labels: WorkloadLabels, dialled: SocketAddress) -> SocketAddress:
+    async def _resolved(
+        self, target: Named, labels: WorkloadLabels, dialled: SocketAddress, tried: frozenset[SocketAddress]
+    ) -> SocketAddress:
+        """Resolve a target's name, and choose one of its addresses: one that this connection has not tried yet if
+        possible, and one of the dialled address's family if possible.
+
+        Raises:
+            EarlyDeny: the name has no addresses.
+        """
         node = self._node
         key = (*(value or "unknown" for value in labels.secured[:8]), target.hostname)
         node.metrics.on_demand_dns.count(key)
@@ -437,10 +445,12 @@ class Outbound(PlannedOutbound):
             addresses = await node.names.resolve(target.hostname, target.families)
         except ResolveFailed as error:
             raise EarlyDeny(f"dns lookup: {error}", Reason.DNS) from error
-        same = [address for address in addresses if (":" in address) == (":" in dialled.host)]
         if not addresses:
             raise EarlyDeny(f"no ip addresses were resolved for workload: {target.workload.uid}", Reason.DNS)
-        return SocketAddress(node.rng.choice(same or list(addresses)), target.port)
+        found = [SocketAddress(address, target.port) for address in addresses]
+        found = [address for address in found if address not in tried] or found
+        same = [address for address in found if (":" in address.host) == (":" in dialled.host)]
+        return node.rng.choice(same or found)
 
     # Dialling
 

@@ -25,6 +25,7 @@ from tests.ztunnel.proxy.istio.pods import (
     CLIENT,
     ELSEWHERE,
     LOOPS,
+    OTHER,
     SERVER,
     VIP,
     Cluster,
@@ -268,6 +269,33 @@ def test_a_name_is_resolved_and_counted(tmp_path: Path) -> None:
         assert peer.headers()[":authority"] == f"{SERVER}:{APP_PORT}"
         ((labels, count),) = cluster.node.metrics.on_demand_dns.items()
         assert (identity("client") in labels, count) == (True, 1)
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("others", [(OTHER,), (OTHER, "fd00::7")])
+def test_next_attempt_uses_another_address_of_the_name(tmp_path: Path, others: tuple[str, ...]) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.mesh.apply([shop(), endpoint("server", node=ELSEWHERE, hostname="server.example")])
+        await cluster.start(POD)
+        cluster.lookups.known["server.example"] = (*others, SERVER)  # nothing listens at the others
+        cluster.node.rng.choice = lambda addresses: addresses[0]  # type: ignore[method-assign, assignment]
+        cluster.peer("server", SERVER)
+        assert await cluster.dial(f"{VIP}:80").ask() == b"ping"
+        assert cluster.wire.addresses == [f"{OTHER}:15008", f"{SERVER}:15008"]
+
+    play(tmp_path, body)
+
+
+@pytest.mark.parametrize("known", [(OTHER,), (OTHER, "127.0.1.4"), (OTHER, "127.0.1.4", "127.0.1.5", "127.0.1.6")])
+def test_addresses_of_a_name_are_tried_within_the_limit_of_attempts(tmp_path: Path, known: tuple[str, ...]) -> None:
+    async def body(cluster: Cluster) -> None:
+        cluster.mesh.apply([shop(), endpoint("server", node=ELSEWHERE, hostname="server.example")])
+        await cluster.start(POD)
+        cluster.lookups.known["server.example"] = known
+        assert await cluster.dial(f"{VIP}:80").ask() == b""
+        assert len(set(cluster.wire.addresses)) == len(cluster.wire.addresses) == min(len(known), 3)
+        assert "Connection refused" in (await cluster.line())["error"]
 
     play(tmp_path, body)
 
