@@ -44,16 +44,23 @@ class OpenAhead:
         self._most = most
         self._timer: asyncio.TimerHandle | None = None
         self._runs = False
+        self._runs_again = False  # after the mesh has changed during a run
+        self._closed = False
         pod.local.watch(self._mesh_changed)
 
     def _mesh_changed(self, workload: Workload) -> None:
-        if self._timer is None:
+        self._run_soon()
+
+    def _run_soon(self) -> None:
+        if self._timer is None and not self._closed:
             wait_s = _SPREAD_S * (0.5 + self._pod.node.rng.random() / 2)
             self._timer = self._pod.node.poller.loop.call_later(wait_s, self._begin)
 
     def _begin(self) -> None:
         self._timer = None
-        if not self._runs:
+        if self._runs:
+            self._runs_again = True
+        else:
             self._runs = True
             self._pod.tasks.run(self._pod.node.poller, self._open(), "open ahead")
 
@@ -77,9 +84,13 @@ class OpenAhead:
                     log.debug("not opened ahead target=%s error=%s", plan.target, error)
         finally:
             self._runs = False
+            if self._runs_again:
+                self._runs_again = False
+                self._run_soon()
 
     def close(self) -> None:
         """Stop opening connections ahead; idempotent."""
+        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

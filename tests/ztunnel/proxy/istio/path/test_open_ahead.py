@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from tests.ztunnel.proxy.istio.outbound_case import POD
 from tests.ztunnel.proxy.istio.path.test_planned import steps_taken
 from tests.ztunnel.proxy.istio.pods import ELSEWHERE, OTHER, SERVER, VIP, Cluster, Peer, endpoint, play, shop
+from xds.model.address import SocketAddress
 from ztunnel.proxy.istio.path.planned import PlannedConnection
+from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 THIRD = "127.0.1.9"
 ON = {"ZTUNNEL_OPEN_AHEAD": "2"}
@@ -84,5 +87,23 @@ def test_unused_services_are_not_dialled_ahead(tmp_path: Path) -> None:
         cluster.mesh.apply([unused])
         await calm(cluster)
         assert new.connections == []
+
+    play(tmp_path, body, ON)
+
+
+def test_change_while_an_endpoint_is_dialled_ahead_is_followed(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        await used(cluster)
+        address = SocketAddress(OTHER, HBONE_PORT)
+        cluster.wire.gates[address] = asyncio.Event()  # the other does not answer
+        cluster.mesh.apply([endpoint("other", OTHER, node=ELSEWHERE)])
+        await cluster.until(lambda: (address, None) in cluster.wire.dialled)
+        new = cluster.peer("third", THIRD)
+        cluster.mesh.apply([endpoint("third", THIRD, node=ELSEWHERE)])
+        await calm(cluster)
+        assert not new.connections  # they are dialled one at a time
+        cluster.wire.gates[address].set()
+        await cluster.until(lambda: new.connections)
+        await calm(cluster)
 
     play(tmp_path, body, ON)

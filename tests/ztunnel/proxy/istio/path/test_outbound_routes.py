@@ -288,7 +288,9 @@ def test_next_attempt_uses_another_address_of_the_name(tmp_path: Path, others: t
 
 
 @pytest.mark.parametrize("known", [(OTHER,), (OTHER, "127.0.1.4"), (OTHER, "127.0.1.4", "127.0.1.5", "127.0.1.6")])
-def test_addresses_of_a_name_are_tried_within_the_limit_of_attempts(tmp_path: Path, known: tuple[str, ...]) -> None:
+def test_addresses_of_a_name_are_tried_within_the_limit_of_attempts(
+    tmp_path: Path, known: tuple[str, ...]
+) -> None:
     async def body(cluster: Cluster) -> None:
         cluster.mesh.apply([shop(), endpoint("server", node=ELSEWHERE, hostname="server.example")])
         await cluster.start(POD)
