@@ -27,6 +27,7 @@ SO_MARK = 36
 SO_ORIGINAL_DST = 80
 SOL_IPV6 = socket.IPPROTO_IPV6
 _TYPE = int(socket.SOCK_STREAM)
+MAKING = "make a socket"
 STREAM = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
 #: Source ports for connections that we open with a client's address. If the client itself connects to the same
 #: destination from the same port, connection tracking cannot distinguish the two connections, and delivers packets
@@ -137,8 +138,8 @@ def prepared(
         socket_options: further (level, name, value).
 
     Raises:
-        OSError: no descriptors, or no such namespace.
-        KernelRefused, NeedCapability: see :func:`connect`.
+        KernelRefused: for example EMFILE, or EAFNOSUPPORT of a kernel without IPv6.
+        NeedCapability: see :func:`connect`.
     """
     family = int(socket.AF_INET if version == 4 else socket.AF_INET6)
     made: list[socket.SocketType] = []
@@ -150,9 +151,11 @@ def prepared(
                 made.extend([socket.SocketType(family, STREAM) for _ in range(count)])
         for sock in made:
             prepare(sock, mark, keepalive, True, socket_options, ("", 0))
-    except BaseException:
+    except BaseException as error:
         for sock in made:
             sock.close()
+        if isinstance(error, OSError):
+            raise KernelRefused(MAKING, error.errno or 0) from error
         raise
     return made
 

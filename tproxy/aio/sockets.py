@@ -20,6 +20,7 @@ from tproxy.aio.netns import Netns, entered
 from tproxy.aio.socket_calls import (
     IP_TRANSPARENT,
     IPV6_TRANSPARENT,
+    MAKING,
     SO_MARK,
     SOL_IPV6,
     STREAM,
@@ -131,7 +132,8 @@ def listen(
     Raises:
         PortTaken: another socket is bound to the port.
         NeedCapability: ``transparent`` or ``mark`` without CAP_NET_ADMIN.
-        KernelRefused: any other refusal, such as EADDRNOTAVAIL for a foreign address.
+        KernelRefused: any other refusal, such as EADDRNOTAVAIL for a foreign address, or EAFNOSUPPORT of a kernel
+            without IPv6.
     """
     where = ip_address(address) if isinstance(address, str) else address
     family = socket.AF_INET if where.version == 4 else socket.AF_INET6
@@ -222,11 +224,7 @@ def unbound(
         NeedCapability: ``mark`` without CAP_NET_ADMIN.
         KernelRefused: any other refusal, such as EMFILE, or EAFNOSUPPORT of a kernel without IPv6.
     """
-    try:
-        with entered(netns):
-            sock = socket.socket(family, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-    except OSError as error:
-        raise KernelRefused("make a socket", error.errno or 0) from error
+    sock = _make(family, netns, kind | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     try:
         if mark is not None:
             set_mark(sock, mark)
@@ -293,7 +291,7 @@ async def connect(
     Raises:
         ConnectTimedOut: no answer within ``timeout_s``.
         ConnectFailed: refused, unreachable, reset; ``error.errno`` says which.
-        KernelRefused: an option or the source address is not usable.
+        KernelRefused: an option or the source address is not usable, or no socket could be made.
         NeedCapability: a foreign ``source`` or ``mark`` without CAP_NET_ADMIN.
     """
     family, target = target_of(destination[0])
@@ -383,8 +381,11 @@ def is_transparent(sock: socket.SocketType) -> bool:
     return bool(sock.getsockopt(SOL_IPV6, IPV6_TRANSPARENT))
 
 
-def _make(family: socket.AddressFamily, netns: Netns | None) -> socket.socket:
-    if netns is None:
-        return socket.socket(family, STREAM)
-    with entered(netns):
-        return socket.socket(family, STREAM)
+def _make(family: socket.AddressFamily, netns: Netns | None, kind: int = STREAM) -> socket.socket:
+    try:
+        if netns is None:
+            return socket.socket(family, kind)
+        with entered(netns):
+            return socket.socket(family, kind)
+    except OSError as error:  # such as EMFILE, or EAFNOSUPPORT of a kernel without IPv6
+        raise KernelRefused(MAKING, error.errno or 0) from error
