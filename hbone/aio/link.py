@@ -192,9 +192,11 @@ class Link:
         """Return the plaintext that arrived with the last bytes of the handshake. Called once, after the
         handshake.
         """
-        plain = self.poller.plaintext
-        assert self.tls is not None
-        size = self.tls.read_into(plain)
+        plain, tls = self.poller.plaintext, self.tls
+        assert tls is not None
+        size = tls.read_into(plain)
+        if tls.peer_closed:
+            self.readable = True  # as in receive()
         return plain[:size]
 
     def send(self, views: list[memoryview | bytes]) -> None:

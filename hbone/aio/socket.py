@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import struct
 from collections.abc import Callable
@@ -24,6 +25,9 @@ to our cgroup: 2,000 such streams took 1.3 GB.
 LASTING_S: Final = 10.0
 """A connection of this age gets socket options that few connections need, see :meth:`PlainSocket.when_lasting`."""
 _MOST_DISCARDS: Final = 256  # reads of 256 KiB each, together more than any receive buffer
+#: The errors of splice(2) that do not mean that the connection has failed: a kernel or a sandbox (seccomp) does
+#: not permit it for these sockets, or has no memory. The relay then copies, like HAProxy.
+_SPLICE_ERRORS: Final = (errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENOMEM)
 _MOST_CHUNKS = 64  # buffers of one sendmsg; more are joined first (the kernel's limit is 1024)
 
 
@@ -46,6 +50,7 @@ class PlainSocket(End):
 
     __slots__ = (
         "_bulk",
+        "_can_splice",
         "_gather",
         "_gathered",
         "_hung_up",
@@ -82,6 +87,7 @@ class PlainSocket(End):
         self._pending = bytearray()
         self._pushed = b""
         self._pipe: SplicePipe | None = None  # as a source, once the flow is large
+        self._can_splice = True
         self._unsent_bounded = False
         self._starving = False  # as a sink: whether the peer's pipe waits for room in our socket
         self._gather: list[memoryview] = []
@@ -301,7 +307,13 @@ class PlainSocket(End):
         kernel. Return whether it was created.
         """
         peer = self.peer
-        if type(peer) is not PlainSocket or peer._pending or peer.broken is not None or peer.closed:
+        if (
+            not self._can_splice
+            or type(peer) is not PlainSocket
+            or peer._pending
+            or peer.broken is not None
+            or peer.closed
+        ):
             return False
         try:
             self._pipe = SplicePipe()
@@ -324,7 +336,10 @@ class PlainSocket(End):
             self._readable = False
             return
         except OSError as error:
-            self._end(bare(error))
+            if error.errno in _SPLICE_ERRORS:
+                self._copy_from_now_on()
+            else:
+                self._end(bare(error))
             return
         if not size:
             self._end(self.broken)
@@ -343,10 +358,19 @@ class PlainSocket(End):
             peer._starving = self._paused = True
             peer._watch_writable()
         except OSError as error:
-            self._stop_splicing()
-            peer._break(error)
-            self._pump()  # copy again, into a sink that now discards
+            if error.errno in _SPLICE_ERRORS:
+                self._copy_from_now_on()
+            else:
+                self._stop_splicing()
+                peer._break(error)
+                self._pump()  # copy again, into a sink that now discards
         return False
+
+    def _copy_from_now_on(self) -> None:
+        """Continue without splicing, because the kernel cannot splice these sockets."""
+        self._can_splice = False
+        self.leave_splicing()
+        self._pump()
 
     def _stop_splicing(self) -> None:
         assert self._pipe is not None

@@ -25,7 +25,7 @@ from hbone.errors import ConnectionBroken, PeerSilent, RemoteProtocolError, TlsE
 from hbone.settings import Http2Settings, Role
 from hbone.tls import TlsSession
 from hbone.tls_context import TlsContext
-from tests.hbone.aio.harness import CONNECT, LOOPS, contexts, identity, polling, run, tcp_pair, until
+from tests.hbone.aio.harness import CONNECT, LOOPS, WAIT_S, contexts, identity, polling, run, tcp_pair, until
 
 
 def test_settings_come_with_the_end_of_the_handshake() -> None:
@@ -51,6 +51,28 @@ def test_settings_come_with_the_end_of_the_handshake() -> None:
             assert plain[3] == 0x04  # the type of a SETTINGS frame
             serving.cancel()
             await asyncio.wait([serving])
+
+    run(main)
+
+
+def test_a_client_that_closes_with_the_end_of_its_handshake_is_not_kept() -> None:
+    """A client can wait for our close_notify before it sends its FIN (RFC 8446, 6.1)."""
+
+    async def main() -> None:
+        near, far = tcp_pair()
+        loop = asyncio.get_running_loop()
+        tls, sealed = TlsSession(contexts()[0]), bytearray(65536)
+
+        async def ignore(_: Request) -> None: ...
+
+        with polling() as poller, near:
+            serving = loop.create_task(serve_connection(far, contexts()[1], ConnectionSettings(), poller, ignore))
+            while not tls.handshake():
+                await loop.sock_sendall(near, sealed[: tls.seal(b"", memoryview(sealed))])
+                tls.receive(memoryview(await loop.sock_recv(near, 65536)))
+            tls.close()
+            await loop.sock_sendall(near, sealed[: tls.seal(b"", memoryview(sealed))])
+            await asyncio.wait_for(serving, WAIT_S)
 
     run(main)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 
@@ -126,6 +127,30 @@ def test_an_aborted_flow_leaves_no_pipe(pipes: list[int]) -> None:
             sending.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await sending
+
+    run(main)
+
+
+@pytest.mark.parametrize("call", ["fill", "empty"])
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM, errno.ENOMEM])
+def test_without_splice_it_copies(call: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sandbox can forbid splice(2). An error of splice(2) is then not the end of the connection."""
+    refusals: list[int] = []
+    splices = getattr(splice.SplicePipe, call)
+
+    def refused(pipe: splice.SplicePipe, fd: int) -> object:
+        if call == "empty" and not pipe.held:
+            return splices(pipe, fd)
+        refusals.append(fd)
+        raise OSError(code, os.strerror(code))
+
+    async def main() -> None:
+        with relayed() as (a, b, running, counts):
+            monkeypatch.setattr(splice.SplicePipe, call, refused)
+            await exchange(a, b, blob(LARGE, 5), blob(LARGE + 1, 6))
+            await running
+            assert (counts.sent, counts.received) == (LARGE, LARGE + 1)
+            assert len(refusals) == 2  # once per direction
 
     run(main)
 
