@@ -108,17 +108,18 @@ ROWS: Final = (
                 "cps",
                 "docs/troubleshooting.md explains each flag.",
             ),
+            # Istio's metrics take the server's view: it has received what went to the service.
             Panel(
                 "Bytes by service",
                 (
                     (
                         "topk(10, sum by (destination_service) "
-                        '(rate(istio_tcp_sent_bytes_total{reporter="source"}[5m])))',
+                        '(rate(istio_tcp_received_bytes_total{reporter="source"}[5m])))',
                         f"to {_BY_SERVICE}",
                     ),
                     (
                         "topk(10, sum by (destination_service) "
-                        '(rate(istio_tcp_received_bytes_total{reporter="source"}[5m])))',
+                        '(rate(istio_tcp_sent_bytes_total{reporter="source"}[5m])))',
                         f"from {_BY_SERVICE}",
                     ),
                 ),

@@ -132,6 +132,13 @@ def test_panels_of_histograms_show_exemplars() -> None:
     assert shown == {target["expr"] for target in targets if "_bucket" in target["expr"]} != set()
 
 
+def test_bytes_to_a_service_are_those_that_it_has_received() -> None:
+    """Istio's metrics take the server's view ("received during request", "sent during response")."""
+    (panel,) = (each for each in dashboard.dashboard()["panels"] if each["title"] == "Bytes by service")
+    found = {each["legendFormat"].split()[0]: SERIES.findall(each["expr"])[0][0] for each in panel["targets"]}
+    assert found == {"to": "istio_tcp_received_bytes_total", "from": "istio_tcp_sent_bytes_total"}
+
+
 def test_panels_fill_the_width_and_none_lies_on_another() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in dashboard.dashboard()["panels"]:

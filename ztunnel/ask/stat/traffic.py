@@ -18,7 +18,9 @@ from ztunnel.runtime.console.output import Column, Item, Kind
 _SAMPLE: Final = re.compile(r"(istio_tcp_\w+?)(?:_total)?\{([^}]*)\} ([0-9.eE+-]+)")
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _OPENED, _CLOSED, _FAILED = (f"istio_tcp_connections_{word}" for word in ("opened", "closed", "failed"))
-_SENT, _RECEIVED = "istio_tcp_sent_bytes", "istio_tcp_received_bytes"
+#: Istio's names take the server's view ("sent during response"). Here, and in flows and connections, "sent" means
+#: from the client to the server.
+_SENT, _RECEIVED = "istio_tcp_received_bytes", "istio_tcp_sent_bytes"
 _COUNTED: Final = (_OPENED, _CLOSED, _FAILED, _SENT, _RECEIVED)
 UNKNOWN: Final = "unknown"
 
@@ -37,8 +39,9 @@ class PairKey:
 
 @dataclass(slots=True)
 class Counted:
-    """The traffic of a pair. ``connects`` are the times of its connections until they were established, in
-    seconds."""
+    """The traffic of a pair. ``sent`` are the bytes from the source to the destination, ``received`` those back.
+    ``connects`` are the times of its connections until they were established, in seconds.
+    """
 
     opened: float = 0.0
     closed: float = 0.0

@@ -67,10 +67,13 @@ def node(before: str, after: str, *flows: dict[str, Any]) -> NodeReadings:
 
 
 def test_counters_are_compared_between_two_readings() -> None:
-    before, after = page(opened=10, closed=4, sent_bytes=100), page(opened=15, closed=6, failed=1, sent_bytes=350)
+    before = page(opened=10, closed=4, received_bytes=100, sent_bytes=7)
+    after = page(opened=15, closed=6, failed=1, received_bytes=350, sent_bytes=9)
     found = pairs([node(before, after)])
     counted = found[SECURED]
-    assert (counted.opened, counted.closed, counted.failed, counted.sent, counted.open_now) == (5, 2, 1, 250, 9)
+    assert (counted.opened, counted.closed, counted.failed, counted.open_now) == (5, 2, 1, 9)
+    # Istio's metrics take the server's view: it has received what the client sent.
+    assert (counted.sent, counted.received) == (250, 2)
 
 
 def test_a_pair_that_both_proxies_report_counts_once() -> None:
