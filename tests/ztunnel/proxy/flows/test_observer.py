@@ -339,6 +339,8 @@ def test_peers_of_an_istio_mesh_are_the_proxies_of_its_nodes(
 
     async def check(harness: Harness) -> None:
         harness.proxy.mesh.apply([proxy("n1", "10.0.0.1"), proxy("n2", "::2"), proxy("n2", "10.0.0.9", "istiod")])
+        elsewhere = replace(proxy("n3", "10.0.0.1"), uid=WorkloadUid("c2//Pod/istio-system/ztunnel-n3"))
+        harness.proxy.mesh.apply([replace(elsewhere, cluster_id="c2", network="other")])
         settings = HubbleSettings(address="0.0.0.0:4244")
         found = list(peers_in(harness.proxy.mesh, harness.proxy.config, settings.port))
         assert sorted((each.name, each.address) for each in found) == [

@@ -113,12 +113,13 @@ def _response(entry: Entry, node: str) -> dict[str, Any]:
 def peers_in(mesh: Mesh, config: NamedProxy, port: int) -> Iterator[Peer]:
     """Yield the proxies of all nodes for Hubble Relay: the workloads of this proxy's own DaemonSet.
 
-    Yields no peers if the control plane does not describe this proxy's pod.
+    Yields no peers if the control plane does not describe this proxy's pod. In a mesh of several clusters, the
+    proxies of other clusters have their own relay, and this cluster's relay might not reach them.
     """
     every = [each for each in mesh.workloads() if each.namespace == config.pod_namespace and port]
-    own = {each.workload_name for each in every if each.name == config.pod_name}
+    own = {(each.cluster_id, each.workload_name) for each in every if each.name == config.pod_name}
     for each in every:
-        if each.workload_name in own and each.node and each.addresses:
+        if (each.cluster_id, each.workload_name) in own and each.node and each.addresses:
             host = each.addresses[0]
             name = f"{each.cluster_id or 'default'}/{each.node}"
             yield Peer(name=name, address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
