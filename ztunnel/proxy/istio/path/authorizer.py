@@ -9,6 +9,7 @@ from typing import Final
 from xds.model.facts import ConnectionFacts
 from xds.model.mesh import Changes
 from xds.model.mesh_policies import WorkloadPolicies
+from xds.model.policy import Verdict as PolicyVerdict
 from xds.model.workload import PolicyKey, Workload
 from ztunnel.policy.engine import holds, judge
 from ztunnel.policy.ledger import Use
@@ -182,7 +183,9 @@ class Authorizer:
                 matched = True
                 log.log(self._level, "dry-run: allow policy match policy=%s", policy.key)
                 self._note(policy.key, Use.WOULD_ALLOW)
-        if policies.dry_run_allow and not matched:
+        # Beside an enforced ALLOW policy, a further one can only allow more. (As in the Rust ztunnel.)
+        has_enforced_allow = policies.enforced.end is PolicyVerdict.DENY
+        if policies.dry_run_allow and not matched and not has_enforced_allow:
             log.log(self._level, "dry-run: no allow policies match")
             for policy in policies.dry_run_allow:
                 self._note(policy.key, Use.WOULD_NOT_ALLOW)

@@ -1,6 +1,7 @@
 """Who may come in: verdicts, dry runs, policies that are late."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -120,6 +121,29 @@ def test_dry_runs_are_counted_and_noted(tmp_path: Path, caplog: pytest.LogCaptur
     judged(tmp_path, work)
     assert "dry-run: deny policy match policy=default/d" in caplog.messages
     assert "dry-run: no allow policies match" in caplog.messages
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_dry_run_allow_policy_denies_nothing_beside_an_enforced_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, holds: bool
+) -> None:
+    """A further ALLOW policy can only allow more."""
+
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        node.mesh.apply(
+            [
+                policy("enforced", Action.ALLOW, holds=holds),
+                policy("n", Action.ALLOW, holds=False, dry_run=True),
+            ]
+        )
+        with contextlib.nullcontext() if holds else pytest.raises(Denied):
+            await judge.authorize(LOCAL, FACTS, record, 0.0)
+        assert record.dry_run == ""
+        assert not any(use.tally.would_not_allow for use in node.metrics.ledger.own)
+
+    caplog.set_level("INFO")
+    judged(tmp_path, work)
+    assert not any("dry-run" in message for message in caplog.messages)
 
 
 def test_connection_waits_for_a_late_policy(tmp_path: Path) -> None:
