@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import uvloop
@@ -18,7 +19,7 @@ import uvloop
 from deploy.lab import Lab
 from tests.netns.toys import WAIT_S, app, ask, peer_address
 from tests.programs import needed
-from tproxy.aio import sockets
+from tproxy.aio import socket_calls, sockets
 from tproxy.aio.netns import Netns
 from tproxy.aio.sockets import (
     IP_TRANSPARENT,
@@ -31,6 +32,10 @@ from tproxy.aio.sockets import (
     original_destination,
 )
 from tproxy.errors import ConnectFailed, ConnectTimedOut, KernelRefused, PortTaken
+from xds.model.address import SocketAddress
+from ztunnel.proxy.envoy.path.dial import _connect_now
+from ztunnel.proxy.envoy.stream.stream_info import UpstreamOptions
+from ztunnel.proxy.envoy.upstream.cluster import LiveCluster
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(60)]
 ROOT = Path(__file__).parents[2]
@@ -233,6 +238,27 @@ def test_a_port_that_is_taken_is_passed_over(lab: Lab, monkeypatch: pytest.Monke
             assert failed.value.error is not None
             assert failed.value.error.errno == errno.ECONNREFUSED  # which no other port would mend
             assert open_descriptors() == before + 11
+
+    asyncio.run(main())
+
+
+def test_the_kernel_chooses_the_port_when_all_others_are_taken(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client with thousands of connections to one server has few free ports among those chosen at random."""
+
+    async def main() -> None:
+        place, address = lab.pod("client"), SocketAddress("127.0.0.1", 8080)
+        cluster = mock.Mock(spec=LiveCluster, model=mock.Mock(keepalive=None, bind_source=None))
+        monkeypatch.setattr(socket_calls, "foreign_port", lambda: 40001)
+        async with app(place):
+            before = open_descriptors()
+            with contextlib.ExitStack() as stack, place.netns.entered():
+                ports = []
+                for _ in range(2):
+                    sock, _ = _connect_now(cluster, address, UpstreamOptions(source="127.0.0.9"))
+                    ports.append(stack.enter_context(contextlib.closing(sock)).getsockname()[1])
+            assert ports[0] == 40001
+            assert ports[1] % 2 == 0
+            assert await eventually_equal(open_descriptors, before)
 
     asyncio.run(main())
 

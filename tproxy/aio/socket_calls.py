@@ -97,6 +97,7 @@ def connect_at_once(
     *,
     source: str | None = None,
     own_source: bool = False,
+    kernel_port: bool = False,
 ) -> bool:
     """Begin to connect a TCP socket, and return whether it is already connected. If not, :func:`finish_connect`
     completes it. The caller closes the socket, also after an error.
@@ -106,13 +107,14 @@ def connect_at_once(
         destination: address and port, of the socket's family.
         source: see :func:`connect`.
         own_source: see :func:`connect`.
+        kernel_port: whether the kernel chooses the source port, for the last attempt after ports in use.
 
     Raises:
         ConnectFailed, KernelRefused, NeedCapability: see :func:`connect`. A source port in use is an error, too;
             the caller can retry with a new socket, which gets another port.
     """
     if source is not None:
-        port = 0 if own_source else foreign_port()
+        port = 0 if own_source or kernel_port else foreign_port()
         appear_as(sock, target_of(source)[0], source, port, destination, foreign=not own_source)
     return connects_at_once(sock, destination)
 

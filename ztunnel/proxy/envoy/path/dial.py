@@ -289,12 +289,16 @@ def _connect_now(
     while True:
         (sock,) = sockets.prepared(1, version, mark=mark, keepalive=keepalive)
         try:
-            return sock, sockets.connect_at_once(sock, address, source=source, own_source=own)
+            connected = sockets.connect_at_once(
+                sock, address, source=source, own_source=own, kernel_port=not tries
+            )
         except BaseException as error:
             sock.close()
             if not (tries and sockets.port_is_taken(error)):
                 raise
             tries -= 1
+        else:
+            return sock, connected
 
 
 class CountedConnection:
