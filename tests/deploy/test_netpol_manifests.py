@@ -53,6 +53,9 @@ def test_the_arguments_are_the_commands() -> None:
     assert [entry["name"] for entry in container["env"]] == ["NODE_NAME"]
     [port] = container["ports"]
     assert str(port["containerPort"]) == args.metrics
+    # Otherwise a rollout would continue although the new version's table is not in the kernel.
+    assert container["readinessProbe"]["httpGet"] == {"port": port["containerPort"], "path": "/readyz"}
+    assert container["livenessProbe"]["httpGet"] == {"port": port["containerPort"], "path": "/healthz"}
 
 
 # The chart

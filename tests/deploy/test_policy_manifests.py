@@ -49,3 +49,5 @@ def test_the_container_has_its_folder_and_no_privilege() -> None:
     assert mount["name"] == volume["name"]
     [port] = container["ports"]
     assert str(port["containerPort"]) == args.metrics
+    assert container["readinessProbe"]["httpGet"] == {"port": port["containerPort"], "path": "/readyz"}
+    assert container["livenessProbe"]["httpGet"] == {"port": port["containerPort"], "path": "/healthz"}

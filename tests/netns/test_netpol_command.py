@@ -375,11 +375,11 @@ def test_metrics_count_by_policy_and_direction(clean: Cluster, tmp_path: Path) -
     until(lambda: table(clean) is not None, "the first table")
     assert clean.wrong(probes(ONLY_B.probes)) == []
 
-    def scraped() -> str:
+    def scraped(path: str = "/metrics") -> str:
         with clean.lab.worker("w1").place.socket() as sock:
             sock.settimeout(WAIT_S)
             sock.connect(("127.0.0.1", 15999))
-            sock.sendall(b"GET /metrics HTTP/1.0\r\nhost: x\r\n\r\n")
+            sock.sendall(f"GET {path} HTTP/1.0\r\nhost: x\r\n\r\n".encode())
             return b"".join(iter(lambda: sock.recv(65536), b"")).decode()
 
     page = scraped()
@@ -388,6 +388,7 @@ def test_metrics_count_by_policy_and_direction(clean: Cluster, tmp_path: Path) -
     assert 'policy="end of tier default",verdict="dropped"' in page
     assert 'netpol_policed_pods{direction="ingress"} 1.0' in page
     assert "netpol_in_force 1.0" in page
+    assert scraped("/readyz").endswith("\r\n\r\nready\n")
     assert "netpol_not_followed{" not in page
     (tmp_path / "broken.yaml").write_text("broken: [")
     until(lambda: f'netpol_not_followed{{what="{tmp_path}/broken.yaml"}} 1.0' in scraped(), "the broken file")

@@ -67,6 +67,15 @@ class WatchedSource(ObjectSource, Protocol):
         ...
 
 
+def not_read(faults: Mapping[str, str]) -> str:
+    """Return why not every object has been read yet, for a readiness page.
+
+    Args:
+        faults: see :attr:`WatchedSource.faults`.
+    """
+    return "; ".join(f"{what}: {fault}" for what, fault in faults.items()) or "not all objects have been read yet"
+
+
 class EventSink(Protocol):
     """Reports faults of an object to its owner, as Events that ``kubectl describe`` shows."""
 

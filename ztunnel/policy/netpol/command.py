@@ -53,7 +53,7 @@ def add_arguments(subparsers: Any) -> None:
         ("--netns", "NS", "the node's namespace: name, path or pid"),
         ("--print", "", "print the table in nft's language, and change nothing"),
         ("--once", "", "end when the kernel has the table"),
-        ("--metrics", "[IP:]PORT", "address of the Prometheus page /metrics"),
+        ("--metrics", "[IP:]PORT", "address of /healthz, /readyz and the Prometheus page /metrics"),
         ("--tunnels", None,
          "tunnels (port 15008) of captured pods: judge: apply policies to them like to any port (default); "
          "allow: let them pass, because the node's proxy enforces the same policies inside tunnels",
@@ -183,7 +183,10 @@ async def _run(args: argparse.Namespace, out: TextIO) -> int:
                 async def measured() -> "Iterable[Family]":
                     return families(controller, await table.read(), source.faults)
 
-                await stack.enter_async_context(metrics_server(metrics, measured))
+                def unready() -> str:
+                    return controller.unready(source.faults)
+
+                await stack.enter_async_context(metrics_server(metrics, measured, unready))
             await controller.run(once=args.once)
     return DONE
 

@@ -7,6 +7,7 @@ last table stays. It also stays after the controller stops; only ``ztunnel netpo
 import asyncio
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tproxy.aio import rtnetlink
@@ -20,7 +21,7 @@ from tproxy.expressions import IpAddress
 from tproxy.packets import Interpreter, Packet
 from xds.model import calico as c
 from xds.model.address import IpNetwork
-from ztunnel.kube.objects import Changes, EventSink, ObjectKey, ObjectSource
+from ztunnel.kube.objects import Changes, EventSink, ObjectKey, ObjectSource, not_read
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
@@ -132,6 +133,16 @@ class Controller:
     def problems(self) -> int:
         """The number of objects that are not enforced as written."""
         return len(self._work.objects.problems)
+
+    def unready(self, faults: Mapping[str, str]) -> str:
+        """Return why the node's table is not what the objects want. Empty if it is.
+
+        Args:
+            faults: see :attr:`~ztunnel.kube.objects.WatchedSource.faults`.
+        """
+        if not self.synced:
+            return not_read(faults)
+        return "" if self.in_force else self._failure or "the table has not been applied yet"
 
     async def run(self, *, once: bool = False) -> None:
         """Follow the source until cancelled, or with ``once`` until the first table is applied."""

@@ -3,7 +3,7 @@
 import asyncio
 from typing import Protocol
 
-from ztunnel.kube.objects import Changes, EventSink, WatchedSource
+from ztunnel.kube.objects import Changes, EventSink, WatchedSource, not_read
 from ztunnel.policy.calico.compile import Compiled
 from ztunnel.policy.calico.incremental import Compiler
 from ztunnel.policy.calico.objects import PolicyObjects
@@ -64,6 +64,11 @@ class ClusterPolicies:
     def not_followed(self) -> tuple[str, ...]:
         """The plurals of the kinds that the source cannot follow now."""
         return tuple(self._source.faults)
+
+    @property
+    def unready(self) -> str:
+        """Why no state can be served yet. Empty if one is served."""
+        return "" if self.synced else not_read(self._source.faults)
 
     async def follow(self) -> None:
         """Process one batch of changes. The caller repeats this, and loses no change if it cancels between two

@@ -80,7 +80,7 @@ def add_arguments(subparsers: Any) -> None:
         ("--node", "NAME", "serve only pods of this node"),
         ("--form", None, "form of the messages; names is for clients before Calico 3.32",
          {"choices": ("messages", "names"), "default": "messages"}),
-        ("--metrics", "[IP:]PORT", "address of the Prometheus page /metrics"),
+        ("--metrics", "[IP:]PORT", "address of /healthz, /readyz and the Prometheus page /metrics"),
     )  # fmt: skip
     serve.set_defaults(run=serve_command)
 
@@ -278,7 +278,11 @@ async def _serve(args: argparse.Namespace, from_files: "FilePolicies | None") ->
         if metrics is not None:
             from ztunnel.policy.policysync.metrics import families
 
-            measured = metrics_server(metrics, lambda: families(server, policies.problems, policies.not_followed))
+            measured = metrics_server(
+                metrics,
+                lambda: families(server, policies.problems, policies.not_followed),
+                lambda: policies.unready,
+            )
             await stack.enter_async_context(measured)
         if args.socket is not None:
             await server.open(args.socket, of_node, streams=NODE_STREAMS, mode=args.socket_mode)
@@ -320,6 +324,7 @@ class _Files:
 
     Attributes:
         compiled: the served state.
+        unready: why no state can be served yet; always empty, because the files were read at the start.
     """
 
     def __init__(self, paths: list[Path], policies: "FilePolicies", server: "PolicySyncServer") -> None:
@@ -331,6 +336,7 @@ class _Files:
         self._seen = files.states_of(paths)
         self._edits = InPlaceEdits()
         self.not_followed: tuple[str, ...] = ()
+        self.unready = ""
         self._publish()
 
     @property

@@ -84,16 +84,28 @@ def bound_address(text: str | None, flag: str = "", host: str = "0.0.0.0") -> So
 
 
 def metrics_server(
-    address: SocketAddress, families: Callable[[], Iterable[Family] | Awaitable[Iterable[Family]]]
+    address: SocketAddress,
+    families: Callable[[], Iterable[Family] | Awaitable[Iterable[Family]]],
+    unready: Callable[[], str] | None = None,
 ) -> PageServer:
-    """Return a server of ``/metrics``, which calls ``families`` for each scrape."""
+    """Return a server of ``/metrics``, which calls ``families`` for each scrape.
+
+    Args:
+        unready: returns why the process is not ready. Empty if it is ready. If given, there are also the pages
+            ``/readyz`` (503 with the reason if it is not ready) and ``/healthz``, for kubelet's probes.
+    """
     from ztunnel.runtime.clock import SystemClock
-    from ztunnel.runtime.http.page import not_found
+    from ztunnel.runtime.http.page import not_found, text
     from ztunnel.runtime.http.server import PageServer
 
     async def pages(request: PageRequest) -> Page:
+        if unready is not None and request.path == "/healthz":
+            return text("ok\n")
+        if unready is not None and request.path == "/readyz":
+            missing = unready()
+            return text(f"{missing}\n", 503) if missing else text("ready\n")
         if request.path != "/metrics":
-            return not_found(["/metrics"])
+            return not_found(["/metrics", *(["/readyz", "/healthz"] if unready is not None else [])])
         from ztunnel.runtime.http.exposition import page
 
         found = families()

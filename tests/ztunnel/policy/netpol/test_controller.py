@@ -115,3 +115,31 @@ def test_a_refusal_while_a_check_of_connections_is_due_is_not_retried_at_once(
             task.cancel()
 
     asyncio.run(main())
+
+
+def test_it_is_ready_while_the_kernel_has_the_table_of_all_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_S", LONG_S)
+    monkeypatch.setattr(module, "_JUDGE_S", LONG_S)
+    monkeypatch.setattr(module, "end_connections", lambda *_: [])
+    table = Table(1, None)
+    controller = running(table)
+    assert controller.unready({}) == "not all objects have been read yet"
+    assert controller.unready({"pods": "forbidden"}) == "pods: forbidden"
+
+    async def until(check: Callable[[], bool]) -> None:
+        while not check():
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
+            task = group.create_task(controller.run(), name="controller")
+            await until(lambda: controller.counts.applied == 1)
+            assert controller.unready({}) == ""
+            # The last known objects are enforced while the API server is unreachable.
+            assert controller.unready({"pods": "unreachable"}) == ""
+            table.disturbed.set()
+            await until(lambda: controller.counts.failed == 1)
+            assert "to change the table" in controller.unready({})
+            task.cancel()
+
+    asyncio.run(main())

@@ -133,8 +133,8 @@ def test_serve_follows_a_cluster(tmp_path: Path) -> None:
 
     port = free_port()
 
-    def scraped() -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT_S) as answer:
+    def scraped(path: str = "/metrics") -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=LIMIT_S) as answer:
             return str(answer.read().decode())
 
     async def pod(name: str, address: str, node: str = "n1") -> None:
@@ -171,6 +171,7 @@ def test_serve_follows_a_cluster(tmp_path: Path) -> None:
                 assert {policy.kind for policy in store.policies} == {"KubernetesNetworkPolicy", "NetworkPolicy"}
                 await until((tmp_path / "mount" / "uid-back" / "socket").is_socket)
                 assert not follower.evaluator.check(back, flow()).allowed
+                assert await asyncio.to_thread(scraped, "/readyz") == "ready\n"
                 await api.remove("networkpolicies.v3", "shop", "one")
                 await until(lambda: follower.evaluator.check(back, flow()).allowed)
                 # Faulty from the start: closed. The Event says so where describe shows it.

@@ -85,3 +85,28 @@ def test_metrics_are_on_their_path_alone(*, awaited: bool) -> None:
             return await asyncio.to_thread(asked, server.address.port)
 
     assert "served 3.0" in asyncio.run(main())
+
+
+def test_readiness_is_beside_the_metrics_if_it_is_given() -> None:
+    reasons = ["the table has not been applied yet", ""]
+
+    def asked(port: int) -> list[tuple[int, str]]:
+        found = []
+        for path in ("/readyz", "/readyz", "/healthz"):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=20) as page:
+                    found.append((page.status, page.read().decode()))
+            except urllib.error.HTTPError as error:
+                found.append((error.code, error.read().decode()))
+        return found
+
+    async def main() -> list[tuple[int, str]]:
+        address = SocketAddress("127.0.0.1", 0)
+        async with metrics_server(address, list, lambda: reasons.pop(0)) as server:
+            return await asyncio.to_thread(asked, server.address.port)
+
+    assert asyncio.run(main()) == [
+        (503, "the table has not been applied yet\n"),
+        (200, "ready\n"),
+        (200, "ok\n"),
+    ]
