@@ -20,7 +20,7 @@ from ztunnel.proxy.addons.load import AddonError, end, find_class, load_all, loa
 from ztunnel.proxy.addons.running import RunningAddon
 from ztunnel.proxy.addons.settings import AddonSettings
 from ztunnel.runtime.tasks import Tasks
-from ztunnel.runtime.watched_file import FileState, file_state
+from ztunnel.runtime.watched_file import FileState, InPlaceEdits, file_state
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class AddonProcess:
         self._settings = settings
         # The files' states are taken before the files are read, so that a change in between is noticed.
         self._seen = {spec.text: _state(spec.file) for spec in settings.specs}
+        self._edits = InPlaceEdits()
         self.host = AddonHost(load_all(settings))
         self._tasks = Tasks("addons")
         self._stack = ExitStack()
@@ -65,12 +66,18 @@ class AddonProcess:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
-            for addon in self.host.addons:
-                spec = addon.loaded.spec
-                state = _state(spec.file)
-                if spec.file and state != self._seen[spec.text]:
-                    self._seen[spec.text] = state
-                    await self._replace(addon)
+            await self.look()
+
+    async def look(self) -> None:
+        """Replace the addons whose files have changed since the last call. A file that is being written in place
+        is left alone, because its first part can be an addon without some of its hooks.
+        """
+        for addon in self.host.addons:
+            spec = addon.loaded.spec
+            read, state = self._seen[spec.text], _state(spec.file)
+            if spec.file and state != read and not self._edits.is_written(Path(spec.file), read, state):
+                self._seen[spec.text] = state
+                await self._replace(addon)
 
     async def _replace(self, addon: RunningAddon) -> None:
         spec = addon.loaded.spec

@@ -100,6 +100,33 @@ def test_last_good_version_stays_if_a_changed_file_cannot_be_loaded(
     assert line.startswith("addon gate: its changed file is not used: ")
 
 
+def test_file_that_is_written_in_place_is_loaded_once_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "gate.py"
+    write(path, "first")
+
+    async def main() -> None:
+        process = AddonProcess(AddonSettings(specs=(parse_spec(str(path)),)))
+        before = process.host.addons[0]
+        with path.open("w") as file:  # the first part is an addon by itself, which denies no connection
+            file.write("class Gate:\n  def opened(self, facts): pass\n")
+            file.flush()
+            await process.look()
+            assert process.host.addons[0] is before
+            file.write("  def connecting(self, facts):\n    return Deny('the second')\n")
+            file.write("from ztunnel.addons import Deny\n")
+        await process.look()
+        assert (await connecting(process.host)).outcome.denied.endswith(": first")
+        await process.look()
+        assert (await connecting(process.host)).outcome.denied.endswith(": the second")
+        other = tmp_path / "other.py"
+        write(other, "the third")
+        other.replace(path)  # a complete file
+        await process.look()
+        assert (await connecting(process.host)).outcome.denied.endswith(": the third")
+
+    asyncio.run(main())
+
+
 def test_started_version_with_another_name_is_ended(tmp_path: Path) -> None:
     path, ended = tmp_path / "gate.py", tmp_path / "ended"
 
