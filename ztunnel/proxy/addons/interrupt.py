@@ -16,6 +16,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter_ns
 from types import FrameType
 from typing import Any, Final, Self
@@ -61,6 +63,21 @@ class CurrentCall:
         """Whether the running hook has exceeded the limit, and was not interrupted yet."""
         too_long = perf_counter_ns() - self.began_ns > LIMIT_S * 1e9
         return self.hook is not None and too_long and not self.interrupted
+
+    @contextmanager
+    def calling(self, hook: object) -> Iterator[None]:
+        """A context manager around a call of a hook outside of the data path, so that it is interrupted as well.
+
+        Args:
+            hook: its text names the addon and the hook.
+        """
+        self.began_ns = perf_counter_ns()
+        try:
+            self.hook = hook
+            yield
+        finally:
+            self.hook = None
+            self.interrupted = False
 
     def name(self) -> str:
         """Return the names of the running addon and hook, for the watchdog's report. Empty if none runs."""

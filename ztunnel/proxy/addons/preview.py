@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from ztunnel.addons import Facts, Verdict
 from ztunnel.proxy.addons.decide import fault_of, in_words
+from ztunnel.proxy.addons.interrupt import CurrentCall
 from ztunnel.proxy.addons.load import LoadedAddon, find_class, load_class, where
 from ztunnel.proxy.addons.settings import AddonSettings
 
@@ -41,27 +42,38 @@ class Said(NamedTuple):
         return {"addon": self.addon, "says": self.says}
 
 
-def would_say(addons: Iterable[tuple[LoadedAddon, str]], hook: str, facts: Facts) -> list[Said]:
+def would_say(
+    addons: Iterable[tuple[LoadedAddon, str]], hook: str, facts: Facts, current: CurrentCall | None = None
+) -> list[Said]:
     """Return the predicted answers of the addons that have a hook, in order, up to the first denial.
 
     Args:
         addons: the addons, each with the reason why it is suspended, or an empty text.
         hook: ``connecting`` or ``accepting``.
         facts: the connection's facts.
+        current: in a process that carries connections, interrupts a hook that blocks.
     """
+    current = current or CurrentCall()
     found = []
     for loaded, suspended in addons:
         function = loaded.hooks.get(hook)
         if function is None:
             continue
-        said = _one(loaded, suspended, hook, function, facts)
+        said = _one(loaded, suspended, hook, function, facts, current)
         found.append(said)
         if said.denies:
             break
     return found
 
 
-def _one(loaded: LoadedAddon, suspended: str, hook: str, function: Callable[..., Any], facts: Facts) -> Said:
+def _one(
+    loaded: LoadedAddon,
+    suspended: str,
+    hook: str,
+    function: Callable[..., Any],
+    facts: Facts,
+    current: CurrentCall,
+) -> Said:
     name, denies = loaded.name, loaded.common.denies
     if suspended:
         effect = "deny" if denies else "nothing"
@@ -71,7 +83,8 @@ def _one(loaded: LoadedAddon, suspended: str, hook: str, function: Callable[...,
     if not loaded.pure:
         return Said(name, _NOT_PURE, known=False)
     try:
-        verdict = function(facts)
+        with current.calling(f"addon {name}, hook {hook}"):
+            verdict = function(facts)
     except BaseException as error:  # noqa: BLE001  part of the answer; SystemExit must not end the proxy
         return Said(name, f"it fails: {where(error)}", denies=denies)
     fault = fault_of(hook, verdict)

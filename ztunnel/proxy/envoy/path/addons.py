@@ -124,7 +124,7 @@ class StreamAddons:
         else:
             facts = self._outbound(0, info, host, tunnelled=False)
         addons = [(each.loaded, each.suspended) for each in self.host.addons]
-        said = would_say(addons, "accepting" if inbound else "connecting", facts)
+        said = would_say(addons, "accepting" if inbound else "connecting", facts, self.host.current)
         if not said:
             return {}
         answer: dict[str, Any] = {"addons": [each.shown() for each in said]}

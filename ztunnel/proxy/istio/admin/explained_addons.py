@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from xds.model.address import SocketAddress
-from ztunnel.proxy.addons.load import AddonError, LoadedAddon
+from ztunnel.proxy.addons.interrupt import CurrentCall
+from ztunnel.proxy.addons.load import AddonError, LoadedAddon, end
 from ztunnel.proxy.addons.preview import Said, preview_of, would_say
 from ztunnel.proxy.addons.settings import AddonSettings
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.path.addons import would_accept, would_connect
 from ztunnel.proxy.istio.path.explain import Answer, Question
+from ztunnel.runtime.watched_file import FileState, file_state
 
-_previews: dict[int, tuple[AddonSettings, list[tuple[LoadedAddon, str]]]] = {}
+
+class _Preview(NamedTuple):
+    """The addons of a process whose workers carry the connections, as loaded to predict their verdicts.
+
+    Attributes:
+        settings: the settings, kept so that their id is not reused.
+        files: the states of the addons' files before they were read.
+        addons: the addons, see :func:`~ztunnel.proxy.addons.preview.would_say`.
+    """
+
+    settings: AddonSettings
+    files: list[FileState]
+    addons: list[tuple[LoadedAddon, str]]
+
+
+#: The previews, by the id of their settings.
+_previews: dict[int, _Preview] = {}
 
 
 def ask_addons(proxy: InspectedProxy, asked: Question, answer: Answer) -> None:
@@ -45,9 +64,28 @@ def _addons(proxy: InspectedProxy) -> Sequence[tuple[LoadedAddon, str]]:
     assert settings is not None
     # The addons run in worker processes. An addon that decides by the facts alone returns the same verdict here.
     known = _previews.get(id(settings))
-    if known is None:
-        known = _previews[id(settings)] = (settings, preview_of(settings))
-    return known[1]
+    files = [file_state(Path(spec.file)) if spec.file else None for spec in settings.specs]
+    if known is None or known.files != files:
+        known = _previews[id(settings)] = _Preview(settings, files, _loaded(settings, known))
+    return known.addons
+
+
+def _loaded(settings: AddonSettings, before: _Preview | None) -> list[tuple[LoadedAddon, str]]:
+    """Load the addons. If a changed file cannot be loaded, keep the version before, like the workers.
+
+    Raises:
+        AddonError: an addon cannot be loaded, and there is no version before.
+    """
+    try:
+        loaded = preview_of(settings)
+    except AddonError:
+        if before is None:
+            raise
+        return before.addons
+    for addon, _ in before.addons if before is not None else ():
+        if not isinstance(addon.instance, type):  # otherwise it was not started
+            end(addon)
+    return loaded
 
 
 def _leaving(
@@ -63,7 +101,7 @@ def _leaving(
         pod = (source.namespace, source.name)
         names = running.names.of(pod, asked.destination.host) if running is not None else ()
         facts = would_connect(source, asked.host, asked.destination, service, there, way, names)
-        denied = _put(way, would_say(addons, "connecting", facts))
+        denied = _put(way, would_say(addons, "connecting", facts, _current(proxy)))
     inbound = way.get("inbound")
     return denied or (_arriving(proxy, asked, inbound, addons) if inbound else "")
 
@@ -76,7 +114,11 @@ def _arriving(
         return ""  # addons run on the destination's node, and are not asked about a refused connection
     application = SocketAddress.parse(inbound["application"])
     facts = would_accept(asked.source, asked.host, asked.identity, there, application)
-    return _put(inbound, would_say(addons, "accepting", facts))
+    return _put(inbound, would_say(addons, "accepting", facts, _current(proxy)))
+
+
+def _current(proxy: InspectedProxy) -> CurrentCall | None:
+    return proxy.node.addons.host.current if proxy.node.addons is not None else None
 
 
 def _put(place: dict[str, Any], said: list[Said]) -> str:

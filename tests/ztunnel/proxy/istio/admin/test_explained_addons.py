@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 from tests.ztunnel.proxy.istio.admin.test_explain_page import explanation, usual
@@ -9,7 +11,9 @@ from tests.ztunnel.proxy.istio.inbound_case import NEAR, POD
 from tests.ztunnel.proxy.istio.pods import Cluster, play
 from ztunnel.addons import Addon, Deny, Facts, Prefer, Verdict
 from ztunnel.proxy.addons.host import AddonHost
+from ztunnel.proxy.addons.interrupt import Interrupter
 from ztunnel.proxy.addons.load import load_class
+from ztunnel.proxy.addons.settings import AddonSettings, parse_spec
 from ztunnel.proxy.istio.path.addons import PodAddons
 
 
@@ -80,3 +84,61 @@ def test_addon_fault_is_shown_by_explain(tmp_path: Path) -> None:
     assert answer["verdict"] == "refused by addon fails"
     (way,) = answer["ways"]  # type: ignore[misc, attr-defined]
     assert "ValueError: bad day" in way["inbound"]["addons"][0]["says"]
+
+
+GATE = """
+from pathlib import Path
+from ztunnel.addons import Deny
+
+class Gate:
+    def accepting(self, facts):
+        return Deny("{version}")
+
+    def done(self):
+        Path({done!r}).touch()
+"""
+
+
+def test_explain_follows_changed_files_of_addons_that_run_in_workers(tmp_path: Path) -> None:
+    path, done = tmp_path / "gate.py", tmp_path / "done"
+    path.write_text(GATE.format(version="the first", done=str(done)))
+
+    def says(cluster: Cluster) -> str:
+        (way,) = explanation(cluster)["ways"]
+        found: str = way["inbound"]["addons"][0]["says"]
+        return found
+
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(NEAR, POD)
+        usual(cluster)
+        cluster.node.config = replace(cluster.node.config, addons=AddonSettings(specs=(parse_spec(str(path)),)))
+        assert says(cluster) == "deny: the first"
+        path.write_text(GATE.format(version="the second version", done=str(done)))
+        assert says(cluster) == "deny: the second version"
+        assert done.exists()
+        path.write_text("class Gate:")
+        assert says(cluster) == "deny: the second version"  # which the workers keep, too
+
+    play(tmp_path, body)
+
+
+class Hangs(Addon):
+    def accepting(self, facts: Facts) -> Deny | None:
+        time.sleep(30)
+        return None
+
+
+def test_hook_that_blocks_is_interrupted_while_explaining(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(NEAR, POD)
+        usual(cluster)
+        host = AddonHost([load_class(Hangs, {})])
+        cluster.node.addons = PodAddons(host)
+        began_s = time.monotonic()
+        with Interrupter(host.current):
+            (way,) = explanation(cluster)["ways"]
+        assert time.monotonic() - began_s < 20  # not 30 s
+        assert "blocked the loop" in way["inbound"]["addons"][0]["says"]
+        assert not any(each.suspended for each in host.addons)
+
+    play(tmp_path, body)
