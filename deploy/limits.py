@@ -138,7 +138,11 @@ def _protocol(wire: Limits, http2: Http2Settings) -> Iterator[Limit]:
     yield Limit("decoded header list", http2.max_header_list_bytes, octets, reset, told="PROTOCOL_ERROR")
     yield ends("decoded header list, to be read to its end", TOLERATED_LIST_BYTES, octets)
     most = http2.max_concurrent_streams
-    yield Limit("streams", most, "of a connection at once", "stream is refused", told="REFUSED_STREAM")
+    streams = (
+        "of a connection at once; those refused before the peer has acknowledged our SETTINGS count as control "
+        "frames, later ones as resets"
+    )
+    yield Limit("streams", most, streams, "stream is refused", told="REFUSED_STREAM")
     yield Limit("early data", http2.early_bytes, "octets of a stream before its response", reset, told=_CALM)
 
 

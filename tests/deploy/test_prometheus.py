@@ -47,7 +47,10 @@ def others() -> list[str]:
     controller = mock.MagicMock(built=None, **dict.fromkeys(("synced", "in_force", "problems"), 1))
     controller.counts = Counts()
     found = []
-    for families in (status.families(enroller, informer, auditor, None), netpol_families(controller, None, ())):
+    for families in (
+        status.families(enroller, informer, auditor, None),
+        netpol_families(controller, None, ("pods",)),
+    ):
         answer = exposition.page(families, PageRequest(method="GET", path="/metrics"))
         found.append(b"".join(piece for piece in answer.body if isinstance(piece, bytes)).decode())
     return found
@@ -186,6 +189,13 @@ def test_prometheus_reads_the_rules() -> None:
 
 #: Alert, series with its values of each minute, labels that the alert then has.
 FIRES = [
+    ("ZtunnelAgentStale", {'ztunnel_agent_faults{instance="n"}': "1x20"}, {"instance": "n"}),
+    (
+        "NetpolStale",
+        {'netpol_not_followed{instance="n",what="pods"}': "1x20"},
+        {"instance": "n", "what": "pods"},
+    ),
+    ("NetpolDown", {'netpol_synced{instance="n"}': "1 1 1 1 1"}, {"instance": "n"}),
     (
         "ZtunnelConnectionsFail",
         {
