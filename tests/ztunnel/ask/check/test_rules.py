@@ -735,3 +735,22 @@ def test_ids_are_documented_and_used_once() -> None:
     ids = [check.id for check in CATALOGUE]
     assert len(ids) == len(set(ids))
     assert list(headings()) == ids
+
+
+@pytest.mark.parametrize(("policy", "severity"), [("Always", "ok"), (None, "warning")])
+def test_ports_of_native_sidecars_are_ports_of_the_pod(policy: str | None, severity: str) -> None:
+    """An init container with restartPolicy Always runs as long as the pod; others end before it serves."""
+    spec = declares(8080)
+    starting = {"name": "proxy", "restartPolicy": policy, "ports": [{"containerPort": 4180}]}
+    spec["initContainers"] = [starting]
+    service = item("s", "shop", spec={"selector": {"app": "auth"}, "ports": [{"port": 80, "targetPort": 4180}]})
+    facts = added("Pod", pod("auth", "shop", "n1", labels={"app": "auth"}, spec=spec))(healthy())
+    assert {each.severity for each in results_of(added("Service", service)(facts), "OBJ3")} == {severity}
+
+
+def test_versions_that_the_readme_names_are_tested_versions() -> None:
+    readme = (PAGE.parents[1] / "README.md").read_text()
+    (minor,) = re.findall(r"it ran on a two-node Kubernetes 1\.(\d+) cluster", readme)
+    ran = replace(healthy(), version={"minor": minor})
+    assert {each.severity for each in results_of(ran, "ACC3")} == {"ok"}
+    assert f"above 1.{minor}, the highest version" in PAGE.read_text()

@@ -14,9 +14,9 @@ from ztunnel.ask.check.rules import objects as o
 from ztunnel.ask.check.rules.model import Check, Facts, Finding, NotGathered, Object, error, warning
 
 #: The lowest minor version of Kubernetes 1 with the APIs used here (except ``MutatingAdmissionPolicy``), and the
-#: minor version that the tests use.
+#: highest minor version of a cluster on which this release has run (README.md).
 LEAST_MINOR: Final = 28
-TESTED_MINOR: Final = 32
+TESTED_MINOR: Final = 36
 #: A normal rollout is shorter than this, although each node's connections drain for minutes. A longer one is stuck
 #: at a pod.
 _ROLLOUT_S: Final = 600.0

@@ -149,10 +149,13 @@ def selects(selector: Mapping[str, Any] | None, has: Mapping[str, str]) -> bool:
 
 
 def ports_of(pod: Object) -> set[int]:
-    """Return the ports that a pod's containers declare."""
+    """Return the ports that a pod's containers declare, with those of native sidecars: init containers that run as
+    long as the pod (since Kubernetes 1.28).
+    """
     found: set[int] = set()
     containers: Sequence[Mapping[str, Any]] = spec(pod).get("containers") or ()
-    for container in containers:
+    starting: Sequence[Mapping[str, Any]] = spec(pod).get("initContainers") or ()
+    for container in (*containers, *(each for each in starting if each.get("restartPolicy") == "Always")):
         found.update(
             int(port["containerPort"]) for port in container.get("ports") or () if "containerPort" in port
         )
