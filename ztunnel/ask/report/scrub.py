@@ -59,6 +59,9 @@ _COMMON: Final = frozenset(
     ]
 )
 _PEM_KEYS: Final = frozenset(("pem", "caBundle"))
+#: The form of the keys that belong to a document's format. Pages have no names of this form as keys, only such with
+#: a slash, a dot or a hyphen.
+_FORMAT_KEY: Final = re.compile(r"[A-Za-z_]\w*")
 
 
 def scrub(text: str) -> str:
@@ -105,10 +108,14 @@ class Redaction:
         return _WORD.sub(lambda found: self.name(found[0]), text)
 
     def value(self, value: Any) -> Any:
-        """Return a JSON value with replaced names and addresses, and without certificates, which contain names."""
+        """Return a JSON value with replaced names and addresses, and without certificates, which contain names.
+
+        Keys of the document's format stay, also if a service has such a name (``config``, ``version``). Otherwise
+        the archive could not be read.
+        """
         if isinstance(value, Mapping):
             return {
-                (self.text(key) if "/" in key else self.name(key)): REMOVED
+                (key if _FORMAT_KEY.fullmatch(key) else self.text(key)): REMOVED
                 if key in _PEM_KEYS
                 else self.value(inner)
                 for key, inner in value.items()
@@ -118,11 +125,19 @@ class Redaction:
         return self.text(value) if isinstance(value, str) else value
 
     def page(self, text: str) -> str:
-        """Return a page, JSON or not, with its names and addresses replaced."""
+        """Return a page with its names and addresses replaced: JSON, lines of JSON, or text."""
         try:
             return json.dumps(self.value(json.loads(text)), indent=1)
         except ValueError:
-            return self.text(text)
+            return "\n".join(map(self._line, text.split("\n")))
+
+    def _line(self, line: str) -> str:
+        if line.startswith("{"):
+            try:
+                return json.dumps(self.value(json.loads(line)))
+            except ValueError:
+                pass
+        return self.text(line)
 
     def _digest(self, text: str) -> str:
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()

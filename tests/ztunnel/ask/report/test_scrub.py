@@ -88,3 +88,18 @@ def test_common_names_stay_readable() -> None:
 def test_names_of_objects() -> None:
     pod = {"metadata": {"name": "p", "namespace": "n"}, "spec": {"nodeName": "w", "serviceAccountName": "s"}}
     assert names_of([pod]) == {"p", "n", "w", "s"}
+
+
+def test_keys_of_the_format_stay_if_a_service_has_such_a_name() -> None:
+    redaction = Redaction(b"k" * 32, ["config", "flow", "worker-1", "bank"])
+    changed = redaction.name("bank")
+    page = {"config": {"localNode": "worker-1"}, "x": [{"Kubernetes//Pod/shop/bank": 1, "worker-1": "bank"}]}
+    found = json.loads(redaction.page(json.dumps(page)))
+    assert found == {
+        "config": {"localNode": redaction.name("worker-1")},
+        "x": [{f"Kubernetes//Pod/shop/{changed}": 1, redaction.name("worker-1"): changed}],
+    }
+    # Flows and JSON log lines are an object per line.
+    lines = redaction.page('{"flow": {"pod_name": "bank"}}\n{"flow": {}}\nflow of bank\n').split("\n")
+    assert [json.loads(line) for line in lines[:2]] == [{"flow": {"pod_name": changed}}, {"flow": {}}]
+    assert lines[2:] == [f"{redaction.name('flow')} of {changed}", ""]
