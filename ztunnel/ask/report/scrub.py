@@ -59,8 +59,8 @@ _COMMON: Final = frozenset(
     ]
 )
 _PEM_KEYS: Final = frozenset(("pem", "caBundle"))
-#: The form of the keys that belong to a document's format. Pages have no names of this form as keys, only such with
-#: a slash, a dot or a hyphen.
+#: The form of the keys that belong to a document's format. If a key is the name of an object, it has a slash, a
+#: dot or a hyphen.
 _FORMAT_KEY: Final = re.compile(r"[A-Za-z_]\w*")
 
 
