@@ -688,6 +688,10 @@ class Connection(ConnectionTunnels):
                 self, self.poller, interval_s=settings.ping_interval_s, timeout_s=settings.ping_timeout_s
             )
 
+    @property
+    def received_bytes(self) -> int:
+        return self.link.read_bytes
+
     def send_ping(self, payload: bytes) -> None:
         self.engine.ping(payload)
         self.poller.schedule_flush(self)

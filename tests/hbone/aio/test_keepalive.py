@@ -24,6 +24,7 @@ class _Connection:
         self._began_s = self._loop.time()
         self.keepalive: Keepalive | None = None
         self.ended_s: float | None = None
+        self.received_bytes = 0
 
     def now_s(self) -> float:
         return self._loop.time() - self._began_s
@@ -43,9 +44,18 @@ class _Connection:
         if self.ended_s is None:
             self.ended_s = self.now_s()
 
+    def receives(self, every_s: float, until_s: float) -> None:
+        """Receive bytes again and again, until a time."""
+        if self.now_s() < until_s:
+            self.received_bytes += 1
+            self._loop.call_later(every_s, self.receives, every_s, until_s)
 
-def _ended(from_s: float, until_s: float) -> float | None:
-    """Return when a peer that is silent between two times is given up."""
+
+def _ended(from_s: float, until_s: float, receives: tuple[float, float] | None = None) -> float | None:
+    """Return when a peer is given up that answers no PING between two times.
+
+    ``receives``: the interval at which it sends other bytes, and when it stops to.
+    """
     found: list[float | None] = []
 
     async def main() -> None:
@@ -55,6 +65,8 @@ def _ended(from_s: float, until_s: float) -> float | None:
         keepalive = connection.keepalive = Keepalive(
             connection, poller, interval_s=settings.ping_interval_s, timeout_s=settings.ping_timeout_s
         )
+        if receives is not None:
+            connection.receives(*receives)
         await asyncio.sleep(80.0)
         keepalive.stop()
         poller.close()
@@ -74,3 +86,16 @@ def test_a_peer_that_vanished_is_noticed_in_time(vanished_s: float) -> None:
 @pytest.mark.parametrize("stopped_s", [0.5, 5.1, 9.9, 10.1, 12.4, 17.3])
 def test_a_peer_that_was_stopped_for_a_while_loses_nothing(stopped_s: float) -> None:
     assert _ended(stopped_s, stopped_s + STOPPED_S) is None
+
+
+@pytest.mark.parametrize("every_s", [1.0, 5.0, 10.0])
+def test_a_peer_that_sends_is_kept_although_its_answer_waits_behind_its_data(every_s: float) -> None:
+    """Like Envoy's ``connection_keepalive.timeout``. A slow link can need more than 12 s for what is queued."""
+    assert _ended(3.0, 70.0, receives=(every_s, 70.0)) is None
+
+
+@pytest.mark.parametrize("vanished_s", [30.2, 35.1, 41.0])
+def test_a_peer_that_vanishes_while_its_answer_waits_is_noticed_in_time(vanished_s: float) -> None:
+    ended_s = _ended(3.0, 1000.0, receives=(0.5, vanished_s))
+    assert ended_s is not None
+    assert vanished_s < ended_s <= vanished_s + NOTICED_S
