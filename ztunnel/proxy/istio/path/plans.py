@@ -45,6 +45,8 @@ from ztunnel.proxy.istio.settings.config import HBONE_PORT
 
 #: The largest number of cached trees (one per destination) and of plans, per pod.
 _MOST: Final = 4096
+#: Below this number of cached plans, plans that can no longer be used are not searched for.
+_LEAST_PRUNED: Final = 64
 #: The number of recent destinations per pod that :meth:`Plans.reachable` remembers.
 _MOST_USED: Final = 64
 
@@ -153,6 +155,7 @@ class Plans:
         #: The pod's most recent destinations, for :meth:`reachable`.
         self._used: OrderedDict[tuple[str, SocketAddress], None] = OrderedDict()
         self._made: dict[tuple[SocketAddress, SocketAddress, str], Plan] = {}
+        self._prune_at = _LEAST_PRUNED
 
     def plan(self, host: str, destination: SocketAddress) -> Plan | None:
         """Choose endpoints for a connection and return its plan, or ``None`` if the connection has to be routed on
@@ -266,10 +269,24 @@ class Plans:
         key = (destination, route.target, route.authority)
         made = self._made.get(key)
         if made is None or made.labels is not labels or not _same(made.route, route):
-            if len(self._made) >= _MOST:
-                self._made.clear()
+            if len(self._made) >= min(self._prune_at, _MOST):
+                self._prune()
             made = self._made[key] = Plan(route, route.target, labels, destination, self._node)
         return made
+
+    def _prune(self) -> None:
+        """Drop the plans that can no longer be used, because the mesh has other versions of their workload or
+        service. Without this, a pod would keep plans for endpoints that ended weeks ago.
+        """
+        mesh = self._node.mesh
+        kept = {}
+        for key, plan in self._made.items():
+            workload, service = plan.route.workload, plan.route.service
+            is_current = mesh.workload(workload.uid) is workload
+            if is_current and (service is None or mesh.service(service.key) is service):
+                kept[key] = plan
+        self._made = kept if len(kept) < _MOST else {}
+        self._prune_at = max(_LEAST_PRUNED, 2 * len(self._made))
 
     def _enter(
         self,

@@ -170,6 +170,19 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
         assert len(around.plans._made) <= 4
 
 
+def test_plans_of_removed_endpoints_are_dropped() -> None:
+    around = Around()
+    around.mesh.apply([shop(), endpoint("stays", "10.1.0.1", node="elsewhere")])
+    kept = around.check(SocketAddress("10.1.0.1", APP_PORT))
+    for number in range(1000):
+        one = endpoint("goes", f"10.2.{number // 250}.{number % 250}", node="elsewhere")
+        around.mesh.apply([one])
+        assert around.check(SocketAddress(one.addresses[0], APP_PORT)) is not None
+        around.mesh.apply((), [one.uid])
+    assert len(around.plans._made) <= 2 * module._LEAST_PRUNED
+    assert around.check(SocketAddress("10.1.0.1", APP_PORT)) is kept
+
+
 def test_a_call_to_the_proxy_itself_has_no_plan() -> None:
     around = Around()
     around.mesh.apply([endpoint("one", "127.0.0.1", node="elsewhere")])
