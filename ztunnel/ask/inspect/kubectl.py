@@ -47,6 +47,8 @@ _SIDECAR: Final = "istio-proxy"
 #: Time limits for a request to the API server, and until the port is open. They are a guess that allows for
 #: distant clusters.
 _ANSWER_S: Final = 20.0
+#: How much of a pod's log is read to return its end. 20,000 lines of an access log are at most 20 MiB.
+_LOG_FACTOR: Final = 20
 _FORWARDING: Final = re.compile(rb"Forwarding from 127\.0\.0\.1:(\d+) ->")
 _KLOG: Final = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d")
 
@@ -181,10 +183,15 @@ class Kubectl:
     def logs(self, namespace: str, name: str, *, previous: bool = False, limit_bytes: int, since: str = "") -> str:
         """Return the newest lines of a pod's log, or of the log from before its containers restarted.
 
+        Args:
+            limit_bytes: the most bytes to return.
+
         Raises:
             Unreachable: there is no answer in time, or kubectl refuses.
         """
-        words = ["logs", "--namespace", namespace, name, "--all-containers", f"--limit-bytes={limit_bytes}"]
+        # kubectl's limit ends the output, which would leave the newest lines out. So it only limits the memory.
+        read_bytes = limit_bytes * _LOG_FACTOR
+        words = ["logs", "--namespace", namespace, name, "--all-containers", f"--limit-bytes={read_bytes}"]
         words += ["--tail=20000", *(["--previous"] if previous else []), *([f"--since={since}"] if since else [])]
         command = [*self._words, *words]
         try:
@@ -195,7 +202,10 @@ class Kubectl:
             raise Unreachable(f"{' '.join(command)}: no answer in {self._limit_s:g} s") from None
         if done.returncode:
             raise Unreachable(_complaint(done.stderr.decode(errors="replace")) or "kubectl logs failed")
-        return done.stdout.decode(errors="replace")
+        newest = done.stdout[-limit_bytes:]
+        if len(newest) < len(done.stdout):
+            newest = newest.partition(b"\n")[2]  # the first line is cut
+        return newest.decode(errors="replace")
 
     @contextmanager
     def forwarded(self, namespace: str, name: str, port: int) -> Iterator[str]:

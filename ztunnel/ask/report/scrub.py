@@ -21,6 +21,8 @@ REMOVED: Final = "(removed)"
 _KEY: Final = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL
 )
+#: The rest of a private key at the start of a log, if its beginning was cut off.
+_REST_OF_KEY: Final = re.compile(r"\A[\w+/=\s\\-]{,20000}?-----END [A-Z ]*PRIVATE KEY-----")
 _TOKEN: Final = re.compile(r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*")
 _BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/-]{16,}=*")
 _SECRET_KEYS: Final = frozenset(("env", "envFrom", "command", "args", "data", "stringData", "token", "password"))
@@ -66,7 +68,7 @@ _FORMAT_KEY: Final = re.compile(r"[A-Za-z_]\w*")
 
 def scrub(text: str) -> str:
     """Return a text without private keys and tokens."""
-    text = _KEY.sub(REMOVED, text)
+    text = _REST_OF_KEY.sub(REMOVED, _KEY.sub(REMOVED, text))
     text = _TOKEN.sub(REMOVED, text)
     return _BEARER.sub(lambda found: f"{found[1]} {REMOVED}", text)
 

@@ -27,7 +27,7 @@ case "$*" in
 *port-forward*pod/gone*) echo 'error: the pod does not run' >&2; exit 1 ;;
 *port-forward*) echo "Forwarding from 127.0.0.1:{port} -> 15000"; exec sleep 600 ;;
 *"logs --namespace"*--previous*) echo 'previous terminated container not found' >&2; exit 1 ;;
-*"logs --namespace"*) cat {folder}/log ;;
+*"logs --namespace"*) head -c "$(echo "$*" | sed 's/.*--limit-bytes=\\([0-9]*\\).*/\\1/')" {folder}/log ;;
 *app=ztunnel-agent*) cat {folder}/agents ;;
 *app=ztunnel*) cat {folder}/ztunnels ;;
 *) echo 'error: not expected' >&2; exit 1 ;;
@@ -69,6 +69,16 @@ def made(cluster: Path, *words: str, status: int = 0) -> Archive:
     assert main(["bug-report", str(path), "--no-cluster", *words]) == status
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     return Archive.read(str(path))
+
+
+def test_end_of_a_long_log_is_in_the_archive(cluster: Path) -> None:
+    """kubectl's --limit-bytes ends its output, so it must not be the limit of the archive."""
+    lines = [f"{number} {'x' * 100}" for number in range(20_000)]
+    (cluster / "log").write_text("\n".join([*lines, "the crash", ""]))
+    log = made(cluster, "--quick").files["nodes/n1/logs/proxy.log"].decode()
+    assert log.endswith("the crash\n")
+    assert len(log) <= collect.MAX_LOG // 10
+    assert log.splitlines()[0] in lines
 
 
 def test_an_archive_has_pages_logs_and_an_index_and_no_secrets(cluster: Path, capsys: Output) -> None:

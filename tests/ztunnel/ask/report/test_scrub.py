@@ -17,12 +17,13 @@ TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJzeXN0ZW0ifQ.c2lnbmF0dXJlLW9mLWl0"
     [
         (f"a\n{KEY}b", f"a\n{REMOVED}\nb"),
         (KEY[:80], REMOVED),  # cut by a limit
+        (f"{KEY[60:]}end of ... {KEY}", f"{REMOVED}\nend of ... {REMOVED}\n"),  # cut at its start
         (f"token={TOKEN} x", f"token={REMOVED} x"),
         ("Authorization: Bearer abcdefghijklmnopqrstuvwx", f"Authorization: Bearer {REMOVED}"),
         (json.dumps({"key": KEY}), json.dumps({"key": KEY}).replace(json.dumps(KEY)[1:-1], REMOVED + "\\n")),
         ("a bearer of news", "a bearer of news"),
     ],
-    ids=["key", "cut", "token", "header", "json", "words"],
+    ids=["key", "cut", "cut start", "token", "header", "json", "words"],
 )
 def test_keys_and_tokens_go_by_their_form(text: str, kept: str) -> None:
     assert scrub(text) == kept
