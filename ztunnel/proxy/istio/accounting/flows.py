@@ -18,6 +18,8 @@ from ztunnel.proxy.istio.accounting.metrics import PeerLabels
 
 #: The number of object references per recorder entry: 8 from :func:`references`, and 2 about the connection's end.
 WIDTH: Final = 10
+#: Kubernetes' kinds, by :attr:`xds.model.workload.Workload.workload_type`.
+_KINDS: Final = {"deployment": "Deployment", "cronjob": "CronJob", "pod": "Pod", "job": "Job"}
 
 
 class NamedNode(Protocol):
@@ -137,7 +139,7 @@ def side(workload: Workload | None, labels: PeerLabels | None, identity: SpiffeI
             namespace=workload.namespace,
             pod=workload.name,
             workload=workload.workload_name,
-            kind=(workload.workload_type or "Pod").capitalize(),
+            kind=_KINDS.get(workload.workload_type, "Pod"),
             cluster=workload.cluster_id,
             account=workload.service_account,
             app=workload.canonical_name,

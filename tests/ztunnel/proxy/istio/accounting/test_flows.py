@@ -1,6 +1,7 @@
 """Connections of an Istio mesh in the flight recorder: outcomes, Hubble's shape, and the page."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -133,9 +134,15 @@ def test_flow_of_a_tunnel_has_the_applications_address(
     served(check)
 
 
-def test_workloads_of_one_account_have_different_identities() -> None:
-    from dataclasses import replace
+@pytest.mark.parametrize(
+    ("workload_type", "kind"),
+    [("deployment", "Deployment"), ("cronjob", "CronJob"), ("pod", "Pod"), ("job", "Job"), ("", "Pod")],
+)
+def test_workloads_of_flows_have_kubernetes_kinds(workload_type: str, kind: str) -> None:
+    assert flows.side(replace(CLIENT, workload_type=workload_type), None, None).kind == kind
 
+
+def test_workloads_of_one_account_have_different_identities() -> None:
     from ztunnel.proxy.flows.hubble import identity_of
 
     other = replace(CLIENT, name="other", workload_name="other")
