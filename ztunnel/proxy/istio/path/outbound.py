@@ -97,11 +97,13 @@ class Beginning(NamedTuple):
         route: the route of the first attempt.
         error: the error of the first attempt, if it has already failed.
         opened: whether the connection's record is already opened.
+        is_stale: whether the mesh has changed since the decision, so that a further attempt needs a new one.
     """
 
     route: Tunnel
     error: Exception | None = None
     opened: bool = False
+    is_stale: bool = False
 
     @property
     def target(self) -> SocketAddress:
@@ -216,6 +218,8 @@ class Outbound(PlannedOutbound):
         destination: SocketAddress,
         plan: Plan,
         error: Exception | None,
+        *,
+        is_stale: bool,
     ) -> None:
         """Continue in a coroutine after the planned attempt; see
         :class:`~ztunnel.proxy.istio.path.planned.PlannedOutbound`.
@@ -223,7 +227,7 @@ class Outbound(PlannedOutbound):
         # If the peer has not processed the CONNECT, it is sent to the same endpoint again, perhaps on another
         # connection, as the pool also does.
         repeats = isinstance(error, TunnelBroken) and error.unprocessed
-        begun = Beginning(plan.route, None if repeats else error, opened=True)
+        begun = Beginning(plan.route, None if repeats else error, opened=True, is_stale=is_stale)
         self._run(self._going_on(entry, client, destination, begun))
 
     async def _going_on(
@@ -340,7 +344,7 @@ class Outbound(PlannedOutbound):
             failure, tried = self._attempt_failed(attempts, begun.error, begun.route, begun.target)
         while True:
             try:
-                if begun is not None and failure is None:
+                if begun is not None and failure is None and not begun.is_stale:
                     route: Route = begun.route
                 else:
                     route = await self._route(client, destination, attempts.avoid, prefer)

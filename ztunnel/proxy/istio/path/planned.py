@@ -92,11 +92,13 @@ class PlannedOutbound:
         destination: SocketAddress,
         plan: Plan,
         error: Exception | None,
+        *,
+        is_stale: bool,
     ) -> None:
         """Continue with further attempts, in a coroutine that owns ``entry`` and ``client`` from now on.
 
         ``error`` is the failure of the first attempt. ``None``: it has not been made yet, because an addon must
-        decide first.
+        decide first. ``is_stale`` is whether the mesh has changed since the plan was chosen.
         """
         raise NotImplementedError
 
@@ -149,7 +151,17 @@ class PlannedConnection(PodConnection):
     socket.
     """
 
-    __slots__ = ("_aborted", "_client", "_destination", "_ended", "_error", "_owner", "_plan", "_tunnel")
+    __slots__ = (
+        "_aborted",
+        "_client",
+        "_destination",
+        "_ended",
+        "_error",
+        "_owner",
+        "_plan",
+        "_tunnel",
+        "_version",
+    )
 
     def __init__(
         self,
@@ -166,6 +178,7 @@ class PlannedConnection(PodConnection):
         self.protocol = "HBONE"
         self._owner = owner
         self._plan = plan
+        self._version = owner.node.mesh.version
         self._client = client
         self._destination = destination
         self._tunnel: Tunnel | None = None
@@ -257,8 +270,10 @@ class PlannedConnection(PodConnection):
         self._give_to_coroutine(error)
 
     def _give_to_coroutine(self, error: Exception | None) -> None:
-        self._owner.node.count_sockets("source", -1)
-        self._owner.go_on(self, self._client, self._destination, self._plan, error)
+        node = self._owner.node
+        node.count_sockets("source", -1)
+        is_stale = node.mesh.version != self._version
+        self._owner.go_on(self, self._client, self._destination, self._plan, error, is_stale=is_stale)
 
     def _stop_waiting(self) -> None:
         self._owner.answers.unregister(self)

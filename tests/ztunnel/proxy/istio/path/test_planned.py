@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,33 @@ def test_a_request_that_was_not_processed_is_repeated(tmp_path: Path) -> None:
         assert cluster.node.metrics.connect_retries == 0
         assert len(cluster.node.failed_endpoints) == 0
         await cluster.until(lambda: len(cluster.lines()) == 2)
+
+    play(tmp_path, body)
+
+
+def test_a_request_that_was_not_processed_is_routed_again_after_a_change_of_the_mesh(tmp_path: Path) -> None:
+    async def body(cluster: Cluster) -> None:
+        peer = await remote(cluster)
+        other = cluster.peer("other", OTHER)
+
+        async def refuses_once(request: Request) -> None:
+            # While the request waits, the workload gets a waypoint.
+            cluster.mesh.apply(
+                [
+                    replace(REMOTE, waypoint=GatewayAddress(NetworkAddress("", OTHER), 15008)),
+                    workload("other", OTHER, node=ELSEWHERE),
+                ]
+            )
+            peer.answer = peer.echo
+            request.reset(ErrorCode.REFUSED_STREAM)
+
+        peer.answer = refuses_once
+        assert await cluster.dial(DESTINATION).ask() == b"ping"
+        assert (len(peer.requests), len(other.requests)) == (2, 1)
+        assert cluster.node.metrics.connect_retries == 0
+        assert len(cluster.node.failed_endpoints) == 0
+        await cluster.until(lambda: len(cluster.lines()) == 2)
+        assert cluster.lines()[-1]["dst.addr"] == f"{OTHER}:15008"
 
     play(tmp_path, body)
 
