@@ -85,3 +85,69 @@ def test_least_recently_used_name_is_evicted(monkeypatch: pytest.MonkeyPatch) ->
 
     asyncio.run(main())
     assert [name for name, _ in resolver.questions] == ["a", "b", "c", "b"]
+
+
+class Slow(Asked):
+    """Answers once the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def resolve(self, name: str, family: str) -> Answer:
+        self.questions.append((name, family))
+        await self.gate.wait()
+        if name == "nobody":
+            raise ResolveFailed("cannot resolve nobody", absent=True)
+        return Answer(("192.0.2.1",), self.ttl_s)
+
+
+def test_connections_that_wait_for_a_name_share_one_query() -> None:
+    async def main() -> None:
+        resolver, clock = Slow(), StoppedClock()
+        names = Names(resolver, clock)
+        async with asyncio.TaskGroup() as tasks:
+            found = [tasks.create_task(names.resolve("a", (4,))) for _ in range(100)]
+            other = tasks.create_task(names.resolve("b", (4,)))
+            await asyncio.sleep(0)
+            clock.passed_s = resolver.ttl_s + 1  # the query takes longer than its answer is valid
+            resolver.gate.set()
+        assert {each.result() for each in (*found, other)} == {("192.0.2.1",)}
+        assert sorted(resolver.questions) == [("a", "V4_ONLY"), ("b", "V4_ONLY")]
+
+    asyncio.run(main())
+
+
+def test_connections_that_share_a_query_share_its_failure() -> None:
+    async def main() -> None:
+        resolver = Slow()
+        names = Names(resolver, StoppedClock())
+        calls = asyncio.gather(*(names.resolve("nobody", (4,)) for _ in range(3)), return_exceptions=True)
+        await asyncio.sleep(0)
+        resolver.gate.set()
+        errors = await calls
+        assert [(type(each), str(each)) for each in errors] == 3 * [(ResolveFailed, "cannot resolve nobody")]
+        assert all(isinstance(each, ResolveFailed) and each.absent for each in errors)
+        assert len({id(each) for each in errors}) == 3
+        assert len(resolver.questions) == 1
+        with pytest.raises(ResolveFailed):
+            await names.resolve("nobody", (4,))
+        assert len(resolver.questions) == 2  # failures are not cached
+
+    asyncio.run(main())
+
+
+def test_another_connection_repeats_a_query_whose_connection_has_ended() -> None:
+    async def main() -> None:
+        resolver = Slow()
+        names = Names(resolver, StoppedClock())
+        async with asyncio.TaskGroup() as tasks:
+            first, second, third = (tasks.create_task(names.resolve("a", (4,))) for _ in range(3))
+            await asyncio.sleep(0)
+            first.cancel()
+            await asyncio.wait([first])
+            resolver.gate.set()
+        assert second.result() == third.result() == ("192.0.2.1",)
+        assert len(resolver.questions) == 2
+
+    asyncio.run(main())
