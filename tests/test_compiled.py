@@ -8,13 +8,16 @@ import ast
 import asyncio
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -77,6 +80,40 @@ def test_no_compiled_module_imports_a_package_whose_types_the_build_skips() -> N
     packages = {name.partition(".")[0] for name in found}
     assert {"OpenSSL", "hbone"} <= packages
     assert packages.isdisjoint(SETUP.UNCOMPILED)
+
+
+def test_images_and_wheels_are_built_with_the_types_of_all_packages_that_mypy_reads() -> None:
+    """Without them the build fails, although it succeeds in an environment for development."""
+    locks = [(ROOT / "requirements" / f"{name}.lock").read_text() for name in ("runtime", "compile")]
+    locked = set(re.findall(r"^([\w-]+)==", "\n".join(locks), re.MULTILINE))
+    installed = importlib.metadata.packages_distributions()
+    read = {name.partition(".")[0] for name in imported_by(ROOT / path for path in SETUP.COMPILED)}
+    stubs = {name for each in read.difference(SETUP.UNCOMPILED) for name in installed.get(f"{each}-stubs", ())}
+    assert "types-protobuf" in stubs
+    assert stubs <= locked
+
+
+def imported_by(paths: Iterable[Path]) -> set[str]:
+    """Return the names of all modules that files import, and that those of this project import in turn."""
+    left, seen, names = list(paths), set[Path](), set[str]()
+    while left:
+        path = left.pop()
+        if path in seen or not path.exists():
+            continue
+        seen.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                found = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            else:
+                continue
+            names.update(found)
+            for name in found:
+                place = ROOT.joinpath(*name.split("."))
+                if "xds/proto/" not in str(place):  # generated files, of which each imports protobuf
+                    left += (place.with_suffix(".py"), place / "__init__.py")
+    return names
 
 
 @pytest.mark.parametrize("path", SETUP.COMPILED)

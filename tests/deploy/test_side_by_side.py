@@ -130,3 +130,11 @@ def test_in_every_order_of_installing_and_removing(environment: Environment, whe
     environment.pip("install", *others)
     environment.pip("uninstall", "-y", "ztunnel-py")
     environment.run(THEIRS)
+
+
+@pytest.mark.compiled
+@pytest.mark.skipif(not every_example(), reason="three minutes of pip, mypyc and C compiler: make nightly")
+@pytest.mark.timeout(2 * WAIT_S)
+def test_a_compiled_wheel_is_built_from_locked_packages_alone(environment: Environment, tmp_path: Path) -> None:
+    environment.pip("install", "--no-deps", "--force-reinstall", build(sys.executable, tmp_path, compiled=True))
+    works(environment, beside=False)
