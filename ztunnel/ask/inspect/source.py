@@ -6,13 +6,13 @@ import json
 import sys
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ztunnel.runtime.console.output import add_output
 from ztunnel.runtime.console.terminal import complain
+from ztunnel.runtime.http.admin_request import open_page
 from ztunnel.runtime.settings import duration_s, plain_reason
 from ztunnel.runtime.text_file import read_text
 
@@ -264,8 +264,7 @@ def ask(
     given = {name: value for name, value in (parameters or {}).items() if value is not None}
     query = f"?{urllib.parse.urlencode(given)}" if given else ""
     try:
-        request = urllib.request.Request(f"{base.rstrip('/')}{path}{query}", method=method)
-        with urllib.request.urlopen(request, timeout=limit_s) as response:
+        with open_page(f"{base.rstrip('/')}{path}{query}", method=method, limit_s=limit_s) as response:
             page: bytes = response.read()
     except urllib.error.HTTPError as error:
         try:

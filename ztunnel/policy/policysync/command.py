@@ -151,7 +151,8 @@ def _ask_server(args: argparse.Namespace) -> int:
     import json
     import urllib.error
     import urllib.parse
-    import urllib.request
+
+    from ztunnel.runtime.http.admin_request import open_page
 
     if args.files:
         return failed("policy explain", "files and --server exclude each other", 2)
@@ -172,7 +173,7 @@ def _ask_server(args: argparse.Namespace) -> int:
     base = args.server if "://" in args.server else f"http://{args.server}"
     url = f"{base.rstrip('/')}/policies/explain?{urllib.parse.urlencode(asked)}"
     try:
-        with urllib.request.urlopen(url, timeout=_ASK_S) as response:
+        with open_page(url, limit_s=_ASK_S) as response:
             told = json.load(response)
     except urllib.error.HTTPError as error:
         reason = error.read().decode(errors="replace").strip()

@@ -232,6 +232,27 @@ def test_commands_ask_a_running_proxy_in_envoys_dialect(reference: Reference, ca
     serve(reference, check)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_local_admin_server_is_asked_without_the_proxy_of_the_environment(
+    host: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Like kubectl: behind a company's HTTP proxy, 127.0.0.1 would be the HTTP proxy's own address."""
+    with page(b'{"workloads": [], "certificates": []}') as address:
+        monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert main(["workloads", "--address", f"{host}:{address.rpartition(':')[2]}"]) == 0
+    assert "No workloads found" in capsys.readouterr().out
+
+
+def test_other_admin_servers_are_asked_through_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    with page(b'{"workloads": [], "certificates": []}') as address:
+        monkeypatch.setenv("http_proxy", f"http://{address}")
+        monkeypatch.delenv("no_proxy", raising=False)
+        assert main(["workloads", "--address", "proxy.example:15000"]) == 0
+
+
 @pytest.mark.parametrize("body", [b"", b"<html>", b"[]", b"{}", b'{"workloads": 7, "certificates": 1}'])
 def test_an_address_that_is_no_proxys_admin_server_is_named_in_the_error(body: bytes, capsys: Output) -> None:
     with page(body) as address:
