@@ -132,9 +132,14 @@ def _receive(sock: socket.socket) -> Packet | None:
             descriptors.frombytes(payload[: len(payload) - len(payload) % _DESCRIPTOR_BYTES])
     packet = Packet(data, descriptors)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        received = packet.descriptors
         packet.close()
-        what = "message" if flags & socket.MSG_TRUNC else "control message"
-        raise Unreadable(f"{what} truncated")
+        if flags & socket.MSG_TRUNC:
+            raise Unreadable("message truncated")
+        # The kernel also truncates the list if this process has reached its limit (unix(7)).
+        is_full = received < _MOST_DESCRIPTORS
+        why = ": this process has no free file descriptors" if is_full else ""
+        raise Unreadable(f"control message truncated{why}")
     if not data:
         # The connection has ended. (An empty packet looks the same to recvmsg, but ZDS has no empty message.)
         packet.close()

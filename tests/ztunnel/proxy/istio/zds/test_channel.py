@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import socket
 import stat
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,6 +14,7 @@ import uvloop
 from tests.ztunnel.proxy.istio.zds.agents import open_descriptors
 from ztunnel.proxy.istio.zds.channel import Channel, Listener, connect
 from ztunnel.proxy.istio.zds.messages import Unreadable
+from ztunnel.runtime.descriptors import lowest_free
 
 Run = Callable[..., None]
 on_both_loops = pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop"])
@@ -191,6 +193,22 @@ def test_truncated_packet_is_an_error_and_its_descriptors_are_closed(
         following = await channel.receive()
         assert following is not None
         assert following.data == b"next"
+
+    over_a_pair(asyncio.run, body)
+
+
+def test_descriptor_that_finds_no_free_place_is_an_error_that_says_so() -> None:
+    async def body(channel: Channel, peer: socket.socket) -> None:
+        socket.send_fds(peer, [b"request"], [peer.fileno()])
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free(), hard))
+        try:
+            with pytest.raises(Unreadable) as caught:
+                await channel.receive()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        said = "control message truncated: this process has no free file descriptors"
+        assert str(caught.value) == f"failure to read message : {said}"
 
     over_a_pair(asyncio.run, body)
 
