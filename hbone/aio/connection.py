@@ -228,7 +228,7 @@ class Connection(ConnectionTunnels):
     def on_event(self, mask: int) -> None:
         if self.error is not None:
             return
-        if mask & WRITABLE and self.link.blocked:
+        if mask & WRITABLE and self.link.blocked and self.write_error is None:
             self._unblock()
         if mask & HUNG_UP:
             self.link.hang_up_seen()
@@ -244,6 +244,23 @@ class Connection(ConnectionTunnels):
                 self.poller.requeue(self)
             else:
                 self._take_turn()
+                if self.write_error is not None:
+                    self._end_when_read(self.write_error)
+
+    def _write_failed(self, error: OSError | TlsError) -> None:
+        failure = network_error(error, "while sending")
+        if not isinstance(error, ConnectionError):
+            self._end(failure)
+        elif self.error is None and self.write_error is None:
+            # The peer can have sent its last frames before it closed: the end of a response, a GOAWAY that says
+            # which requests can be repeated, the alert that refuses our certificate.
+            self.write_error = bare(failure)
+            self.poller.requeue(self)
+            self._changed()
+
+    def _end_when_read(self, error: Exception) -> None:
+        if self._pause is None and not (self.link.readable or self.engine.unparsed):
+            self._end(error)
 
     def _joins_line(self) -> bool:
         """Return whether this event's work must wait in the run queue, because other connections are waiting
@@ -348,7 +365,7 @@ class Connection(ConnectionTunnels):
             self._end(error)
             return
         except (OSError, LinkClosed) as error:
-            self._end(network_error(error, ""))
+            self._end(self.write_error or network_error(error, ""))
             return
         if data is not None:
             if self.link.overhead:
@@ -529,7 +546,7 @@ class Connection(ConnectionTunnels):
         self.flush()
         if not self._has_ended() and not self.link.blocked:
             self._send_pending_tls()
-        if self._has_ended() or self.engine.failed:
+        if self._has_ended() or self.write_error is not None or self.engine.failed:
             raise Unmovable("ended")
         if self._answers:
             raise Unmovable("a request waits for its answer")

@@ -15,7 +15,7 @@ from hbone.aio import waits
 from hbone.aio.answers import OnAnswer, PendingAnswers
 from hbone.aio.connection_settings import ConnectionSettings
 from hbone.aio.fiber import OneShotFuture
-from hbone.aio.link import Link, network_error
+from hbone.aio.link import Link
 from hbone.aio.poller import Poller
 from hbone.aio.tunnel import EarlySource, Tunnel, TunnelCarrier
 from hbone.engine import Engine
@@ -39,6 +39,7 @@ class ConnectionTunnels(TunnelCarrier):
         "_waiting",
         "link",
         "settings",
+        "write_error",
     )
 
     def __init__(
@@ -55,6 +56,10 @@ class ConnectionTunnels(TunnelCarrier):
         name = link.sock.getsockname()  # two elements for IPv4, four for IPv6, a path for a Unix socket pair
         self.local_name = (name[0], name[1]) if isinstance(name, tuple) else ("", 0)
         self.dirty = False
+        self.write_error: Exception | None = None
+        """Why the network accepts no more bytes. The connection ends with this error once the bytes that have
+        already arrived are read.
+        """
         self._tunnels: dict[int, Tunnel] = {}
         self._answers = PendingAnswers(poller)
         self._waiting: dict[int, Tunnel] = {}
@@ -68,6 +73,12 @@ class ConnectionTunnels(TunnelCarrier):
     @abstractmethod
     def _end(self, error: Exception) -> None:
         """End the connection. Idempotent."""
+
+    @abstractmethod
+    def _write_failed(self, error: OSError | TlsError) -> None:
+        """End the connection: at once, or if the peer has closed it, after the bytes that have already arrived.
+        Idempotent.
+        """
 
     @abstractmethod
     def _changed(self) -> None:
@@ -98,7 +109,7 @@ class ConnectionTunnels(TunnelCarrier):
             self._flushing = False
 
     def _write(self) -> None:
-        if not self._established.done():
+        if self.write_error is not None or not self._established.done():
             return
         output = self.engine.output
         if output.borrows and not self.link.blocked and self.error is None:
@@ -108,7 +119,7 @@ class ConnectionTunnels(TunnelCarrier):
             except (OSError, TlsError) as error:
                 if len(views) > 1:
                     self._unsent_from = 0  # the first unsent CONNECT can now have been sent
-                self._end(network_error(error, "while sending"))
+                self._write_failed(error)
                 return
             output.taken()
             self._unsent_from = 0
@@ -119,7 +130,7 @@ class ConnectionTunnels(TunnelCarrier):
                 self._room = True
                 self.flush()
         except OSError as error:
-            self._end(network_error(error, "while sending"))
+            self._write_failed(error)
 
     # For tunnels
 
@@ -203,7 +214,8 @@ class ConnectionTunnels(TunnelCarrier):
     @property
     def accepts_streams(self) -> bool:
         """Whether :meth:`open` can open a stream now. For clients."""
-        return self.error is None and not self._closing and self.engine.accepts_streams
+        usable = self.error is None and self.write_error is None
+        return usable and not self._closing and self.engine.accepts_streams
 
     def open(
         self, headers: Iterable[Header], client: EarlySource | None = None

@@ -242,7 +242,7 @@ class PoolConnections:
             del self._connections[connection_id]
             self._limits.pop(connection_id, None)
             self._execute(self._state.lost(connection_id, now_s))
-        elif engine.going_away or engine.draining or engine.exhausted:
+        elif engine.going_away or engine.draining or engine.exhausted or connection.write_error is not None:
             self._execute(self._state.draining(connection_id, now_s))
         elif engine.peer_max_streams != self._limits[connection_id]:
             self._limits[connection_id] = engine.peer_max_streams

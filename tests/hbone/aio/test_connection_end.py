@@ -13,25 +13,30 @@ import pytest
 from hbone import frames
 from hbone.aio.connection import Connection, connect
 from hbone.aio.connection_settings import ConnectionSettings, default_client
-from hbone.aio.poller import Poller
+from hbone.aio.poller import WRITABLE, Poller
 from hbone.aio.relay import ByteCounts, relay
 from hbone.aio.requests import Request
 from hbone.aio.server import serve_connection
 from hbone.aio.socket import PlainSocket
-from hbone.errors import ConnectionBroken, ErrorCode, PeerSilent, TunnelBroken, TunnelClosed
-from hbone.settings import client_settings
+from hbone.errors import ConnectionBroken, ErrorCode, PeerSilent, TlsError, TunnelBroken, TunnelClosed
+from hbone.settings import Role, client_settings
+from hbone.tls import TlsSession
+from hbone.tls_context import TlsContext
 from tests.hbone.aio.harness import (
     CONNECT,
     LOOPS,
     App,
     RawPeer,
     connected,
+    contexts,
+    identity,
     polling,
     request_frame,
     run,
     tcp_pair,
     until,
 )
+from tests.hbone.certificates import Authority
 
 
 @pytest.mark.pure
@@ -361,3 +366,86 @@ def test_what_was_received_in_full_is_delivered_after_the_connection_is_gone() -
         assert len(results) == 1
 
     run(main)
+
+
+@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_what_has_arrived_before_a_failed_write_is_read(loop: str, blocked: bool) -> None:
+    """A peer can end a stream, send GOAWAY and go, while we are still sending on other streams. If the write fails
+    first, the end of the response and the GOAWAY are still in the kernel.
+    """
+
+    async def main() -> None:
+        near, far = tcp_pair()
+        with polling() as poller:
+            connection = await connect(near, None, default_client(), poller)
+            peer = RawPeer(far)
+            await peer.send(frames.frame(frames.SETTINGS, 0, 0))
+            opening = asyncio.get_running_loop().create_task(connection.open(CONNECT))
+            await peer.skip(len(frames.PREFACE))
+            await peer.send(frames.frame(frames.HEADERS, frames.END_HEADERS, 1, b"\x88"))
+            with await opening as tunnel:
+                waiting = asyncio.get_running_loop().create_task(connection.open(CONNECT))
+                await until(lambda: connection.engine.open_streams == 2 and not connection.engine.output)
+                ours, mine = tcp_pair()
+                with ours, PlainSocket(mine, poller) as client:
+                    running = relay(client, tunnel, ByteCounts())
+                    if blocked:
+                        connection.link.send([bytes(16 << 20)])
+                        assert connection.link.blocked
+                    far.send(
+                        frames.frame(frames.DATA, frames.END_STREAM, 1, b"the end")
+                        + frames.frame(frames.GOAWAY, 0, 0, frames.TWO_U32.pack(1, ErrorCode.NO_ERROR))
+                    )
+                    App(far).reset()
+                    if blocked:
+                        connection.on_event(WRITABLE)
+                    else:
+                        connection.send_ping(bytes(8))
+                        connection.flush()
+                    assert await App(ours).read_all() == b"the end"
+                    ours.shutdown(socket.SHUT_WR)
+                    ended = await running
+                    assert ended.error is None or isinstance(ended.error, TunnelBroken)
+            with pytest.raises(TunnelBroken) as caught:
+                await waiting
+            assert caught.value.unprocessed
+            await connection.wait_closed()
+            assert "while sending" in str(connection.error)
+
+    run(main, loop)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_certificate_that_is_refused_is_named_although_a_write_fails_first(loop: str) -> None:
+    """A TLS 1.3 server refuses our certificate after our side of the handshake, by an alert before its reset."""
+
+    async def main() -> None:
+        near, far = tcp_pair()
+        stranger = TlsContext(Role.SERVER, replace(identity(), trusted_ca_pem=Authority().pem))
+        tls, sealed = TlsSession(stranger), memoryview(bytearray(1 << 16))
+        loop_ = asyncio.get_running_loop()
+
+        async def handshake() -> None:
+            while not tls.handshake():
+                tls.receive(memoryview(await loop_.sock_recv(far, 1 << 16)))
+
+        with polling() as poller:
+            connecting = loop_.create_task(connect(near, contexts()[0], default_client(), poller))
+            tls.receive(memoryview(await loop_.sock_recv(far, 1 << 16)))
+            assert not tls.handshake()
+            far.send(sealed[: tls.seal(b"", sealed)])
+            connection = await connecting
+            opening = loop_.create_task(connection.open(CONNECT))
+            with pytest.raises(TlsError):
+                await handshake()
+            await until(lambda: connection.engine.open_streams and not connection.engine.output)
+            far.send(sealed[: tls.seal(b"", sealed)])
+            App(far).reset()
+            connection.send_ping(bytes(8))
+            connection.flush()
+            with pytest.raises(TlsError) as caught:
+                await opening
+            assert caught.value.by_peer
+
+    run(main, loop)
