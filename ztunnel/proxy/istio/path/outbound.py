@@ -14,6 +14,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Collection, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, assert_never
 
 from hbone.aio.connection import Connection, connect
@@ -59,6 +60,7 @@ from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
 from ztunnel.proxy.istio.path.route import Client, Direct, DoubleTunnel, Missing, Named, Route, Tunnel, route_for
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
+from ztunnel.runtime.line_limit import LineLimit
 
 if TYPE_CHECKING:
     from ztunnel.proxy.istio.path.open_ahead import OpenAhead
@@ -144,6 +146,7 @@ class Outbound(PlannedOutbound):
         self._node = pod.node
         self.tunnels = tunnels
         self._resolve = resolve
+        self._socks_lines = LineLimit(pod.node.clock, _socks_lines_suppressed)
         self._ahead: OpenAhead | None = None
         if pod.node.config.open_ahead:
             from ztunnel.proxy.istio.path.open_ahead import OpenAhead  # an option that is off by default
@@ -185,7 +188,7 @@ class Outbound(PlannedOutbound):
         client = PlainSocket(sock, self._node.poller)
         life.aborts_by(cancels_current_task(self._node.poller))
         try:
-            destination = await socks5.accept(client, self._resolve)
+            destination = await socks5.accept(client, self._resolve, partial(self._socks_refused, peer))
             life.close()  # serve() registers the connection without an await, so a drain never misses it
             if destination is not None:
                 await self.serve(client, SocketAddress(canonical(peer[0]), peer[1]), destination)
@@ -194,6 +197,11 @@ class Outbound(PlannedOutbound):
         finally:
             life.close()
             client.close()
+
+    def _socks_refused(self, peer: tuple[str, int], why: str) -> None:
+        if self._socks_lines.admits():
+            source = SocketAddress(canonical(peer[0]), peer[1])
+            log.warning("failed to negotiate socks connection: %s src.addr=%s", why, source)
 
     # One connection
 
@@ -564,6 +572,10 @@ class Outbound(PlannedOutbound):
         return await pod.open_node_local(
             NodeLocalRequest(call.entry, call.labels, certificate, route.identities, target, tunnel)
         )
+
+
+def _socks_lines_suppressed(count: int) -> None:
+    log.warning("log lines about refused SOCKS clients were suppressed count=%d", count)
 
 
 async def _flush_before_close(inner: Connection, near: socket.SocketType, carried: asyncio.Future[None]) -> None:

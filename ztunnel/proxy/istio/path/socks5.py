@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
+from collections.abc import Callable
 from typing import Protocol
 
 from hbone.aio.socket import PlainSocket
@@ -28,8 +29,10 @@ class Resolve(Protocol):
 
 
 class _Refused(Exception):
-    def __init__(self, status: int) -> None:
-        super().__init__(status)
+    """The client gets a refusal. The text says why, for the log."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
         self.status = status
 
 
@@ -38,10 +41,17 @@ def reply(status: int) -> bytes:
     return bytes((_VERSION, status, 0, _IPV4)) + bytes(6)
 
 
-async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
+async def accept(
+    client: PlainSocket, resolve: Resolve, refused: Callable[[str], object] = lambda why: None
+) -> SocketAddress | None:
     """Do the SOCKS5 handshake and return the requested destination.
 
     Success is answered before the destination is dialled, like in the Rust ztunnel.
+
+    Args:
+        client: the client.
+        resolve: resolves the name in a request.
+        refused: called with the reason if the client was sent a refusal.
 
     Returns:
         None if the client was sent a refusal, or if it sent no request in time.
@@ -57,13 +67,13 @@ async def accept(client: PlainSocket, resolve: Resolve) -> SocketAddress | None:
             if error.errno:
                 raise  # ETIMEDOUT of the socket
             return None
-        if wanted is None:
-            return None
         destination = await _resolved(client, *wanted, resolve)
         client.send_first(reply(SUCCEEDED))
         return destination
-    except _Refused as refused:
-        _refuse(client, reply(refused.status))
+    except _Refused as refusal:
+        refused(str(refusal))
+        status = refusal.status
+        _refuse(client, reply(status) if status != _NONE_ACCEPTABLE else bytes((_VERSION, status)))
         return None
 
 
@@ -74,19 +84,22 @@ def _refuse(client: PlainSocket, answer: bytes) -> None:
         client.sock.recv(MOST_BYTES)
 
 
-async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
-    """Return the requested host (a name as bytes, or an address) and port, or None if a refusal was sent."""
+async def _request(client: PlainSocket) -> tuple[bytes | str, int]:
+    """Return the requested host (a name as bytes, or an address) and port.
+
+    Raises:
+        _Refused: the request is not supported.
+    """
     version, count = await _exactly(client, 2)
-    if version != _VERSION:
-        raise _Refused(COMMAND_NOT_SUPPORTED)  # the rest of another protocol cannot be read
+    if version != _VERSION:  # the rest of another protocol cannot be read
+        raise _Refused(COMMAND_NOT_SUPPORTED, f"unsupported version {version}")
     methods = await _exactly(client, count)
     if _NO_AUTHENTICATION not in methods:
-        _refuse(client, bytes((_VERSION, _NONE_ACCEPTABLE)))
-        return None
+        raise _Refused(_NONE_ACCEPTABLE, "only unauthenticated is supported")
     client.send_first(bytes((_VERSION, _NO_AUTHENTICATION)))
     version, command, _, kind = await _exactly(client, 4)
     if version != _VERSION or command != _CONNECT:
-        raise _Refused(COMMAND_NOT_SUPPORTED)
+        raise _Refused(COMMAND_NOT_SUPPORTED, f"unsupported command {command} of version {version}")
     host: bytes | str
     if kind == _IPV4:
         host = canonical(ipaddress.IPv4Address(await _exactly(client, 4)))
@@ -96,10 +109,10 @@ async def _request(client: PlainSocket) -> tuple[bytes | str, int] | None:
         (length,) = await _exactly(client, 1)
         host = await _exactly(client, length)
     else:
-        raise _Refused(COMMAND_NOT_SUPPORTED)
+        raise _Refused(COMMAND_NOT_SUPPORTED, f"unsupported address type {kind}")
     port = int.from_bytes(await _exactly(client, 2), "big")
     if not port:
-        raise _Refused(GENERAL_FAILURE)
+        raise _Refused(GENERAL_FAILURE, "the requested port is 0")
     return host, port
 
 
@@ -109,15 +122,17 @@ async def _resolved(client: PlainSocket, host: bytes | str, port: int, resolve: 
     try:
         name = host.decode("ascii")
     except UnicodeDecodeError:
-        raise _Refused(GENERAL_FAILURE) from None
-    ipv6 = ":" in canonical(client.sock.getpeername()[0])
+        raise _Refused(GENERAL_FAILURE, f"the requested name is not ASCII: {host!r}") from None
     found = None
     if name:
+        # The client's own family comes first. SOCKS clients connect to 127.0.0.1 even in a pod with IPv6 only, so
+        # a name without addresses of that family is looked up in the other one.
+        ipv6 = ":" in canonical(client.sock.getpeername()[0])
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LOOKUP_S):
-                found = await resolve(name, ipv6=ipv6)
+                found = await resolve(name, ipv6=ipv6) or await resolve(name, ipv6=not ipv6)
     if found is None:
-        raise _Refused(HOST_UNREACHABLE)
+        raise _Refused(HOST_UNREACHABLE, f"no address of the requested name was found: {name!r}")
     return SocketAddress(found, port)
 
 

@@ -48,6 +48,7 @@ from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.istio.accounting.outcome import DRAINED
 from ztunnel.proxy.istio.path import outbound
 from ztunnel.proxy.istio.settings.config import OUTBOUND_PORT
+from ztunnel.runtime.line_limit import BURST
 
 # Ends of relays
 
@@ -209,13 +210,31 @@ def test_a_socks_client_dials_by_name(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
-def test_a_socks_client_without_names_is_refused(tmp_path: Path) -> None:
+def test_a_socks_client_without_names_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def body(cluster: Cluster) -> None:
         await cluster.start(POD)
         client = cluster.socks()
+        source = SocketAddress.of(client.sock.getsockname())
         await client.send(b"\x05\x01\x00" + b"\x05\x01\x00\x03\x0eserver.example\x00\x50")
         assert await client.read_all() == b"\x05\x00" + b"\x05\x04\x00\x01" + bytes(6)
         assert cluster.lines() == []
+        assert [record.getMessage() for record in caplog.records if "socks" in record.getMessage()] == [
+            "failed to negotiate socks connection: no address of the requested name was found: 'server.example' "
+            f"src.addr={source}"
+        ]
+
+    play(tmp_path, body)
+
+
+def test_lines_about_refused_socks_clients_are_limited(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(cluster: Cluster) -> None:
+        await cluster.start(POD)
+        for _ in range(2 * BURST):
+            client = cluster.socks()
+            await client.send(b"\x04\x01\x00")
+            assert await client.read_all() == b"\x05\x07\x00\x01" + bytes(6)
+        said = [record for record in caplog.records if "unsupported version 4" in record.getMessage()]
+        assert BURST <= len(said) < 2 * BURST
 
     play(tmp_path, body)
 

@@ -26,7 +26,13 @@ def answer(status: int) -> bytes:
 
 
 async def resolve(name: str, *, ipv6: bool) -> str | None:
-    return {("web.shop", False): "10.0.0.9", ("web.shop", True): "fd00::9"}.get((name, ipv6))
+    found = {
+        ("web.shop", False): "10.0.0.9",
+        ("web.shop", True): "fd00::9",
+        ("six.shop", True): "fd00::6",
+        ("four.shop", False): "10.0.0.4",
+    }
+    return found.get((name, ipv6))
 
 
 def shaken(pieces: list[bytes], *, end: bool = False, ipv6: bool = False) -> tuple[SocketAddress | None, bytes]:
@@ -73,6 +79,8 @@ def shaken(pieces: list[bytes], *, end: bool = False, ipv6: bool = False) -> tup
         (TO_MAPPED, False, SocketAddress("10.0.0.1", 8080)),
         (to_name(b"web.shop"), False, SocketAddress("10.0.0.9", 8080)),
         (to_name(b"web.shop"), True, SocketAddress("fd00::9", 8080)),
+        (to_name(b"six.shop"), False, SocketAddress("fd00::6", 8080)),
+        (to_name(b"four.shop"), True, SocketAddress("10.0.0.4", 8080)),
     ],
 )
 def test_socks_requests_name_destinations(request_: bytes, ipv6: bool, wanted: SocketAddress) -> None:
