@@ -132,6 +132,15 @@ def test_the_charts_values_become_arguments_that_are_read() -> None:
     assert {"/run/x", "/host/home/cni/bin"} <= mounts
 
 
+def test_chart_can_have_prometheus_operator_scrape_the_agents() -> None:
+    assert "PodMonitor" not in rendered()
+    objects = rendered("--set=podMonitor.enabled=true")
+    spec, template = objects["PodMonitor"]["spec"], objects["DaemonSet"]["spec"]["template"]
+    assert spec["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    assert [each["port"] for each in spec["podMetricsEndpoints"]] == [each["name"] for each in container["ports"]]
+
+
 def test_large_numbers_of_a_values_file_have_no_exponent(tmp_path: Path) -> None:
     file = tmp_path / "values.yaml"
     file.write_text("{tag: 20261127, probeUser: 1000650000, graceSeconds: 1000000}")
@@ -153,3 +162,4 @@ def test_the_charts_defaults_are_in_its_schema_and_nothing_else() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())["properties"]
     assert set(values) == set(schema) - {"global"}
     assert set(values["cni"]) == set(schema["cni"]["properties"])
+    assert set(values["podMonitor"]) == set(schema["podMonitor"]["properties"])

@@ -144,7 +144,8 @@ class EventWriter:
             # The name is derived from content and time. If the answer to a write is lost, repeating it does not
             # create a second event.
             digest = hashlib.sha256(f"{what}{self._instance}{now}".encode()).hexdigest()[:16]
-            written = _Written(f"{key.name[:200]}.{digest}", now, 0)
+            # A name must not have a dot or hyphen before a dot (RFC 1123), which a cut can leave.
+            written = _Written(f"{key.name[:200].rstrip('.-')}.{digest}", now, 0)
             body = self._body(key, reason, message, written, count, now)
             try:
                 await self._client.create(EVENT, namespace, body)

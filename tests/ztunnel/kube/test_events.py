@@ -1,6 +1,7 @@
 """Events: merged, counted, rate-limited, and never in the way."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,18 @@ def test_an_event_names_its_object_so_that_describe_finds_it(tmp_path: Path) -> 
         assert event["metadata"]["name"].startswith("web.")
         assert (event["type"], event["reason"], event["count"]) == ("Warning", "PolicyNotApplied", 1)
         assert event["source"] == {"component": "ztunnel-netpol", "host": "n1"}
+
+    with_writer(tmp_path, check)
+
+
+@pytest.mark.parametrize("name", ["a" * 199 + "-" + "b" * 50, "a" * 198 + "-." + "b" * 50, "b" * 253, "web"])
+def test_name_of_an_event_is_valid_for_objects_with_long_names(tmp_path: Path, name: str) -> None:
+    async def check(api: FakeApi, sink: EventWriter) -> None:
+        sink.event(ObjectKey("NetworkPolicy", "shop", name), "PolicyNotApplied", "a selector cannot be read")
+        await until(lambda: len(api.bodies) == 1)
+        label = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+        assert re.fullmatch(rf"{label}(\.{label})*", api.bodies[0]["metadata"]["name"])
+        assert len(api.bodies[0]["metadata"]["name"]) <= 253
 
     with_writer(tmp_path, check)
 
