@@ -149,7 +149,10 @@ def _merged(places: Places) -> dict[str, Any]:
     listed = not places.paths and os.environ.get("KUBECONFIG")
     if listed:
         places.paths = [Path(each) for each in dict.fromkeys(listed.split(os.pathsep)) if each]
-    places.paths = [each.expanduser() for each in places.paths or [_DEFAULT]]
+    try:
+        places.paths = [each.expanduser() for each in places.paths or [_DEFAULT]]
+    except RuntimeError:  # a user without an entry in passwd, as in containers
+        raise ConfigError("there is no $KUBECONFIG, and the user has no home directory") from None
     present = [path for path in places.paths if path.is_file()]
     if not present or (not listed and len(present) < len(places.paths)):
         raise ConfigError(f"Configuration file {places} not found")

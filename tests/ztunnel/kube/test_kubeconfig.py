@@ -165,6 +165,19 @@ def test_first_file_of_the_list_in_kubeconfig_counts_and_missing_files_are_skipp
     asyncio.run(check())
 
 
+def test_user_without_a_home_directory_reads_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 4_000_000_000)  # it has no entry in passwd
+
+    async def check() -> None:
+        with pytest.raises(BadKubeconfig, match=r"no \$KUBECONFIG, and the user has no home directory"):
+            async with connect():
+                pass
+
+    asyncio.run(check())
+
+
 def test_tls_server_name_is_sent_and_verified(tmp_path: Path) -> None:
     async def check() -> None:
         pair = self_signed(tmp_path / "server")
