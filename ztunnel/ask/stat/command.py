@@ -9,7 +9,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ztunnel.ask.inspect.fleet import Found, gather
 from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, chose_one, failed
@@ -133,8 +133,7 @@ def measured(args: argparse.Namespace, window_s: float) -> tuple[dict[PairKey, C
         AskFailed: no proxy answers.
     """
     if args.file is not None:
-        archived = gather(args, _archived)
-        return pairs(archived.by_node.values()), _ARCHIVED_S, list(archived.silent)
+        return _of_archive(args)
     began_s = time.time()
     if args.total:
         totals = gather(args, lambda pages: NodeReadings(before={}, after=_metrics(pages), flows=_flows(pages, 0)))
@@ -152,13 +151,44 @@ def measured(args: argparse.Namespace, window_s: float) -> tuple[dict[PairKey, C
     return pairs(both), round(time.time() - began_s, 1), list(silent.values())
 
 
-def _archived(pages: Pages) -> NodeReadings:
-    before = reading(pages.text("/metrics"))
+def _of_archive(args: argparse.Namespace) -> tuple[dict[PairKey, Counted], float, list[Silent]]:
+    """Return the traffic in an archive like :func:`measured`: between its two readings, or the totals if no node
+    has a second reading (``bug-report --quick``).
+    """
+    archived = gather(args, _archived)
+    several = any(each.before is not None for each in archived.by_node.values())
+    if args.total or not several:
+        totals = [
+            NodeReadings(before={}, after=each.after, flows=each.flows) for each in archived.by_node.values()
+        ]
+        return pairs(totals), 0.0, list(archived.silent)
+    both = [
+        NodeReadings(before=each.before, after=each.after, flows=each.flows)
+        for each in archived.by_node.values()
+        if each.before is not None
+    ]
+    once = [
+        Silent(node=node, reason="the archive has one reading of its metrics; --total shows it")
+        for node, each in archived.by_node.items()
+        if each.before is None
+    ]
+    return pairs(both), _ARCHIVED_S, [*archived.silent, *once]
+
+
+class _Archived(NamedTuple):
+    """The readings of one node in an archive. ``before`` is ``None`` if there is only one."""
+
+    before: Reading | None
+    after: Reading
+    flows: list[CountedFlow]
+
+
+def _archived(pages: Pages) -> _Archived:
+    first, flows = reading(pages.text("/metrics")), _flows(pages, 0)
     try:
-        after = reading(pages.text("/metrics_later"))
+        return _Archived(first, reading(pages.text("/metrics_later")), flows)
     except AskFailed:
-        before, after = {}, before  # --quick shows totals since the start
-    return NodeReadings(before=before, after=after, flows=_flows(pages, 0))
+        return _Archived(None, first, flows)
 
 
 def _metrics(pages: Pages) -> Reading:

@@ -1,7 +1,9 @@
 """``ztunnel stat`` and ``edges``: counting pairs, and a real proxy measured twice."""
 
 import asyncio
+import io
 import json
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,3 +234,36 @@ def test_pairs_are_shown_without_a_reason_if_the_mesh_is_unknown(capsys: Output)
         assert main(["edges", "--total", "--address", address, "-o", "json"]) == 0
     (item,) = json.loads(capsys.readouterr().out)["items"]
     assert (item["security"], item["because"]) == ("plain", None)
+
+
+def archive(folder: Path, **nodes: dict[str, str]) -> str:
+    """Write an archive with pages of nodes, by their names in it. Return its path."""
+    path = folder / "report.tar.gz"
+    files = {f"nodes/{node}/proxy/{name}": body for node, found in nodes.items() for name, body in found.items()}
+    with tarfile.open(path, "w:gz") as tar:
+        for name, body in {"index.json": "{}", **files}.items():
+            entry = tarfile.TarInfo(f"report/{name}")
+            entry.size = len(body)
+            tar.addfile(entry, io.BytesIO(body.encode()))
+    return str(path)
+
+
+def test_archive_with_one_reading_has_totals_and_no_rates(tmp_path: Path, capsys: Output) -> None:
+    """``bug-report --quick`` reads metrics once."""
+    path = archive(tmp_path, n1={"metrics": page(opened=500)})
+    assert main(["stat", "--file", path, "-o", "json"]) == 0
+    (item,) = json.loads(capsys.readouterr().out)["items"]
+    assert (item["connections"], item["perSecond"], item["windowSeconds"]) == (500, 0.0, 0.0)
+
+
+def test_archive_with_two_readings_has_rates_or_totals(tmp_path: Path, capsys: Output) -> None:
+    both = {"metrics": page(opened=500), "metrics_later": page(opened=520)}
+    path = archive(tmp_path, n1=both, n2={"metrics": page(opened=7)})
+    assert main(["stat", "--file", path, "-o", "json"]) == 2
+    answer = json.loads(capsys.readouterr().out)
+    (item,) = answer["items"]
+    assert (item["connections"], item["perSecond"]) == (20, 2.0)
+    assert [each["node"] for each in answer["silent"]] == ["n2"]
+    assert main(["stat", "--file", path, "--total", "-o", "json"]) == 0
+    (item,) = json.loads(capsys.readouterr().out)["items"]
+    assert (item["connections"], item["perSecond"]) == (527, 0.0)
