@@ -144,7 +144,7 @@ def _wanted(args: argparse.Namespace, now_s: float) -> Wanted:
     if any(each is None for each in filters):
         raise BadFilter("--not: no filter follows")
     if args.namespace:
-        filters.append(make("pod", f"{args.namespace}/"))
+        filters.append(make("namespace", args.namespace))
     since_ns, until_ns = (
         moment_ns(text, now_s, name) for text, name in ((args.since, "since"), (args.until, "until"))
     )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from xds.digits import whole_number
 from ztunnel.runtime.console.output import Column, Item, Kind
 
 VERDICTS: Final = ("FORWARDED", "DROPPED", "ERROR", "AUDIT")
@@ -159,7 +160,7 @@ def make(name: str, value: str, *, negated: bool = False) -> Filter:
     """Return a filter.
 
     Args:
-        name: from, to, pod, identity, verdict, port, service, plain, encrypted, direction or trace.
+        name: from, to, pod, namespace, identity, verdict, port, service, plain, encrypted, direction or trace.
         value: the flag's value.
         negated: whether matching flows are left out instead of selected.
 
@@ -183,15 +184,19 @@ def _test(name: str, value: str) -> Test:
                 either(flow.source_pod, flow.source, flow.source_identity)
                 or either(flow.destination_pod, flow.destination, flow.destination_identity)
             )
+        case "namespace":
+            # Not the kind "pod": filters of one kind are alternatives, and a namespace restricts all others.
+            return _test("pod", f"{value}/")
         case "verdict":
             wanted = value.upper()
             if wanted not in VERDICTS:
                 raise BadFilter(f"verdict: must be one of {', '.join(VERDICTS)}: {value!r}")
             return lambda flow: flow.verdict == wanted
         case "port":
-            if not value.isdigit():
+            port = whole_number(value, 65535)
+            if port is None:
                 raise BadFilter(f"port: must be a number: {value!r}")
-            return lambda flow: int(value) in (flow.source_port, flow.destination_port)
+            return lambda flow: port in (flow.source_port, flow.destination_port)
         case "service":
             prefix = _prefix(value)
             return lambda flow: flow.service is not None and flow.service.startswith(prefix)
@@ -200,6 +205,8 @@ def _test(name: str, value: str) -> Test:
         case "encrypted":
             return lambda flow: flow.encrypted
         case "direction":
+            if value not in ("inbound", "outbound"):
+                raise BadFilter(f"direction: must be inbound or outbound: {value!r}")
             return lambda flow: flow.direction == value
         case "trace":
             return lambda flow: flow.trace_id == value

@@ -83,6 +83,8 @@ def shown(capsys: Output, *words: str) -> list[str]:
         (["--direction", "outbound"], "4"),
         (["-n", "nowhere"], ""),
         (["-n", "bank"], "1 2 3 4"),
+        (["-n", "bank", "--pod", "shop/cron"], "3"),  # the namespace restricts further filters
+        (["-n", "nowhere", "--pod", "shop/cron"], ""),
         (["--since", "2026-11-26T12:00:03Z"], "3 4"),
         (["--since", "2026-11-26T12:00:02Z", "--until", "2026-11-26T12:00:04Z"], "2 3"),
         (["--since", "2026-11-26T12:00:00Z", "--last", "1"], "4"),
@@ -126,7 +128,13 @@ def test_a_wrong_command_line(words: list[str], error: str, capsys: Output) -> N
     assert error in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("name", "value"), [("verdict", "lost"), ("port", "http"), ("colour", "red")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("verdict", "lost"), ("port", "http"), ("port", "\u00b2"), ("port", "9" * 5000), ("port", "65536")),
+        *(("direction", "ingress"), ("colour", "red")),
+    ],
+)
 def test_a_bad_filter_is_named(name: str, value: str) -> None:
     with pytest.raises(BadFilter):
         make(name, value)
