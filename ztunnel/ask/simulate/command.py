@@ -201,11 +201,14 @@ def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
     with progress("watching connections", limit_s) as advance:
         while True:
             pods: Mapping[str, Any] = ask_json(args.address, "/connections")
-            for uid, state in pods.items():
-                for each in (state.get("connections") or {}).get("inbound") or []:
-                    alone = {uid: {"connections": {"inbound": [each]}}}
-                    for seen in open_now(alone, identities):
-                        sockets[uid, str(each.get("src")), str(each.get("actualDst"))] = seen
+            try:
+                for uid, state in pods.items():
+                    for each in (state.get("connections") or {}).get("inbound") or []:
+                        alone = {uid: {"connections": {"inbound": [each]}}}
+                        for seen in open_now(alone, identities):
+                            sockets[uid, str(each.get("src")), str(each.get("actualDst"))] = seen
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise _Failed(f"{args.address}: /connections has another form than a ztunnel's") from None
             passed_s = time.monotonic() - began_s
             advance(passed_s, f"{len(sockets)} seen")
             if passed_s >= limit_s:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.ztunnel.ask.inspect.harness import pages
 from tests.ztunnel.ask.simulate.test_policies import DUMP, written
 from tests.ztunnel.ask.simulate.test_seen import DENIED, TUNNELLED
 from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
@@ -109,6 +110,14 @@ def test_live_connections_need_a_duration_and_a_proxy(files: list[str], capsys: 
     assert "--live soon: must be a duration such as" in capsys.readouterr().err
     assert main([*dump, "--remove", "shop/old", "--live", "1s"]) == 2
     assert "--live asks a running proxy: not with --file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("connections", [[], {"u": 1}, {"u": {"connections": {"inbound": [{"src": "x"}]}}}])
+def test_connections_of_another_form_are_one_line(connections: Any, capsys: Output) -> None:
+    bodies = {"/config_dump": {"workloads": [], "policies": [], "certificates": []}, "/connections": connections}
+    with pages({path: json.dumps(body).encode() for path, body in bodies.items()}) as address:
+        assert main(["simulate", "--address", address, "--suggest", "--live", "0s"]) == 2
+    assert "/connections has another form than a ztunnel's" in capsys.readouterr().err
 
 
 def test_a_running_proxy_is_asked(tmp_path: Path, capsys: Output) -> None:
