@@ -107,6 +107,11 @@ class End(ABC):
         read.
         """
 
+    def lingered(self) -> None:  # noqa: B027  streams need nothing: their connection reports every end at once
+        """End the source with a reset if its network has failed. The relay calls this when it no longer waits for
+        the rest of the received bytes.
+        """
+
     @abstractmethod
     def close(self, error: Exception | None = None) -> None:
         """Release all resources at once. Idempotent. If the protocol can express ``error``, it is sent to the

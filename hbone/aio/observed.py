@@ -73,6 +73,9 @@ class ObservedEnd(End):
         self._rooms = []
         self._observer.left()
 
+    def lingered(self) -> None:
+        self.inner.lingered()
+
     def close(self, error: Exception | None = None) -> None:
         self.inner.close(error)
 

@@ -250,7 +250,13 @@ class Relay(RelayObserver):
         # The time for the other direction is limited. It can end in order, if an application is writing its last
         # bytes, or never, because a remote side whose bytes are discarded has no reason to stop.
         if self._linger is None and self._a is not None:
-            self._linger = self._loop.call_later(LINGER_S, self.abort, "peer gone")
+            self._linger = self._loop.call_later(LINGER_S, self._lingered)
+
+    def _lingered(self) -> None:
+        for end in (self._a, self._b):
+            if end is not None:
+                end.lingered()
+        self.abort("peer gone")
 
     def fail(self, end: End, error: Exception) -> None:
         if self._first is None:

@@ -201,7 +201,9 @@ class PlainSocket(End):
     def on_event(self, mask: int) -> None:
         if mask & HUNG_UP:
             self._hung_up |= mask & HUNG_UP
-            if mask & FAILED and self.source is not SOURCE_OPEN:
+            # While the other end has no room, nothing is read, so a reset must be noticed here. Bytes that arrived
+            # before it are still delivered if there is room again within the relay's linger time.
+            if mask & FAILED and (self._paused or self.source is not SOURCE_OPEN):
                 self._fail_after_end()
         if mask & READABLE or not mask:
             self._readable = True
@@ -441,6 +443,10 @@ class PlainSocket(End):
         else:
             self.broken = bare(error)
             self.advance(EndEvent.READ_RESET, error)
+
+    def lingered(self) -> None:
+        if self.broken is not None:
+            self.advance(EndEvent.READ_RESET, self.broken)
 
     def _fail_after_end(self) -> None:
         if not self.closed and self.broken is None and (error := failure_after_end(self.sock)):

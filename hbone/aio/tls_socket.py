@@ -125,7 +125,7 @@ class TlsSocket(End):
             self.link.hang_up_seen()
             if mask & FAILED:
                 self._failed = True
-                if self.source is not SOURCE_OPEN:
+                if self._paused or self.source is not SOURCE_OPEN:  # as for a plain socket
                     self._fail_after_end()
         if mask & READABLE or not mask:
             self.link.readable = True
@@ -223,6 +223,10 @@ class TlsSocket(End):
             self.advance(EndEvent.READ_EOF, truncated, clean=False)
         if self._failed:
             self._fail_after_end()
+
+    def lingered(self) -> None:
+        if self.broken is not None:
+            self.advance(EndEvent.READ_RESET, self.broken)
 
     def _fail_after_end(self) -> None:
         if not self.closed and self.broken is None and (error := failure_after_end(self.link.sock)):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import pytest
 
+from hbone.aio import relay as relay_module
 from hbone.aio.observed import ObservedEnd
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, relay
@@ -218,3 +221,26 @@ def test_an_end_by_its_owner_is_seen_as_such() -> None:
 
 async def _end_of(running: Relay) -> str:
     return str((await running).error)
+
+
+def test_a_reset_is_noticed_while_the_other_application_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "LINGER_S", 0.1)
+
+    async def main() -> None:
+        with polling() as poller:
+            near, inner = tcp_pair()
+            outer, far = tcp_pair()
+            seen = Seen()
+            with far, PlainSocket(inner, poller) as client, PlainSocket(outer, poller) as server:
+                running = relay(ObservedEnd(client, seen), server, ByteCounts())
+                sending = asyncio.get_running_loop().create_task(App(near).send(bytes(64 << 20)))
+                await until(lambda: client._paused)
+                sending.cancel()
+                await asyncio.wait([sending])
+                App(near).reset()
+                await running
+                server.close()
+                assert seen.events[0] == "cut"
+                assert far.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
+
+    run(main)

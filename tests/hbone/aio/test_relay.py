@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import itertools
 import random
@@ -12,12 +13,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from hbone.aio import relay as relay_module
 from hbone.aio.end import End
 from hbone.aio.poller import Poller
 from hbone.aio.relay import ByteCounts, Relay, RelayEnd, relay
 from hbone.aio.socket import CROWD_SOCKETS, CROWDED_UNSENT_BYTES, PlainSocket, abort_on_close
 from hbone.aio.tls_socket import TlsSocket
-from hbone.errors import TunnelClosed
+from hbone.aio.tunnel import Tunnel
+from hbone.errors import ErrorCode, TunnelBroken, TunnelClosed
 from tests.hbone.aio.harness import LOOPS, WAIT_S, App, Pair, connected, ends, polling, run, tcp_pair, until
 
 KINDS = ("plain", "tls", "tunnel", "cleartext")
@@ -499,3 +502,50 @@ def _stalled(writer: socket.socket) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+@pytest.mark.parametrize("source", ["plain", "tls"])
+@pytest.mark.parametrize("sink", ["plain", "tls", "tunnel"])
+def test_a_reset_is_noticed_while_the_other_application_does_not_read(
+    source: str, sink: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client gives up on a server that hangs. This proxy does not read then, so no read can report the reset."""
+    monkeypatch.setattr(relay_module, "LINGER_S", 0.1)
+
+    async def main() -> None:
+        with polling() as poller:
+            async with contextlib.AsyncExitStack() as stack:
+                near, inner = tcp_pair()
+                app, inner_end = App(near), stack.enter_context(PlainSocket(inner, poller))
+                client: PlainSocket | TlsSocket = inner_end
+                if source == "tls":
+                    outer, entry = await stack.enter_async_context(ends("tls", poller))
+                    assert isinstance(entry, TlsSocket)
+                    client = entry
+                    feeding = relay(inner_end, outer, ByteCounts())
+                server, far = await stack.enter_async_context(ends(sink, poller))
+                assert isinstance(far, PlainSocket | TlsSocket | Tunnel)
+                running = relay(client, server, ByteCounts())
+                sending = asyncio.get_running_loop().create_task(app.send(bytes(64 << 20)))
+                await until(lambda: client._paused)
+                sending.cancel()
+                await asyncio.wait([sending])
+                if source == "tls":
+                    feeding.abort("given up")
+                    assert isinstance(outer, TlsSocket)
+                    abort_on_close(outer.link.sock)
+                    outer.close()
+                else:
+                    app.reset()
+                await running
+                app.close()
+                server.close()
+                if isinstance(far, Tunnel):
+                    await until(lambda: far.error is not None)
+                    assert isinstance(far.error, TunnelBroken)
+                    assert far.error.code == ErrorCode.CONNECT_ERROR
+                else:
+                    sock = far.sock if isinstance(far, PlainSocket) else far.link.sock
+                    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
+
+    run(main)
