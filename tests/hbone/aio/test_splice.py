@@ -131,6 +131,7 @@ def test_an_aborted_flow_leaves_no_pipe(pipes: list[int]) -> None:
     run(main)
 
 
+@pytest.mark.pure
 @pytest.mark.parametrize("call", ["fill", "empty"])
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EPERM, errno.ENOMEM])
 def test_without_splice_it_copies(call: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
