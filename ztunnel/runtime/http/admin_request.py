@@ -23,11 +23,9 @@ def open_page(url: str, *, method: str = "GET", limit_s: float) -> http.client.H
         OSError, ValueError, http.client.HTTPException: there is no answer, or the URL is malformed.
     """
     request = urllib.request.Request(url, method=method)
-    if _is_local(request.host):
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        response: http.client.HTTPResponse = opener.open(request, timeout=limit_s)
-    else:
-        response = urllib.request.urlopen(request, timeout=limit_s)
+    # Not urlopen, whose opener keeps the environment of its first call.
+    proxies = urllib.request.ProxyHandler({} if _is_local(request.host) else None)
+    response: http.client.HTTPResponse = urllib.request.build_opener(proxies).open(request, timeout=limit_s)
     return response
 
 
