@@ -394,14 +394,7 @@ class ExecAuth(httpx2.Auth):
     def _info(self, interactive: bool) -> dict[str, Any]:
         spec: dict[str, Any] = {"interactive": interactive}
         if self._cluster is not None:
-            keys = (
-                "server",
-                "tls-server-name",
-                "insecure-skip-tls-verify",
-                "certificate-authority-data",
-                "proxy-url",
-            )
-            spec["cluster"] = {key: self._cluster[key] for key in keys if key in self._cluster}
+            spec["cluster"] = {key: self._cluster[key] for key in _CLUSTER_INFO if key in self._cluster}
             if "certificate-authority" in self._cluster:
                 content = Path(self._cluster["certificate-authority"]).read_bytes()
                 spec["cluster"].setdefault("certificate-authority-data", base64.b64encode(content).decode())
