@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE
 NEEDS_GO = command -v $(GO) >/dev/null || { echo "make: this needs Go (https://go.dev/dl), or GO=/path/to/go" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: addons nightly wheels help demo test check unit life netns interop hostile handover soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz ops man proto promtool hubble helm bare lock clean setup compiled pure kube test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
+.PHONY: addons nightly wheels help demo test check unit life netns interop hostile handover soak faults audit mutants bench bench-start bench-instructions bench-idle bench-watched bench-scale bench-pushes bench-authz fuzz ops man proto promtool hubble helm bare lock clean setup compiled pure kube istiod test-kube netpol bench-netpol bench-enrol ui keepalive envoy-diff
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 14
@@ -84,7 +84,10 @@ hostile: $(STAMP) ## every attack with a bystander beside it, against ours and a
 kube: $(STAMP) ## etcd and kube-apiserver for test-kube, into ~/.cache; needs Go, some minutes once
 	$(PY) -m tests.apiserver.build
 
-test-kube: $(STAMP) ## only the tests against a real API server
+istiod: kube ## istiod of Istio's main branch for test-kube, into ~/.cache; needs Go, ten minutes once
+	$(PY) -m tests.istiod.build
+
+test-kube: $(STAMP) ## only the tests against a real API server, and a real istiod
 	$(PY) -m pytest -q -m kube
 
 FUZZER := $(VENV)/fuzz/.installed

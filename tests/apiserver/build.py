@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,7 @@ def _make_etcd(work: Path) -> Path:
 
 
 def _make_apiserver(work: Path) -> Path:
-    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
-    if go is None:
-        raise FileNotFoundError("there is no go on PATH or in /usr/local/go/bin")
-    environment = {**os.environ, "CGO_ENABLED": "0"}
-    run = _runner(go, work, environment)
+    run = go_command(work)
     run("mod", "init", "apiserver")
     described = json.loads(run("mod", "download", "-json", f"{_MODULE}@v{RELEASE}"))
     # The module replaces its parts by folders of its repository, which its zip has not. Each is published as a
@@ -84,7 +80,17 @@ def _parts(module: Mapping[str, Any]) -> list[str]:
     return [each["Old"]["Path"] for each in replaced if each["New"]["Path"].startswith("./")]
 
 
-def _runner(go: str, work: Path, environment: Mapping[str, str]) -> Any:
+def go_command(work: Path) -> Callable[..., str]:
+    """Return a function that runs ``go`` with the given arguments in a folder, and returns its output.
+
+    Raises:
+        FileNotFoundError: there is no Go.
+    """
+    go = shutil.which("go") or shutil.which("go", path="/usr/local/go/bin")
+    if go is None:
+        raise FileNotFoundError("there is no go on PATH or in /usr/local/go/bin")
+    environment = {**os.environ, "CGO_ENABLED": "0"}
+
     def run(*arguments: str) -> str:
         done = subprocess.run(
             [go, *arguments], cwd=work, env=environment, check=True, stdout=subprocess.PIPE, text=True

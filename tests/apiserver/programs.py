@@ -7,9 +7,9 @@ from deploy.apiserver import cache, found
 __all__ = ["cache", "found", "needed"]
 
 
-def needed(name: str) -> str:
+def needed(name: str, made_by: str = "`make kube`") -> str:
     """Return the path of a program; without it the test is skipped, loudly."""
     path = found(name)
     if path is None:
-        pytest.skip(f"NOT TESTED: no {name} here; `make kube` makes it")
+        pytest.skip(f"NOT TESTED: no {name} here; {made_by} makes it")
     return path

@@ -19,6 +19,7 @@ version.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -34,6 +35,10 @@ _RESOURCES = DeltaDiscoveryResponse.RESOURCES_FIELD_NUMBER
 _STEP = 500
 
 
+#: The name of an address that no workload or service has, for :meth:`DeltaClient._demands`.
+_TOGGLED: Final = "/0.0.0.0"
+
+
 @dataclass(slots=True)
 class _Type:
     type_url: str
@@ -44,8 +49,7 @@ class _Type:
     opened: bool = False
     subscribed: set[str] = field(default_factory=set)
     """The names that this stream has requested. ``*`` means that a request after the first has subscribed to all
-    names. For on-demand types, these are all names to which the server considers this stream subscribed: requested
-    names, and names of received resources.
+    names. Not used for on-demand types.
     """
     replaced: bool = False
     """Whether the next request must compare all of ``wanted`` with ``subscribed``, instead of only the names in
@@ -58,6 +62,8 @@ class _Type:
     """For on-demand types: the requested names that no response has contained yet."""
     asking: list[str] = field(default_factory=list)
     """The wanted names that this stream has not requested yet."""
+    toggled: bool = False
+    """For on-demand types: whether this stream is subscribed to :data:`_TOGGLED`."""
     unanswered: int = 0
     undecided: dict[int, Update] = field(default_factory=dict)
     """The updates that the owner has got and not yet accepted or rejected, by serial number."""
@@ -152,6 +158,7 @@ class DeltaClient:
             state.opened = False
             state.subscribed = set()
             state.asking.clear()
+            state.toggled = False
             state.unanswered = 0
             state.answers.clear()
 
@@ -224,8 +231,6 @@ class DeltaClient:
     ) -> Received:
         self._serial += 1
         state.undecided[self._serial] = update
-        if state.on_demand:
-            state.subscribed.update(resource.name for resource in update.resources)
         return Received(
             update=update,
             nonces=(nonce,),
@@ -322,7 +327,6 @@ class DeltaClient:
         state.asking.clear()
         if state.on_demand:
             versions = dict.fromkeys(state.asked, "") | state.claims()
-            state.subscribed = set(versions)
             return DeltaDiscoveryRequest(
                 type_url=state.type_url,
                 resource_names_subscribe=["*"],
@@ -361,21 +365,23 @@ class DeltaClient:
 
     @staticmethod
     def _demands(state: _Type) -> list[DeltaDiscoveryRequest]:
-        """Return the requests for names of an on-demand type.
+        """Return the request for names of an on-demand type, if there are any.
 
-        istiod does not answer a request that changes no subscription (``shouldRespondDelta``). So names that are
-        requested again are unsubscribed first. This takes a separate request, because within one request
-        subscriptions are processed first.
+        istiod answers only requests that change a subscription (``shouldRespondDelta``), and a name can have been
+        requested before. So each request also subscribes to :data:`_TOGGLED` or unsubscribes from it. Names are
+        never unsubscribed: if a request has no names but those that it unsubscribes, istiod answers with the
+        removal of all resources of the stream (``generateDeltasOndemand``).
         """
         if not state.asking:
             return []
         names, state.asking = state.asking, []
-        again = [name for name in names if name in state.subscribed]
-        state.subscribed.update(names)
-        requests = [DeltaDiscoveryRequest(type_url=state.type_url, resource_names_subscribe=names)]
-        if again:
-            requests.insert(0, DeltaDiscoveryRequest(type_url=state.type_url, resource_names_unsubscribe=again))
-        return requests
+        state.toggled = not state.toggled
+        request = DeltaDiscoveryRequest(type_url=state.type_url, resource_names_subscribe=names)
+        if state.toggled:
+            request.resource_names_subscribe.append(_TOGGLED)
+        else:
+            request.resource_names_unsubscribe.append(_TOGGLED)
+        return [request]
 
     def _answered(self, state: _Type, received: Received, error: Status | None) -> None:
         for serial in [serial for serial in state.undecided if serial <= received.serial]:

@@ -1,0 +1,186 @@
+"""A real istiod for a test, beside a real API server; without its programs the test is skipped, loudly."""
+
+import asyncio
+import base64
+import subprocess
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.apiserver.programs import cache, needed
+from tests.apiserver.server import ApiServer
+from tests.istiod.build import DEFINITIONS, PROGRAM
+from tests.limits import WAIT_S
+from tests.ports import free_port
+from ztunnel.kube.client import Client
+from ztunnel.kube.errors import ApiRefused
+from ztunnel.kube.kinds import NAMESPACE, NODE, POD, SECRET, SERVICE, SERVICE_ACCOUNT, Kind
+
+SYSTEM = "istio-system"
+#: The name in istiod's certificate.
+HOST = "istiod.istio-system.svc"
+POLICY = Kind("AuthorizationPolicy", "security.istio.io/v1", "authorizationpolicies")
+_DEFINITION = Kind(
+    "CustomResourceDefinition", "apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False
+)
+_START_S = 60.0
+
+
+class Istiod:
+    """One istiod, with the objects of its cluster.
+
+    Args:
+        cluster: the API server.
+        client: a client of it, with all rights.
+        folder: the folder for its files and its log.
+
+    Attributes:
+        port: the port of xDS and of the certificate authority, with TLS, on loopback.
+        root: the file with the root certificate, once it has started.
+    """
+
+    def __init__(self, cluster: ApiServer, client: Client, folder: Path) -> None:
+        self.client = client
+        self.port = free_port()
+        self.root = folder / "istiod-root.pem"
+        self._program = needed(PROGRAM, "`make istiod`")
+        self._cluster = cluster
+        self._folder = folder
+        self._ports = [free_port() for _ in range(4)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def prepare(self) -> None:
+        """Create what Istio's charts create: resource definitions, the system namespace, ztunnel's account."""
+        for body in yaml.safe_load_all((cache() / DEFINITIONS).read_text()):
+            if body is not None:
+                await self.client.create(_DEFINITION, "", body)
+        await self.namespace(SYSTEM)
+        await self.account(SYSTEM, "ztunnel")
+
+    async def start(self) -> None:
+        """Start it, and return once it is ready.
+
+        Raises:
+            AssertionError: it does not start; the text has the end of its log.
+        """
+        plain, monitoring, webhooks, pages = self._ports
+        command = [
+            self._program, "discovery", f"--kubeconfig={self._cluster.kubeconfig()}", "--domain=cluster.local",
+            f"--secureGRPCAddr=127.0.0.1:{self.port}", f"--grpcAddr=127.0.0.1:{plain}",
+            f"--monitoringAddr=127.0.0.1:{monitoring}", f"--httpsAddr=127.0.0.1:{webhooks}",
+            f"--httpAddr=127.0.0.1:{pages}",
+        ]  # fmt: skip
+        settings = {
+            "HOME": str(self._folder),
+            "PILOT_ENABLE_AMBIENT": "true",
+            "POD_NAMESPACE": SYSTEM,
+            "POD_NAME": "istiod",
+            "CLUSTER_ID": "Kubernetes",
+            "ISTIOD_ADDR": f"{HOST}:15012",
+            "CA_TRUSTED_NODE_ACCOUNTS": f"{SYSTEM}/ztunnel",
+        }
+        with (self._folder / "istiod.log").open("ab") as log:
+            self._process = subprocess.Popen(command, env=settings, cwd=self._folder, stdout=log, stderr=log)
+        try:
+            async with asyncio.timeout(_START_S):
+                while not await asyncio.to_thread(self._ready, pages):
+                    assert self._process.poll() is None, self.log()
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"istiod is not ready: {self.log()}") from None
+        secret = await self.client.get(SECRET, SYSTEM, "istio-ca-secret")
+        self.root.write_bytes(base64.b64decode(secret["data"]["ca-cert.pem"]))
+
+    def kill(self) -> None:
+        """End it like a crash; idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait(WAIT_S)
+
+    def log(self) -> str:
+        """Return the end of its log."""
+        return (self._folder / "istiod.log").read_text()[-3000:]
+
+    @staticmethod
+    def _ready(port: int) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    # Objects
+
+    async def namespace(self, name: str, **labels: str) -> None:
+        """Create a namespace with its default account."""
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+        try:
+            await self.client.create(NAMESPACE, "", body)
+        except ApiRefused as error:  # the API server itself creates "default"
+            if error.status != 409:
+                raise
+
+    async def account(self, namespace: str, name: str) -> None:
+        await self.client.create(SERVICE_ACCOUNT, namespace, _object("ServiceAccount", name))
+
+    async def node(self, name: str) -> None:
+        await self.client.create(NODE, "", _object("Node", name))
+
+    async def pod(
+        self, namespace: str, name: str, addresses: list[str], *, node: str, account: str, enrolled: bool = True
+    ) -> str:
+        """Create a running pod, as scheduler, kubelet and the node agent do. Return its uid."""
+        body = _object("Pod", name)
+        body["metadata"]["labels"] = {"app": name}
+        if enrolled:
+            body["metadata"]["annotations"] = {"ambient.istio.io/redirection": "enabled"}
+        body["spec"] = {
+            "nodeName": node, "serviceAccountName": account, "containers": [{"name": "a", "image": "a"}]
+        }  # fmt: skip
+        made = await self.client.create(POD, namespace, body)
+        status = {
+            "phase": "Running",
+            "podIP": addresses[0],
+            "podIPs": [{"ip": address} for address in addresses],
+            "conditions": [{"type": "Ready", "status": "True"}],
+        }
+        await self.client.merge_patch(POD, namespace, name, {"status": status}, subresource="status")
+        return str(made["metadata"]["uid"])
+
+    async def service(self, namespace: str, name: str, address: str, *, app: str, port: int, target: int) -> None:
+        body = _object("Service", name)
+        ports = [{"name": "tcp", "port": port, "targetPort": target}]
+        body["spec"] = {"clusterIP": address, "selector": {"app": app}, "ports": ports}
+        await self.client.create(SERVICE, namespace, body)
+
+    async def policy(self, namespace: str, name: str, app: str, *principals: str) -> None:
+        """Create a policy that allows only these principals to connect to pods with the label ``app``."""
+        body = {
+            **_object("AuthorizationPolicy", name, POLICY.api_version),
+            "spec": {
+                "selector": {"matchLabels": {"app": app}},
+                "rules": [{"from": [{"source": {"principals": list(principals)}}]}],
+            },
+        }
+        await self.client.create(POLICY, namespace, body)
+
+    async def ztunnel_token(self, node: str, address: str) -> str:
+        """Create a ztunnel's pod on a node, and return a token that is bound to it, as kubelet mounts it."""
+        name = f"ztunnel-{node}"
+        uid = await self.pod(SYSTEM, name, [address], node=node, account="ztunnel", enrolled=False)
+        bound = {"kind": "Pod", "apiVersion": "v1", "name": name, "uid": uid}
+        requests = Kind("TokenRequest", "v1", "serviceaccounts/ztunnel/token")
+        body = {
+            "apiVersion": "authentication.k8s.io/v1",
+            "kind": "TokenRequest",
+            "spec": {"audiences": ["istio-ca"], "expirationSeconds": 3600, "boundObjectRef": bound},
+        }
+        return str((await self.client.create(requests, SYSTEM, body))["status"]["token"])
+
+
+def _object(kind: str, name: str, api_version: str = "v1") -> dict[str, Any]:
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}}
