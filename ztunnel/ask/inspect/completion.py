@@ -39,9 +39,14 @@ _ztunnel() {
 compdef _ztunnel ztunnel
 """,
     "fish": r"""function __ztunnel
-    ztunnel completion --words (commandline -opc)[2..] (commandline -ct) 2>/dev/null
+    set -l found (ztunnel completion --words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)
+    if set -q found[1]
+        printf '%s\n' $found
+    else
+        __fish_complete_path (commandline -ct)
+    end
 end
-complete -c ztunnel -a '(__ztunnel)'
+complete -c ztunnel -f -a '(__ztunnel)'
 """,
 }
 

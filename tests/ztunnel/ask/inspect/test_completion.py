@@ -108,14 +108,19 @@ def test_a_shell_completes(shell: str, tmp_path: Path) -> None:
     def complete(line: str) -> list[str]:
         asked = SCRIPTS[shell] + ASKING[shell].format(line=line, length=len(line))
         environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([found, "-c", asked], capture_output=True, text=True, env=environment, check=False)
+        done = subprocess.run(
+            [found, "-c", asked], capture_output=True, text=True, env=environment, cwd=tmp_path, check=False
+        )
         assert done.stderr == ""
         return done.stdout.split()
 
+    (tmp_path / "checks.yaml").touch()  # a file is no candidate where there are words
     assert complete("ztunnel cert") == ["certificates"]
     assert complete("ztunnel certificates --na") == ["--namespace"]
     assert complete("ztunnel policy ch") == ["check"]
     assert complete("ztunnel completion ") == ["bash", "fish", "zsh"]
+    if shell == "fish":  # bash itself adds files, by "complete -o default"
+        assert complete("ztunnel policy check che") == ["checks.yaml"]
 
 
 def test_bash_gets_names_quoted(tmp_path: Path) -> None:
