@@ -21,13 +21,14 @@ from pathlib import Path
 
 from tests.mutation.mutants import places
 
-_TARGETS = {
+#: The modules, each with its tests.
+TARGETS = {
     "ztunnel.policy.engine": ["tests/ztunnel/policy", "tests/xds/dialects/istio/test_authorization.py"],
     "hbone.flow": ["tests/hbone/test_flow.py", "tests/hbone/test_work.py"],
     "hbone.tunnel_headers": ["tests/hbone/test_tunnel_headers.py"],
     "ztunnel.proxy.dataplane.proxy_protocol": ["tests/ztunnel/proxy/dataplane/test_proxy_protocol.py"],
     "ztunnel.proxy.istio.path.inbound_target": ["tests/ztunnel/proxy/istio/path/test_inbound_target.py"],
-    "ztunnel.proxy.identity.peer": ["tests/ztunnel/proxy/envoy/secrets/test_peer_identity.py"],
+    "ztunnel.proxy.identity.peer": ["tests/ztunnel/proxy/identity/test_peer.py"],
 }
 
 
@@ -54,7 +55,7 @@ def _score(module: str, count: int, jobs: int) -> tuple[int, int, list[str]]:
     assert spec.origin is not None
     known = places(Path(spec.origin).read_text())
     chosen = random.Random(1).sample(range(len(known)), min(count or len(known), len(known)))
-    tests = _TARGETS[module]
+    tests = TARGETS[module]
     began_s = time.monotonic()
     if not _run(module, -1, tests, None):
         raise SystemExit(f"{module}: its tests fail as they are")
@@ -72,7 +73,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     noticed = tried = 0
-    for module in filter(None, options.module.split(",")) if options.module else _TARGETS:
+    for module in filter(None, options.module.split(",")) if options.module else TARGETS:
         found, of, left = _score(module, options.count, options.jobs)
         noticed, tried = noticed + found, tried + of
         print(f"{module:<34} {found:>4} of {of:<4} noticed", flush=True)

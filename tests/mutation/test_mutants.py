@@ -1,6 +1,7 @@
 """Each mutant changes one thing, and code that no test could check is not changed."""
 
 import ast
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.__main__ import TARGETS
 from tests.mutation.mutants import mutant, places
 
 SOURCE = '''"""Doc 1."""
@@ -50,3 +52,10 @@ def test_tests_run_against_the_mutant(tmp_path: Path, number: int, status: int) 
         check=False,
     )
     assert done.returncode == status, done.stdout
+
+
+@pytest.mark.parametrize("module", TARGETS)
+def test_modules_and_their_tests_exist(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
+    root = Path(__file__).parents[2]
+    assert [path for path in TARGETS[module] if not (root / path).exists()] == []

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from xds.model.address import SocketAddress
+from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.mesh import Mesh
 from xds.model.service import Service, Visibility, WeightedWaypoint
 from xds.model.workload import (
@@ -18,7 +19,13 @@ from xds.model.workload import (
     Workload,
     WorkloadUid,
 )
-from ztunnel.proxy.istio.path.inbound_target import InboundTarget, RequestRefused, inbound_service, inbound_target
+from ztunnel.proxy.istio.path.inbound_target import (
+    InboundTarget,
+    RequestRefused,
+    inbound_facts,
+    inbound_service,
+    inbound_target,
+)
 
 HERE = "10.0.0.9"
 WP = ServiceKey("shop/wp.example")
@@ -254,3 +261,17 @@ def test_service_named_by_the_authority_wins() -> None:
     asked = InboundTarget(SocketAddress(HERE, 8080), service=held)
     assert inbound_service(asked, pod, mesh, "other.example") is held
     assert inbound_service(InboundTarget(SocketAddress(HERE, 9090), service=held), pod, mesh, None) is None
+
+
+@pytest.mark.parametrize("peer", [None, PeerCertificate(uri_sans=("spiffe://cluster.local/ns/shop/sa/a",))])
+def test_policies_evaluate_the_application_and_whether_the_client_has_a_certificate(
+    peer: PeerCertificate | None,
+) -> None:
+    client, application = SocketAddress("10.0.0.9", 4), SocketAddress(HERE, 8080)
+    assert inbound_facts(client, application, peer) == ConnectionFacts(
+        source=client,
+        direct_source=client,
+        destination=application,
+        peer=peer,
+        transport_protocol="raw_buffer" if peer is None else "tls",
+    )
