@@ -19,12 +19,14 @@ from xds.model.workload import (
     Workload,
     WorkloadUid,
 )
+from ztunnel.proxy.dataplane.reasons import Reason
 from ztunnel.proxy.istio.path.inbound_target import (
     InboundTarget,
     RequestRefused,
     inbound_facts,
     inbound_service,
     inbound_target,
+    plain_target,
 )
 
 HERE = "10.0.0.9"
@@ -275,3 +277,10 @@ def test_policies_evaluate_the_application_and_whether_the_client_has_a_certific
         peer=peer,
         transport_protocol="raw_buffer" if peer is None else "tls",
     )
+
+
+def test_plain_connection_to_a_port_of_the_proxy_is_refused() -> None:
+    assert plain_target(SocketAddress(HERE, 8080), [15008]) == InboundTarget(SocketAddress(HERE, 8080))
+    with pytest.raises(RequestRefused) as refused:
+        plain_target(SocketAddress(HERE, 15008), [15008])
+    assert refused.value.reason is Reason.RECURSIVE_CALL
