@@ -387,7 +387,9 @@ class AmbientMesh:
             **{key: value.replace("{node}", name) for key, value in self.env.items()},
             **env,
         }
-        replaced = prefix or program or "PYTHONOPTIMIZE" in environment
+        # A forked process has the interpreter's flags and the preloaded libraries of the one that forks it.
+        special = [name for name in environment.keys() - {"PYTHONPATH"} if name.startswith(("PYTHON", "LD_"))]
+        replaced = prefix or program or special
         forks = self.forks and not replaced
         command = [*prefix, *(program or (sys.executable, "-m", "ztunnel")), "proxy", "ztunnel"]
         file = None
