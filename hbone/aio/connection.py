@@ -252,8 +252,8 @@ class Connection(ConnectionTunnels):
         if not isinstance(error, ConnectionError):
             self._end(failure)
         elif self.error is None and self.write_error is None:
-            # The peer can have sent its last frames before it closed: the end of a response, a GOAWAY that says
-            # which requests can be repeated, the alert that refuses our certificate.
+            # The peer can have sent its last frames before it closed, such as the end of a response, a GOAWAY, or
+            # the alert that refuses our certificate.
             self.write_error = bare(failure)
             self.poller.requeue(self)
             self._changed()

@@ -149,8 +149,9 @@ def selects(selector: Mapping[str, Any] | None, has: Mapping[str, str]) -> bool:
 
 
 def ports_of(pod: Object) -> set[int]:
-    """Return the ports that a pod's containers declare, with those of native sidecars: init containers that run as
-    long as the pod (since Kubernetes 1.28).
+    """Return the ports that a pod's containers declare, including its native sidecars.
+
+    A native sidecar is an init container with ``restartPolicy: Always`` (since Kubernetes 1.28).
     """
     found: set[int] = set()
     containers: Sequence[Mapping[str, Any]] = spec(pod).get("containers") or ()
