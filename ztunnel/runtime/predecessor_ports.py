@@ -25,9 +25,13 @@ class PredecessorPorts:
 
     def listening(self, sock: socket.socket) -> None:
         """Leave new connections to the predecessor's sockets on the same port, if this process does not take
-        connections yet. Call this directly after the socket has started to listen.
+        connections yet, and direct them to this socket otherwise. Call this directly after the socket has started
+        to listen.
         """
-        if self._left is not None and sockets.leave_to_older(sock):
+        if self._left is None:
+            # An earlier successor that crashed can have left them to the predecessor, and the kernel keeps that.
+            sockets.leave_to_newer(sock)
+        elif sockets.leave_to_older(sock):
             self._left.add(sock)
 
     def take(self) -> None:

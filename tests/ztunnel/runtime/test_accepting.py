@@ -243,6 +243,34 @@ def test_new_connections_stay_with_the_predecessor_until_they_are_taken() -> Non
     asyncio.run(main())
 
 
+def test_a_successor_takes_the_ports_that_a_crashed_one_left_to_the_predecessor() -> None:
+    """The kernel keeps the choice of a process that is gone. The next one can listen on a port of a pod before or
+    after it takes connections.
+    """
+
+    async def main(taken_first: bool) -> None:
+        with poller() as shared:
+            old = Server(shared, 0, b"old")
+            crashed = Server(shared, old.port, b"new")
+            ports = PredecessorPorts()
+            ports.begin()
+            ports.listening(crashed.listening.sock)
+            crashed.listening.close()
+            ports = PredecessorPorts()
+            ports.begin()
+            if taken_first:
+                ports.take()
+            new = Server(shared, old.port, b"new")
+            ports.listening(new.listening.sock)
+            ports.take()
+            assert [await asyncio.to_thread(ask, old.port) for _ in range(30)] == [b"new"] * 30
+            old.listening.close()
+            new.listening.close()
+
+    for taken_first in (False, True):
+        asyncio.run(main(taken_first))
+
+
 @pytest.mark.parametrize("first", ["old", "new"])
 def test_connections_come_to_the_process_that_is_left(first: str) -> None:
     async def main() -> None:
