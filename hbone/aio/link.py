@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import socket
 import struct
 import termios
 
 from hbone.aio.poller import BULK_BYTES, Poller
-from hbone.errors import ConnectionBroken, HboneError
+from hbone.errors import ConnectionBroken, HboneError, TlsError
 from hbone.output import BUFFER_BYTES
 from hbone.tls import TlsStream
 
@@ -139,7 +140,7 @@ class Link:
         if not size:
             return None
         tls.receive(poller.ciphertext[:size])
-        overhead, size = size, tls.read_into(plain)
+        overhead, size = size, self._decrypt(tls, plain)
         # Many records of a few bytes are expensive to decrypt, so their overhead is charged. The overhead of a
         # single record that is split over two reads does not count.
         overhead -= size
@@ -162,8 +163,16 @@ class Link:
         tls.receive(poller.ciphertext[:size])
         self.readable = True
         plain = poller.plaintext
-        size = tls.read_into(plain)
-        return plain[:size]
+        return plain[: self._decrypt(tls, plain)]
+
+    def _decrypt(self, tls: TlsStream, plain: memoryview) -> int:
+        try:
+            return tls.read_into(plain)
+        except TlsError:
+            # The session holds the alert that tells the peer why the connection ends (RFC 8446, section 6.2).
+            with contextlib.suppress(OSError, TlsError):
+                self.send_tls()
+            raise
 
     @property
     def unsent(self) -> bytes:
@@ -194,7 +203,7 @@ class Link:
         """
         plain, tls = self.poller.plaintext, self.tls
         assert tls is not None
-        size = tls.read_into(plain)
+        size = self._decrypt(tls, plain)
         if tls.peer_closed:
             self.readable = True  # as in receive()
         return plain[:size]

@@ -412,18 +412,24 @@ def test_states_that_do_not_fit_are_refused() -> None:
     run(main)
 
 
-def test_a_corrupt_record_after_the_move_ends_the_connection() -> None:
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_corrupt_record_ends_the_connection_with_an_alert(moves: bool) -> None:
     async def main() -> None:
         async with site(1) as made:
             unit = made.units[1]
             (a, b) = made.apps[0]
             await echoes(a, b, b"before")
-            await until(lambda: unit.move(made.pollers[1]))
+            if moves:
+                await until(lambda: unit.move(made.pollers[1]))
             client = made.units[0].connection
             assert client is not None
             client.link.sock.send(b"\x17\x03\x03\x00\x20" + b"x" * 32)
             await until(lambda: unit.connection is not None and unit.connection.error is not None)
             assert unit.connection is not None
             assert isinstance(unit.connection.error, TlsError)
+            await until(lambda: client.error is not None)
+            assert isinstance(client.error, TlsError)
+            assert client.error.by_peer
+            assert "bad record mac" in str(client.error)
 
     run(main)
