@@ -286,8 +286,11 @@ class AmbientMesh:
     def workloads(self, **more: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return every pod as an entry of a local file, with further fields from ``more`` by name. Captured pods
         accept tunnels.
+
+        A test serves the tunnels of other pods that accept them. These are on a node without a proxy: a proxy is
+        ready only once it has the certificates of its node, and these it cannot get.
         """
-        return [
+        found = [
             {
                 "uid": f"Kubernetes//Pod/default/{pod.name}",
                 "name": pod.name,
@@ -304,6 +307,10 @@ class AmbientMesh:
             for worker in self.lab.workers.values()
             for pod in worker.pods.values()
         ]
+        for entry in found:
+            if entry["protocol"] == "HBONE" and entry["name"] not in self.captured:
+                entry["node"] = "w0"
+        return found
 
     async def start_control_plane(self) -> None:
         """Serve the mesh file."""
