@@ -31,7 +31,7 @@ def add_arguments(subparsers: Any) -> None:
         description="Check access, deployment, kernels, network, certificates, configuration and policies on all "
         "nodes. Each finding has a cause and a remedy; docs/check.md explains the ids.",
     )
-    add_source(command, across=True, saved=True)
+    add_source(command, across=True, all_by_default=True, saved=True)
     command.add_argument("--pre", action="store_true", help="run only the checks that work before installation")
     command.add_argument("--only", default="", metavar="ID,...", help="run only these checks or categories")
     command.add_argument("--skip", default="", metavar="ID,...", help="skip these checks or categories")

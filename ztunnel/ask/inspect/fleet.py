@@ -82,7 +82,8 @@ def gather_by_node(args: argparse.Namespace, look: Callable[[str, Pages], T], *,
             nodes = set(kubectl.pods(selector, getattr(args, "namespace", "")).values())
             places = {node: place for node, place in places.items() if node in nodes}
     except Unreachable as error:
-        raise AskFailed(str(error)) from None
+        hint = " (--address HOST:PORT queries one proxy)" if getattr(args, "all_by_default", False) else ""
+        raise AskFailed(f"{error}{hint}") from None
     return ask_all(
         kubectl,
         daemon,

@@ -278,7 +278,7 @@ def _opened(ports: queue.SimpleQueue[int | None], errors: IO[bytes], pod: str) -
 def _no_kubectl(error: OSError) -> Unreachable:
     if not isinstance(error, FileNotFoundError):
         return Unreachable(f"kubectl cannot be run: {error.strerror}")
-    return Unreachable("--pod and --node need kubectl, which is not on the PATH; --address asks a proxy directly")
+    return Unreachable("kubectl is not on the PATH; it is needed to query the proxies of nodes and pods")
 
 
 def _items(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:

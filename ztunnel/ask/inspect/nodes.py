@@ -16,7 +16,7 @@ from ztunnel.ask.inspect.ages import shown_age
 from ztunnel.ask.inspect.envoy_tables import PARAMETERS, certificates, connected_to_ads, connections
 from ztunnel.ask.inspect.fleet import Found, gather, items_of
 from ztunnel.ask.inspect.kinds import age_cell
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, chose_one, failed, page_or_none
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed, page_or_none, query_all_by_default
 from ztunnel.ask.inspect.tables import cell, is_envoy_dump, mesh_dump
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
@@ -90,13 +90,13 @@ def add_arguments(subparsers: Any) -> None:
         help="list the proxies of all nodes: version, pods, last update, certificates, oldest connection",
         description="Show a line for the proxy of each node, or for the proxy of --node, --pod or --address.",
     )
-    add_source(nodes, across=True, saved=True)
+    add_source(nodes, across=True, all_by_default=True, saved=True)
     add_watch(nodes)
     nodes.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    args.all_nodes = args.all_nodes or not chose_one(args)
+    query_all_by_default(args)
     try:
         if args.watch is not None:
             return watch(lambda: _answer(args), args.watch, args.output, command="nodes")

@@ -109,6 +109,7 @@ def add_source(
     *,
     of_agent: str = "",
     across: bool = False,
+    all_by_default: bool = False,
     saved: bool = False,
     short_file: str | None = "-f",
     own_pod: bool = False,
@@ -120,6 +121,7 @@ def add_source(
         parser: the command's parser.
         of_agent: whether the command queries the node agent, by default at this address.
         across: whether the command can query all nodes.
+        all_by_default: whether it does so without flags; see :func:`query_all_by_default`.
         saved: whether the command can read a file.
         short_file: the short form of ``--file``.
         own_pod: whether ``--pod`` has another meaning in this command.
@@ -132,7 +134,8 @@ def add_source(
     what = (
         "the agent's --metrics server at this loopback address" if of_agent else "the admin server at this address"
     )
-    add_address(where, default, f"query {what} (default {default})")
+    usual = f", such as {default}" if all_by_default else f" (default {default})"
+    add_address(where, default, f"query {what}{usual}")
     beside = "agent of a pod's node" if of_agent else "proxy of a pod, on its node or beside it"
     if own_pod:
         parser.set_defaults(pod=None)
@@ -144,7 +147,9 @@ def add_source(
     where.add_argument("--node", metavar="NAME", help=f"query the {daemon} of this node, through kubectl")
     if across:
         where.add_argument(
-            "-A", "--all-nodes", action="store_true", help=f"query the {daemon} of every node, through kubectl"
+            *("-A", "--all-nodes"),
+            action="store_true",
+            help=f"query the {daemon} of every node, through kubectl{' (default)' if all_by_default else ''}",
         )
     if saved:
         group.add_argument(
@@ -180,6 +185,12 @@ def chose_one(args: argparse.Namespace) -> bool:
     """Return whether the flags choose one proxy or a file. Otherwise some commands query all nodes."""
     chose_address = getattr(args, "chose_address", False)
     return chose_address or args.pod is not None or args.node is not None or args.file is not None
+
+
+def query_all_by_default(args: argparse.Namespace) -> None:
+    """Query all nodes, unless the flags choose one proxy or a file."""
+    args.all_by_default = not (args.all_nodes or chose_one(args))
+    args.all_nodes = args.all_nodes or args.all_by_default
 
 
 def add_cluster(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ import msgspec
 
 from ztunnel.ask.inspect import tables
 from ztunnel.ask.inspect.fleet import gather
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, chose_one, failed
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed, query_all_by_default
 from ztunnel.runtime.console.output import Answer, Column, Item, Kind, emit
 
 
@@ -60,13 +60,13 @@ def add_arguments(subparsers: Any) -> None:
         "archive with those of the running proxies, or with --file of another archive.",
     )
     changes.add_argument("archive", metavar="ARCHIVE", help="the archive with the earlier state")
-    add_source(changes, across=True, saved=True)
+    add_source(changes, across=True, all_by_default=True, saved=True)
     changes.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     earlier = argparse.Namespace(**{**vars(args), "file": args.archive, "pod": None, "all_nodes": False})
-    args.all_nodes = args.all_nodes or not chose_one(args)
+    query_all_by_default(args)
     try:
         before, after = gather(earlier, state_of), gather(args, state_of)
     except AskFailed as error:

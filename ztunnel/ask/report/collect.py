@@ -80,7 +80,8 @@ def collect(args: argparse.Namespace, bounds: Bounds, done: Callable[[str, Colle
         else:
             places = kubectl.of_all_nodes(PROXY)
     except Unreachable as error:
-        raise AskFailed(str(error)) from None
+        hint = " (--address HOST:PORT queries one proxy)" if args.all_nodes else ""
+        raise AskFailed(f"{error}{hint}") from None
     try:
         agents = kubectl.of_all_nodes(AGENT)
     except Unreachable:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 from ztunnel.ask.inspect.fleet import Found, gather
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, chose_one, failed
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed, query_all_by_default
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.ask.stat.graph import dot
 from ztunnel.ask.stat.traffic import (
@@ -55,7 +55,7 @@ def add_arguments(subparsers: Any) -> None:
             description=f"{text[0].upper()}{text[1:]}. The figures are from two readings of all metrics, and "
             "from the flight recorders; Prometheus is not needed.",
         )
-        add_source(command, across=True, saved=True, forms=(DOT,) if name == "edges" else ())
+        add_source(command, across=True, all_by_default=True, saved=True, forms=(DOT,) if name == "edges" else ())
         command.add_argument(
             "-n",
             "--namespace",
@@ -88,7 +88,7 @@ def add_arguments(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure the traffic, print it, and return the exit status."""
-    args.all_nodes = args.all_nodes or not chose_one(args)
+    query_all_by_default(args)
     try:
         window_s = duration_s(args.window)
     except ValueError as error:

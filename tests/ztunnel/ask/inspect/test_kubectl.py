@@ -193,6 +193,22 @@ def test_what_kubectl_logs_is_left_out(made: Cluster, capsys: Output) -> None:
     assert capsys.readouterr().err.endswith(f": {said}\n")
 
 
+@pytest.mark.parametrize("command", ["stat", "edges", "nodes", "bug-report"])
+def test_commands_that_query_all_nodes_by_default_say_how_to_query_one(
+    command: str, made: Cluster, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(made.folder)
+    error = 'Error from server (NotFound): pods "x" not found'
+    assert main([command]) == 2
+    assert capsys.readouterr().err.endswith(f": {error} (--address HOST:PORT queries one proxy)\n")
+    if command != "bug-report":
+        assert main([command, "--all-nodes"]) == 2
+        assert capsys.readouterr().err.endswith(f": {error}\n")
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "default 127.0.0.1:15000" not in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_port_that_is_not_opened(made: Cluster, capsys: Output) -> None:
     (made.folder / "refuse").write_text("error: unable to forward port: the pod does not run\nmore\n")
     assert main(["status", "--node", "n1"]) == 2
@@ -205,10 +221,10 @@ def test_a_port_that_is_not_opened(made: Cluster, capsys: Output) -> None:
 def test_without_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["status", "--node", "n1"]) == 2
-    assert "need kubectl, which is not on the PATH; --address asks a proxy directly" in capsys.readouterr().err
+    assert "kubectl is not on the PATH" in capsys.readouterr().err
     assert main(["completion", "--words", "status", "--node", ""]) == 0
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(Unreachable, match="need kubectl"), Kubectl().forwarded("a", "b", 1):
+    with pytest.raises(Unreachable, match="kubectl is not on the PATH"), Kubectl().forwarded("a", "b", 1):
         pass
 
 
