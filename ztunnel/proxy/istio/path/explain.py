@@ -209,7 +209,7 @@ def _source(text: str, around: Surroundings) -> tuple[Workload | None, str]:
         return workload, workload.addresses[0]
     workload = around.mesh.workload(text) or _pod(text, around.mesh)
     if workload is None:
-        raise BadQuestion(f"source {text!r}: no workload of this name, and no address")
+        raise BadQuestion(f"source {text!r}: no workload NAMESPACE/NAME, and no address")
     if not workload.addresses:
         raise BadQuestion(f"source {text!r}: the workload has no address")
     return workload, workload.addresses[0]

@@ -78,7 +78,7 @@ def test_service_is_found_by_short_and_full_names(name: str) -> None:
 @pytest.mark.parametrize(
     ("source", "destination", "error"),
     [
-        ("", VIP, "source '': no workload of this name, and no address"),
+        ("", VIP, "source '': no workload NAMESPACE/NAME, and no address"),
         ("shop/nobody", VIP, "source 'shop/nobody': no workload"),
         ("shop/nowhere", VIP, "source 'shop/nowhere': the workload has no address"),
         ("10.0.0.1", "10.1.0.1", "destination '10.1.0.1': not HOST:PORT"),
