@@ -496,7 +496,8 @@ class _Search:
             if workload is None or workload.identity != client.workload.identity:
                 continue
             if isinstance(found, Service):
-                if workload.uid in self.mesh.endpoints(found.key):
+                # An instance that is unhealthy or terminating is not among the endpoints, but still has requests.
+                if found.key in workload.services:
                     return True
             elif found is not None and found.uid == workload.uid:
                 return True

@@ -157,6 +157,15 @@ def test_row_1_the_waypoint_itself_goes_to_the_endpoints(gateway: GatewayAddress
     assert refused(VIP, service, wp(), WAYPOINT, client=WAYPOINT) == f"no healthy upstream: {VIP}"
 
 
+@pytest.mark.parametrize("destination", [VIP, "10.0.0.2:8080"], ids=["service", "workload"])
+def test_waypoint_that_is_unhealthy_or_terminating_goes_to_the_endpoints(destination: str) -> None:
+    leaving = behind("wp", "10.0.0.9", key=WP, ports={15008: 15008}, status=Health.UNHEALTHY)
+    other = behind("wp-2", "10.0.0.10", key=WP, ports={15008: 15008}, service_account="wp")
+    back = behind("back", "10.0.0.2", waypoint=BY_NAME)
+    found = tunnel(route(destination, cart(waypoint=BY_NAME), back, wp(), other, client=leaving))
+    assert (found.target, found.waypoint) == (SocketAddress("10.0.0.2", 15008), False)
+
+
 def test_row_1_also_for_passthrough_services_and_those_without_endpoints() -> None:
     service = cart(waypoint=BY_NAME, load_balancing=LoadBalancing(mode=BalancerMode.PASSTHROUGH))
     assert tunnel(route(VIP, service, wp(), WAYPOINT)).waypoint
