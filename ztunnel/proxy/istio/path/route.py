@@ -223,13 +223,14 @@ def route_for(
         return search.through_gateway(found, found.service)
 
     # Row 7: a workload with a waypoint, which is used only by clients that dial the workload itself. Traffic to a
-    # service uses only the service's waypoint.
+    # service uses only the service's waypoint. A service that has the address of a workload does not change what
+    # the client dialled.
     gateway = found.workload.waypoint
-    if found.service is None and gateway is not None and not search.is_client(gateway):
+    if not isinstance(dialled, Service) and gateway is not None and not search.is_client(gateway):
         waypoint = search.waypoint(gateway)
         if waypoint.workload.network != source.network:
             raise RouteRefused(f"no service for target address: {destination}", Reason.NO_ROUTE, waypoint.workload)
-        return _to_waypoint(waypoint, destination, None)
+        return _to_waypoint(waypoint, destination, found.service)
 
     # Rows 8 and 9: connect to the workload itself.
     target = found.target()

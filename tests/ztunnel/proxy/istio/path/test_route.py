@@ -379,6 +379,17 @@ def test_row_7_the_waypoint_itself_goes_to_the_workload(gateway: GatewayAddress)
     assert tunnel(route("10.0.0.4:80", target, wp(), WAYPOINT, client=impostor)).workload is WAYPOINT
 
 
+def test_row_7_a_service_with_the_address_of_the_workload_does_not_bypass_the_waypoint() -> None:
+    service = cart("10.0.0.2", ports={80: 80})
+    back = behind("back", "10.0.0.2", ports={80: 80}, waypoint=BY_NAME)
+    found = tunnel(route("10.0.0.2:80", service, back, wp(), WAYPOINT))
+    assert (found.target, found.waypoint, found.authority) == (
+        SocketAddress("10.0.0.9", 15008),
+        True,
+        "10.0.0.2:80",
+    )
+
+
 def test_row_7_unknown_waypoint_is_never_bypassed() -> None:
     target = pod("x", "10.0.0.4", waypoint=BY_NAME)
     assert refused("10.0.0.4:80", target) == "unknown waypoint: waypoint wp.example not found"
