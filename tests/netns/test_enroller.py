@@ -536,6 +536,25 @@ def test_a_sandbox_that_is_not_ready_in_time_leaves_the_next_one_alone(lab: Lab,
     on_stage(lab, tmp_path, body)
 
 
+def test_a_sandbox_waits_for_its_namespace_whose_label_decides(lab: Lab, tmp_path: Path) -> None:
+    """Pods and namespaces arrive by two watches, so a pod can be known before its namespace."""
+
+    async def body(scene: Scene) -> None:
+        scene.cluster.run(scene.web, "Pending", addresses=False)
+        event = Added(namespace="shop", name="web", netns=f"/run/netns/{scene.web.netns.name}", uid=WEB)
+        async with scene.enroller() as enroller, scene.proxy() as manager:
+            await until(lambda: enroller.synced and manager.ready, "synced")
+            with pytest.raises(CannotAdd, match="the API server has not named namespace shop"):
+                await enroller.added(event, 0.1)
+            waiting = asyncio.get_running_loop().create_task(enroller.added(event, WAIT_S))
+            await asyncio.sleep(0)
+            scene.cluster.label("shop", LABELLED)
+            assert await waiting == "pod shop/web: in the mesh"
+            assert has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="NOT TESTED: no /usr/bin/python3 here")
 def test_a_runtime_runs_the_plugin_in_a_new_sandbox(lab: Lab, tmp_path: Path) -> None:
     """The whole way: what is installed on the host, its socket, rules in the sandbox before the pod starts."""

@@ -30,7 +30,7 @@ from ztunnel.kube.kinds import NAMESPACE, POD, Selection
 from ztunnel.kube.objects import Changes, EventSink, Object, ObjectKey, ObjectSource
 from ztunnel.node.agent import enrolment
 from ztunnel.node.agent.description import PodDescription
-from ztunnel.node.agent.enrolment import Decision, Misshapen, Pod, Settings, Situation, Step
+from ztunnel.node.agent.enrolment import Decision, Misshapen, Pod, Reason, Settings, Situation, Step
 from ztunnel.node.agent.errors import AgentError, CannotAdd, NotFound, TwoAgents
 from ztunnel.node.agent.node import NodeAgent
 from ztunnel.node.agent.phase import Phase
@@ -309,15 +309,13 @@ class Enroller:
         ones.
         """
         known = [entry.pod for entry in self._entries.values() if entry.pod is not None]
-        probed = [
-            Probed(uid=pod.uid, addresses=tuple(sorted(pod.addresses, key=str)))
-            for pod in known
-            if pod.annotation == "enabled" and self._decide(pod).enrol
-        ]
-        if probed:
-            await self.agent.probes.expect(probed)
+        enabled = [pod for pod in known if pod.annotation == "enabled" and self._can_enrol(pod)]
+        if enabled:
+            await self.agent.probes.expect(
+                Probed(uid=pod.uid, addresses=tuple(sorted(pod.addresses, key=str))) for pod in enabled
+            )
         # Called before the first enrolment, so that proxies keep the pods enrolled by istio-cni.
-        self.agent.expect(pod.uid for pod in known if pod.annotation == "enabled" and self._decide(pod).enrol)
+        self.agent.expect(pod.uid for pod in enabled)
         for uid in set(self.agent.left_over) - set(self._entries):
             log.info("pod left while no agent ran uid=%s", uid)
             await self.agent.forget(uid)
@@ -329,6 +327,10 @@ class Enroller:
 
     def _decide(self, pod: Pod) -> Decision:
         return enrolment.decide(pod, self._namespaces.get(pod.info.namespace), self._settings)
+
+    def _can_enrol(self, pod: Pod) -> bool:
+        decision = self._decide(pod)
+        return decision.enrol or decision.reason is Reason.NAMESPACE_UNKNOWN
 
     def _touch(self, uid: PodUid) -> None:
         entry = self._entries.get(uid)
@@ -364,8 +366,10 @@ class Enroller:
         pod = entry.pod
         if pod is None:
             return Situation(enrol=False, ended=True, phase=phase, left_over=left_over)
+        decision = self._decide(pod)
         return Situation(
-            enrol=self._decide(pod).enrol,
+            enrol=decision.enrol,
+            undecided=decision.reason is Reason.NAMESPACE_UNKNOWN,
             ended=pod.ended,
             reachable=bool(pod.addresses or entry.hint),
             annotation=pod.annotation,
@@ -563,10 +567,9 @@ class Enroller:
         deadline = loop.time() + within_s
         try:
             async with asyncio.timeout_at(deadline), self._news:
-                await self._news.wait_for(lambda: self.synced and self._shown(key, event.uid) is not None)
+                await self._news.wait_for(lambda: not self._missing(key, event.uid))
         except TimeoutError:
-            why = "the API server has not named this pod" if self.synced else "the API server has not answered yet"
-            raise CannotAdd(f"pod {named}: {why}") from None
+            raise CannotAdd(f"pod {named}: {self._missing(key, event.uid)}") from None
         entry = self._shown(key, event.uid)
         assert entry is not None
         assert entry.pod is not None
@@ -589,6 +592,20 @@ class Enroller:
                 await self.agent.remove(entry.uid, grace_s=0)
             raise CannotAdd(f"pod {named}: {why}") from None
         return f"pod {named}: in the mesh"
+
+    def _missing(self, key: ObjectKey, uid: str) -> str:
+        """Return the object that is needed to decide about an announced pod, as a fault. Empty if none is
+        missing.
+        """
+        if not self.synced:
+            return "the API server has not answered yet"
+        entry = self._shown(key, uid)
+        if entry is None or entry.pod is None:
+            return "the API server has not named this pod"
+        # Pods and namespaces arrive by separate watches, and either watch can lag.
+        if self._decide(entry.pod).reason is Reason.NAMESPACE_UNKNOWN:
+            return f"the API server has not named namespace {key.namespace}"
+        return ""
 
     def _shown(self, key: ObjectKey, uid: str) -> _Entry | None:
         found = self._uids.get(key)

@@ -46,6 +46,7 @@ class Reason(StrEnum):
     POD_IN = "pod-label"
     POD_OUT = "pod-opted-out"
     NAMESPACE_IN = "namespace-label"
+    NAMESPACE_UNKNOWN = "namespace-unknown"
     NOT_ASKED = "not-asked"
 
 
@@ -166,7 +167,8 @@ def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) ->
 
     Args:
         pod: the pod.
-        namespace: the labels of its namespace. None if they are unknown, which requests no change.
+        namespace: the labels of its namespace. None if they are unknown. If they would decide, the reason is
+            ``NAMESPACE_UNKNOWN``, and the pod must stay as it is until they are known.
         settings: the configuration.
     """
     mode = pod.labels.get(MODE)
@@ -186,7 +188,9 @@ def decide(pod: Pod, namespace: Mapping[str, Any] | None, settings: Settings) ->
     if mode == "none":
         return Decision(False, Reason.POD_OUT)
     # An unknown value on a pod is ignored, like in Istio, and the namespace's label counts.
-    if namespace is not None and namespace.get(MODE) == "ambient":
+    if namespace is None:
+        return Decision(False, Reason.NAMESPACE_UNKNOWN)
+    if namespace.get(MODE) == "ambient":
         return Decision(True, Reason.NAMESPACE_IN)
     return Decision(False, Reason.NOT_ASKED)
 
@@ -242,6 +246,7 @@ class Situation:
 
     Attributes:
         enrol: the decision.
+        undecided: whether the decision depends on a namespace that is not known yet.
         ended: whether it is gone from the API, or will not run again.
         reachable: whether it has an address, or the container runtime has named its namespace.
         annotation: in the API. None also for a deleted pod.
@@ -252,6 +257,7 @@ class Situation:
     """
 
     enrol: bool
+    undecided: bool = False
     ended: bool = False
     reachable: bool = True
     annotation: str | None = None
@@ -268,6 +274,8 @@ def step(at: Situation) -> Step:
         if held:
             return Step.DROP
         return Step.SAY_OUT if at.annotation is not None else Step.NOTHING
+    if at.undecided:
+        return Step.NOTHING
     if not at.enrol:
         # This is the first step, so that peers stop sending tunnels while the proxy still accepts them.
         if at.annotation is not None:
