@@ -555,6 +555,26 @@ def test_a_sandbox_waits_for_its_namespace_whose_label_decides(lab: Lab, tmp_pat
     on_stage(lab, tmp_path, body)
 
 
+def test_a_sandbox_of_a_static_pod_is_announced_with_the_id_of_its_manifest(lab: Lab, tmp_path: Path) -> None:
+    """The runtime knows kubelet's id of the pod. The uid of its mirror in the API is another one."""
+    manifest = "5f1c6a0d3b7e4f8a9c2d1e0f3a4b5c6d"
+
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        cluster.run(scene.web, "Pending", addresses=False, annotations={"kubernetes.io/config.hash": manifest})
+        event = Added(namespace="shop", name="web", netns=f"/run/netns/{scene.web.netns.name}", uid=manifest)
+        async with scene.enroller() as enroller, scene.proxy():
+            assert await enroller.added(event, WAIT_S) == "pod shop/web: in the mesh"
+            assert has_rules(scene.web.netns)
+            assert list(enroller.agent.pods()) == [WEB]
+            # A manifest that was changed is another pod, whose mirror the API server has not named yet.
+            with pytest.raises(CannotAdd, match="has not named this pod"):
+                await enroller.added(replace(event, uid=manifest[::-1]), 0.1)
+
+    on_stage(lab, tmp_path, body)
+
+
 @pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="NOT TESTED: no /usr/bin/python3 here")
 def test_a_runtime_runs_the_plugin_in_a_new_sandbox(lab: Lab, tmp_path: Path) -> None:
     """The whole way: what is installed on the host, its socket, rules in the sandbox before the pod starts."""

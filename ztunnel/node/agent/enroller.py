@@ -609,7 +609,11 @@ class Enroller:
 
     def _shown(self, key: ObjectKey, uid: str) -> _Entry | None:
         found = self._uids.get(key)
-        return self._entries[found] if found is not None and uid in ("", found) else None
+        entry = self._entries[found] if found is not None else None
+        if entry is None or entry.pod is None:
+            return None
+        # For a static pod, the runtime has the id of its manifest, and not the uid of its mirror in the API.
+        return entry if not uid or uid in entry.pod.ids else None
 
     def _is_in(self, entry: _Entry, netns: str) -> bool:
         status = self.agent.pod(entry.uid)
