@@ -33,7 +33,7 @@ from ztunnel.node.agent.cni.installer import Installation, install
 from ztunnel.node.agent.cni_server import CniServer
 from ztunnel.node.agent.description import PodDescription
 from ztunnel.node.agent.enroller import Added, Enroller
-from ztunnel.node.agent.enrolment import MODE, REDIRECTION, Pod, Settings, read_pod
+from ztunnel.node.agent.enrolment import MODE, REDIRECTION, Pod, Settings, Step, read_pod
 from ztunnel.node.agent.errors import CannotAdd
 from ztunnel.node.agent.namespaces import iptables_tables, remove_probes, remove_rules, take_over_rules, try_rules
 from ztunnel.node.agent.phase import Phase
@@ -551,6 +551,38 @@ def test_a_sandbox_waits_for_its_namespace_whose_label_decides(lab: Lab, tmp_pat
             scene.cluster.label("shop", LABELLED)
             assert await waiting == "pod shop/web: in the mesh"
             assert has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
+def test_a_new_sandbox_is_not_forgotten_when_the_old_one_is_found_gone(lab: Lab, tmp_path: Path) -> None:
+    """The rules are compared between the announcement of a sandbox and the next step of its pod."""
+
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        old, new = tmp_path / "old", tmp_path / "new"
+        old.symlink_to(f"/run/netns/{scene.web.netns.name}")
+        new.symlink_to(f"/run/netns/{scene.db.netns.name}")
+        answered = asyncio.Event()
+
+        async def annotate(pod: Pod, value: str | None) -> Pod | None:
+            await answered.wait()
+            return await cluster(pod, value)
+
+        cluster.label("shop", LABELLED)
+        cluster.run(scene.web, "Pending", addresses=False)
+        event = Added(namespace="shop", name="web", netns=str(old), uid=WEB)
+        async with scene.enroller() as enroller, scene.proxy():
+            enroller._annotate = annotate
+            assert await enroller.added(event, WAIT_S) == "pod shop/web: in the mesh"
+            await until(lambda: enroller.next_step(WEB) is Step.SAY_ENABLED, "a slow API server")
+            old.unlink()
+            adding = asyncio.get_running_loop().create_task(enroller.added(replace(event, netns=str(new))))
+            await until(lambda: enroller.next_step(WEB) is Step.ENROL, "announced")
+            await enroller.agent.repair(WEB)
+            answered.set()
+            assert await adding == "pod shop/web: in the mesh"
+            assert has_rules(scene.db.netns)
 
     on_stage(lab, tmp_path, body)
 

@@ -355,7 +355,8 @@ class Enroller:
             except TproxyError as error:
                 log.warning("pod's namespace not checked uid=%s error=%s", entry.uid, error)
             if entry.suspect:
-                entry.hint = ""
+                if entry.hint == description.netns:  # otherwise the runtime has announced the next sandbox
+                    entry.hint = ""
                 self._touch(description.uid)
         return True
 
