@@ -76,17 +76,19 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
         cni = None
         if args.cni_socket is not None:
             cni = await stack.enter_async_context(CniServer(args.cni_socket, enroller.added))
+        installing = Tasks("cni")
+        stack.push_async_callback(installing.close)
         if installation is not None:
-            tasks = Tasks("cni")
-            stack.push_async_callback(tasks.close)
-            tasks.keep(Installer(installation).run, "installer", first_s=5.0)
+            installing.keep(Installer(installation).run, "installer", first_s=5.0)
         if address is not None:
             await stack.enter_async_context(status_server(address, enroller, informer, auditor, cni, installation))
         log.info("agent started node=%s socket=%s", args.node, args.socket)
         await stop.wait()
         if args.remove or (own_name and await is_last(client, own_namespace, own_name, args.node)):
             if installation is not None:
-                # The CNI plugin is removed first, so that no sandbox waits for a stopped agent.
+                # The CNI plugin is removed first, so that no sandbox waits for a stopped agent. The installer ends
+                # before that, because it would install the plugin again.
+                await installing.close()
                 log.info("cni: removed %s", ", ".join(uninstall(installation)) or "nothing")
             await enroller.withdraw(_WITHDRAW_S)
 

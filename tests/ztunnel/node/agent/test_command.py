@@ -1,11 +1,18 @@
 """The command line, without pods."""
 
+import argparse
+import asyncio
 from pathlib import Path
 
 import pytest
 
+from tests.limits import WAIT_S
 from ztunnel.cli import main
+from ztunnel.node.agent.cluster import serve
+from ztunnel.node.agent.cni.conflist import TYPE
+from ztunnel.node.agent.command import add_arguments
 from ztunnel.node.agent.description import PodDescription
+from ztunnel.node.agent.enroller import Enroller
 from ztunnel.node.agent.pods_file import PodsFile
 
 
@@ -118,3 +125,42 @@ def test_what_an_agent_of_a_cluster_cannot_use_is_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith(said)
     assert not (tmp_path / "zds.sock").exists()
+
+
+def test_removed_plugin_is_not_installed_again_while_pods_leave_the_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = tmp_path / "net.d" / "10-net.conflist"
+    for folder in ("bin", "net.d"):
+        (tmp_path / folder).mkdir()
+    network.write_text('{"name": "net", "plugins": [{"type": "bridge"}]}')
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(
+        "{current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}], users: [{name: u, user: {}}],"
+        " clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}]}"
+    )
+
+    async def withdraw(self: Enroller, grace_s: float) -> None:
+        await asyncio.sleep(1.0)  # the installer checks its folders 50 ms after a change
+
+    async def end_when_installed(stop: asyncio.Event) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while TYPE not in network.read_text():
+                await asyncio.sleep(0.01)
+        stop.set()
+
+    async def body(args: argparse.Namespace) -> None:
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(end_when_installed(stop))
+            await serve(args, tmp_path / "record", stop)
+
+    monkeypatch.setattr(Enroller, "withdraw", withdraw)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    folders = f"{tmp_path}/bin:{tmp_path}/net.d"
+    flags = [f"--socket={tmp_path}/zds", f"--kubeconfig={kubeconfig}", "--probe-user=none", "--remove"]
+    cni = [f"--install-cni={folders}", f"--cni-socket={tmp_path}/cni"]
+    asyncio.run(body(parser.parse_args(["agent", "--kube", *flags, *cni])))
+    assert TYPE not in network.read_text()
+    assert not list((tmp_path / "bin").iterdir())
