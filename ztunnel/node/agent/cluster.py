@@ -19,6 +19,7 @@ from ztunnel.node.agent.last_agent import is_last
 from ztunnel.node.agent.scan import kubelet_user
 from ztunnel.node.agent.status import status_server
 from ztunnel.runtime.console.serving import bound_address
+from ztunnel.runtime.settings import plain_reason
 from ztunnel.runtime.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,10 @@ async def serve(args: argparse.Namespace, record: Path, stop: asyncio.Event) -> 
                 # The CNI plugin is removed first, so that no sandbox waits for a stopped agent. The installer ends
                 # before that, because it would install the plugin again.
                 await installing.close()
-                log.info("cni: removed %s", ", ".join(uninstall(installation)) or "nothing")
+                try:
+                    log.info("cni: removed %s", ", ".join(uninstall(installation)) or "nothing")
+                except OSError as error:
+                    log.error("cni: not removed: %s", plain_reason(error))
             await enroller.withdraw(_WITHDRAW_S)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,34 @@ def test_what_an_agent_of_a_cluster_cannot_use_is_one_line(
     assert not (tmp_path / "zds.sock").exists()
 
 
+def serve_until(tmp_path: Path, ready: Callable[[], bool]) -> None:
+    """Run an agent with --remove and --install-cni, without an API server, until it is ready."""
+    kubeconfig = tmp_path / "kubeconfig"
+    kubeconfig.write_text(
+        "{current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}], users: [{name: u, user: {}}],"
+        " clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}]}"
+    )
+    parser = argparse.ArgumentParser()
+    add_arguments(parser.add_subparsers())
+    flags = [f"--socket={tmp_path}/zds", f"--kubeconfig={kubeconfig}", "--probe-user=none", "--remove"]
+    cni = [f"--install-cni={tmp_path}/bin:{tmp_path}/net.d", f"--cni-socket={tmp_path}/cni"]
+    args = parser.parse_args(["agent", "--kube", *flags, *cni])
+
+    async def end(stop: asyncio.Event) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not ready():
+                await asyncio.sleep(0.01)
+        stop.set()
+
+    async def body() -> None:
+        stop = asyncio.Event()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(end(stop))
+            await serve(args, tmp_path / "record", stop)
+
+    asyncio.run(body())
+
+
 def test_removed_plugin_is_not_installed_again_while_pods_leave_the_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,33 +163,25 @@ def test_removed_plugin_is_not_installed_again_while_pods_leave_the_mesh(
     for folder in ("bin", "net.d"):
         (tmp_path / folder).mkdir()
     network.write_text('{"name": "net", "plugins": [{"type": "bridge"}]}')
-    kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(
-        "{current-context: c, contexts: [{name: c, context: {cluster: c, user: u}}], users: [{name: u, user: {}}],"
-        " clusters: [{name: c, cluster: {server: 'http://127.0.0.1:1'}}]}"
-    )
 
     async def withdraw(self: Enroller, grace_s: float) -> None:
         await asyncio.sleep(1.0)  # the installer checks its folders 50 ms after a change
 
-    async def end_when_installed(stop: asyncio.Event) -> None:
-        async with asyncio.timeout(WAIT_S):
-            while TYPE not in network.read_text():
-                await asyncio.sleep(0.01)
-        stop.set()
-
-    async def body(args: argparse.Namespace) -> None:
-        stop = asyncio.Event()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(end_when_installed(stop))
-            await serve(args, tmp_path / "record", stop)
-
     monkeypatch.setattr(Enroller, "withdraw", withdraw)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser.add_subparsers())
-    folders = f"{tmp_path}/bin:{tmp_path}/net.d"
-    flags = [f"--socket={tmp_path}/zds", f"--kubeconfig={kubeconfig}", "--probe-user=none", "--remove"]
-    cni = [f"--install-cni={folders}", f"--cni-socket={tmp_path}/cni"]
-    asyncio.run(body(parser.parse_args(["agent", "--kube", *flags, *cni])))
+    serve_until(tmp_path, lambda: TYPE in network.read_text())
     assert TYPE not in network.read_text()
     assert not list((tmp_path / "bin").iterdir())
+
+
+def test_pods_leave_the_mesh_also_if_the_plugin_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    withdrawn = []
+
+    async def withdraw(self: Enroller, grace_s: float) -> None:
+        withdrawn.append(grace_s)
+
+    monkeypatch.setattr(Enroller, "withdraw", withdraw)
+    serve_until(tmp_path, lambda: (tmp_path / "zds").exists())
+    assert len(withdrawn) == 1
+    assert f"cni: not removed: {tmp_path}/net.d: no such file or directory" in caplog.text
