@@ -587,6 +587,34 @@ def test_a_new_sandbox_is_not_forgotten_when_the_old_one_is_found_gone(lab: Lab,
     on_stage(lab, tmp_path, body)
 
 
+@pytest.mark.parametrize("announced", [False, True], ids=["old-sandbox-gone", "new-sandbox-announced"])
+def test_a_pod_whose_sandbox_was_replaced_outside_of_the_mesh_is_found_again(
+    lab: Lab, tmp_path: Path, announced: bool
+) -> None:
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        sandbox = tmp_path / "sandbox"
+        sandbox.symlink_to(f"/run/netns/{scene.db.netns.name}")
+        cluster.label("shop", LABELLED)
+        cluster.run(scene.web)
+        event = Added(namespace="shop", name="web", netns=str(sandbox), uid=WEB)
+        async with scene.enroller() as enroller, scene.proxy():
+            assert await enroller.added(event, WAIT_S) == "pod shop/web: in the mesh"
+            cluster.label("shop", {})
+            await until(lambda: not enroller.agent.pods(), "released")
+            if announced:
+                event = replace(event, netns=f"/run/netns/{scene.web.netns.name}")
+                assert "not in the mesh" in await enroller.added(event)
+            else:
+                sandbox.unlink()
+                scene.proc.add(77, scene.web.netns, UIDS["web"])
+            cluster.label("shop", LABELLED)
+            await until(lambda: cluster.annotation("web") == "enabled", "enrolled again")
+            assert has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
 def test_a_sandbox_of_a_static_pod_is_announced_with_the_id_of_its_manifest(lab: Lab, tmp_path: Path) -> None:
     """The runtime knows kubelet's id of the pod. The uid of its mirror in the API is another one."""
     manifest = "5f1c6a0d3b7e4f8a9c2d1e0f3a4b5c6d"

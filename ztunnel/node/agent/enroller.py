@@ -464,12 +464,26 @@ class Enroller:
         pod = entry.pod
         if pod is None:
             return
-        where = entry.hint or await self._find(entry, pod)
+        where = self._announced(entry) or await self._find(entry, pod)
         description, ignored = enrolment.describe(pod, where, self._settings)
         if ignored:
             self._say(entry, "AnnotationIgnored", "; ".join(ignored))
         await self.agent.enrol(description)
         entry.described, entry.looked_for, entry.suspect = description, pod.addresses, False
+
+    def _announced(self, entry: _Entry) -> str:
+        """Return the path that the container runtime has named. Empty if it has named none, or if the path no
+        longer exists.
+
+        Raises:
+            TproxyError: the path cannot be opened now.
+        """
+        if entry.hint:
+            try:
+                Netns.open(entry.hint).close()
+            except UnknownNamespace:
+                entry.hint = ""
+        return entry.hint
 
     async def _release(self, entry: _Entry) -> None:
         """Start to release a pod, and return once it is draining. ``on_change`` is called at the end."""
@@ -574,10 +588,10 @@ class Enroller:
         entry = self._shown(key, event.uid)
         assert entry is not None
         assert entry.pod is not None
+        entry.hint = event.netns
         decision = self._decide(entry.pod)
         if not decision.enrol:
             return f"pod {named}: not in the mesh ({decision.reason})"
-        entry.hint = event.netns
         self._touch(entry.uid)
         try:
             async with asyncio.timeout_at(deadline):
