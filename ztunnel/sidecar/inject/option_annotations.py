@@ -38,6 +38,7 @@ TRAFFIC: Final[Mapping[str, tuple[str, Callable[[str], object]]]] = {
     "istio.io/reroute-virtual-interfaces": ("-k", interfaces),
     "traffic.sidecar.istio.io/kubevirtInterfaces": ("-k", interfaces),
 }
+_DEFAULT_STATUS_PORT: Final = 15020
 _READINESS: Final = "readiness.status.sidecar.istio.io/"
 _RESOURCES: Final = {
     "sidecar.istio.io/proxyCPU": ("requests", "cpu"),
@@ -111,7 +112,7 @@ class Asked:
     flags: Mapping[str, str] = field(default_factory=dict)
     native: bool | None = None
     rewrite: bool = True
-    status_port: int = 15020
+    status_port: int = _DEFAULT_STATUS_PORT
     readiness: Mapping[str, int] = field(default_factory=dict)
     resources: Mapping[str, Any] = field(default_factory=dict)
     image: str = ""
@@ -147,17 +148,18 @@ def asked(annotations: Mapping[str, Any], config: SidecarConfig) -> Asked:
     none: tuple[Mapping[str, Any], ...] = ()
     volumes, mounts = (reader.read(name, _named_objects, none) for name in _VOLUMES)
     native: bool | None = reader.read(NATIVE, parse_bool, None)
+    status_port = reader.read(STATUS_PORT, _status_port, _DEFAULT_STATUS_PORT)
     found = Asked(
         capture=mode != "NONE",
         flags=flags,
         native=native,
         rewrite=reader.read(REWRITE, parse_bool, config.rewrite_probes),
-        status_port=reader.read(STATUS_PORT, _status_port, 15020),
+        status_port=status_port,
         readiness=readiness,
         resources=sizes or config.resources,
         image=reader.read("sidecar.istio.io/proxyImage", str.strip, ""),
         log_level=reader.read("sidecar.istio.io/logLevel", _level, config.log_level),
-        proxy_config=reader.read(PROXY_CONFIG, _mapping, {}),
+        proxy_config=reader.read(PROXY_CONFIG, lambda text: _proxy_config(text, status_port), {}),
         volumes=volumes,
         mounts=mounts,
         warnings=tuple(_warnings(annotations)),
@@ -235,7 +237,8 @@ def _level(text: str) -> str:
     return {"warning": "warn", "critical": "error"}.get(text, text)
 
 
-def _mapping(text: str) -> Mapping[str, Any]:
+def _proxy_config(text: str, status_port: int) -> Mapping[str, Any]:
+    """Read the configuration, and refuse values with which the proxy would not start, or not become ready."""
     try:
         found = load(text)
     except ConfigError as error:
@@ -247,7 +250,21 @@ def _mapping(text: str) -> Mapping[str, Any]:
     metadata = found.get("proxyMetadata")
     if metadata is not None and not isinstance(metadata, dict):
         raise ValueError("proxyMetadata must be a mapping")
+    threads = found.get("concurrency")
+    if threads is not None and not _is_number(threads, 0, 2**31 - 1):
+        raise ValueError(f"concurrency must be a number of threads, not {threads!r}")
+    for name in ("proxyAdminPort", "statsPort"):
+        if name in found and not _is_number(found[name], 1, 65535):
+            raise ValueError(f"{name} must be a port, not {found[name]!r}")
+    stats_port = found.get("statsPort", status_port)
+    if status_port and stats_port != status_port:
+        # Kubelet's probes would go to the other port.
+        raise ValueError(f"statsPort {stats_port} is not that of {STATUS_PORT}: {status_port}")
     return found
+
+
+def _is_number(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def _named_objects(text: str) -> tuple[Mapping[str, Any], ...]:

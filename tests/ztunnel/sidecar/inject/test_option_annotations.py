@@ -115,6 +115,12 @@ def test_the_other_values() -> None:
         ("proxy.istio.io/config", "[1]", "must be a mapping"),
         ("proxy.istio.io/config", "a: .inf", "has no equivalent in JSON"),
         ("proxy.istio.io/config", "proxyMetadata: x", "proxyMetadata must be a mapping"),
+        ("proxy.istio.io/config", "concurrency: two", "concurrency must be a number of threads, not 'two'"),
+        ("proxy.istio.io/config", "concurrency: true", "concurrency must be a number of threads, not True"),
+        ("proxy.istio.io/config", "concurrency: -1", "concurrency must be a number of threads, not -1"),
+        ("proxy.istio.io/config", "proxyAdminPort: 0", "proxyAdminPort must be a port, not 0"),
+        ("proxy.istio.io/config", "statsPort: 65536", "statsPort must be a port, not 65536"),
+        ("proxy.istio.io/config", "statsPort: 16000", f"statsPort 16000 is not that of {STATUS_PORT}: 15020"),
         (SIDECAR + "proxyCPU", 3, "must be a string, not 3"),
     ],
 )
