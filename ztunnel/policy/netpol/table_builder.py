@@ -26,9 +26,9 @@ import base64
 import hashlib
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from ipaddress import IPv4Address, IPv6Address
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from ipaddress import IPv4Address, IPv6Address, summarize_address_range
+from itertools import groupby, islice
 from typing import Final, TypeAlias
 
 from tproxy import expressions as e
@@ -384,15 +384,17 @@ class TableBuilder:
         parts: list[list[Rule] | Rule] = [[]]
         unseen: list[Unseen] = []
         in_tier = policy_id.kind != "Profile"  # no tier follows the profiles
-        for index, rule in enumerate(policy.rules(direction)):
+        for indexes, rule in _united(policy.rules(direction)):
             if rule.action is c.Action.LOG:
                 continue
             compiler.reasons = []
             phrases = list(compiler.phrases(rule))
-            unseen += [Unseen(policy_id, direction, index, reason) for reason in dict.fromkeys(compiler.reasons)]
-            if compiler.reasons and rule.action is c.Action.ALLOW:
+            reasons = dict.fromkeys(compiler.reasons)
+            unseen += [Unseen(policy_id, direction, index, reason) for index in indexes for reason in reasons]
+            if reasons and rule.action is c.Action.ALLOW:
                 continue
-            text = comment(f"{policy_id} {direction} {index}")
+            place = f"{indexes[0]}-{indexes[-1]}" if len(indexes) > 1 else f"{indexes[0]}"
+            text = comment(f"{policy_id} {direction} {place}")
             if rule.action is c.Action.PASS and in_tier and not compiler.reasons:
                 parts += [Rule((*phrase, e.Counter(), *e.return_()), text) for phrase in phrases]
                 continue
@@ -433,6 +435,53 @@ def _policy_parts(
         elif part or len(parts) == 1:
             place = f" {index}" if index else ""
             yield Chain(f"{_WAYS[direction]}-{hashed(f'{policy_id}{place}')}", tuple(part))
+
+
+def _united(rules: Iterable[c.Rule]) -> Iterator[tuple[range, c.Rule]]:
+    """Yield the rules with their indexes. Consecutive rules that differ only in their networks become a single
+    rule. A policy can list thousands of networks, each of which is a separate rule of the compiled policy.
+    """
+    for alike, group in groupby(enumerate(rules), key=lambda pair: _without_networks(*pair)):
+        found = list(group)
+        first, rule = found[0]
+        if len(found) == 1 or isinstance(alike, int):
+            yield range(first, first + 1), rule
+            continue
+        side, rest = alike
+        peers: list[c.PeerMatch] = [getattr(each, side) for _, each in found]
+        networks = tuple(network for version in _VERSIONS.values() for network in _networks_of(peers, version))
+        if networks:  # otherwise no address is left, and the rules match no packet
+            yield range(first, first + len(found)), _with_networks(rest, side, networks)
+
+
+def _without_networks(index: int, rule: c.Rule) -> tuple[str, c.Rule] | int:
+    """Return a side of a rule that lists networks, and the rule without them. The rule's index if there is no such
+    side, or if the rule must stay separate.
+    """
+    if rule.action in (c.Action.ALLOW, c.Action.DENY):
+        for side, peer in (("source", rule.source), ("destination", rule.destination)):
+            if peer.nets and None not in (*peer.nets, *peer.not_nets):
+                return side, _with_networks(rule, side, ())
+    return index
+
+
+def _with_networks(rule: c.Rule, side: str, networks: tuple[IpNetwork, ...]) -> c.Rule:
+    if side == "source":
+        return replace(rule, source=replace(rule.source, nets=networks, not_nets=()))
+    return replace(rule, destination=replace(rule.destination, nets=networks, not_nets=()))
+
+
+def _networks_of(peers: Iterable[c.PeerMatch], version: int) -> Iterator[IpNetwork]:
+    """Yield the networks of one IP version that at least one of the peers matches."""
+    address: Callable[[int], IpAddress] = IPv4Address if version == 4 else IPv6Address
+    for first, last in merged(
+        interval
+        for peer in peers
+        for interval in without(
+            ranges_of(filter(None, peer.nets), version), ranges_of(filter(None, peer.not_nets), version)
+        )
+    ):
+        yield from summarize_address_range(address(first), address(last))
 
 
 def _made(set_id: str, kind: c.IpSetType, members: frozenset[str], before: _IpSet | None) -> _IpSet:

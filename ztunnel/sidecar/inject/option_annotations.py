@@ -238,7 +238,7 @@ def _level(text: str) -> str:
 
 
 def _proxy_config(text: str, status_port: int) -> Mapping[str, Any]:
-    """Read the configuration, and refuse values with which the proxy would not start, or not become ready."""
+    """Read the configuration. A value that keeps the proxy from starting, or from becoming ready, is refused."""
     try:
         found = load(text)
     except ConfigError as error:

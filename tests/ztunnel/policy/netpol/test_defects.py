@@ -269,6 +269,35 @@ def test_many_ports_are_a_set(world: World) -> None:
     assert len([item for item in world.table().sets if item.name.startswith("p-")]) == 1
 
 
+def test_many_blocks_are_a_set(world: World) -> None:
+    """A rule for each block would make the table slow to apply, and open connections slow to evaluate."""
+    block = "{{ipBlock: {{cidr: 192.0.{0}.0/25, except: [192.0.{0}.64/26]}}}}"
+    blocks = ", ".join(block.format(number) for number in range(0, 200, 2))
+    peers = f"{blocks}, {{ipBlock: {{cidr: 'fd00:2::/64'}}}}, {{podSelector: {{matchLabels: {{pod: b}}}}}}"
+    ports = "[{port: 80}, {port: web, protocol: TCP}, {protocol: UDP}]"
+    world.policy(f"{{podSelector: {{}}, ingress: [{{from: [{peers}], ports: {ports}}}]}}")
+    for number in range(4):
+        assert world.reaches(f"192.0.{number}.63", "x/a") == (number % 2 == 0)
+        assert not world.reaches(f"192.0.{number}.64", "x/a")
+    assert world.reaches("192.0.2.1", "x/a", 8080)
+    assert world.reaches("192.0.2.1", "x/a", 53, UDP)
+    assert not world.reaches("192.0.2.1", "x/a", 81)
+    assert not world.reaches("198.51.100.1", "x/a", 53, UDP)
+    assert world.reaches("x/b", "x/a")
+    [rules] = [chain.rules for chain in world.table().chains if chain.name.startswith("in-")]
+    assert len(rules) < 30
+    assert {item.name[:2] for item in world.table().sets if item.name.startswith("n")} == {"n4", "n6"}
+    assert len([item for item in world.table().sets if item.name.startswith("n")]) == 2
+    assert "KubernetesNetworkPolicy/x/p ingress 0-100" in {rule.comment for rule in rules}
+
+
+def test_blocks_without_any_address_allow_nothing(world: World) -> None:
+    nothing = "{ipBlock: {cidr: 198.51.100.0/24, except: [198.51.100.0/24]}}"
+    world.policy(f"{{podSelector: {{}}, ingress: [{{from: [{nothing}, {nothing}]}}]}}")
+    assert not world.reaches("198.51.100.7", "x/a")
+    assert not world.reaches("y/a", "x/a")
+
+
 def test_every_address_is_a_network(world: World) -> None:
     world.policy("{podSelector: {}, ingress: [{from: [{ipBlock: {cidr: 0.0.0.0/0}}, {ipBlock: {cidr: '::/0'}}]}]}")
     assert world.reaches("y/a", "x/a")
