@@ -108,7 +108,7 @@ class Balancer:
 
     def _drawn_from(self, index: int, kind: str) -> Sequence[Host]:
         level = self._hosts.levels[index]
-        weights = self._locality_weights(level, kind) if self._settings.locality_weighted else []
+        weights = self._locality_weights(level, kind)
         if not any(weights):
             found: Sequence[Host] = getattr(level, kind)
             return found
@@ -127,7 +127,7 @@ class Balancer:
 
     def _picker(self, index: int, kind: str) -> Picker | None:
         level = self._hosts.levels[index]
-        locality = self._choose_locality(level, kind) if self._settings.locality_weighted else -1
+        locality = self._choose_locality(level, kind)
         key = (index, kind, locality)
         picker = self._pickers.get(key)
         if picker is None:
@@ -151,7 +151,12 @@ class Balancer:
         return len(weights) - 1
 
     def _locality_weights(self, level: PriorityLevel, kind: str) -> list[float]:
-        """Return the effective weight of each locality: its weight, reduced by its share of unusable hosts."""
+        """Return the effective weight of each locality: its weight, reduced by its share of unusable hosts. The
+        list is empty if localities are ignored. This is also the case in panic, like in Envoy: the localities with
+        most weight can be those without healthy hosts.
+        """
+        if kind == "hosts" or not self._settings.locality_weighted:
+            return []
         weights = []
         for index, group in enumerate(level.groups):
             usable = len(_usable(level, index, kind))

@@ -139,6 +139,15 @@ def test_locality_weights_divide_the_load() -> None:
     assert 0.7 < found["10.0.0.1:80"] / 2000 < 0.8
 
 
+@pytest.mark.parametrize("weight", [0, 1])
+def test_locality_weights_do_not_apply_in_panic(weight: int) -> None:
+    sick = (endpoint(1, health=Health.UNHEALTHY), endpoint(2, health=Health.UNHEALTHY))
+    hosts = hosts_of(group(*sick, weight=99, zone="a"), group(endpoint(3), weight=weight, zone="b"))
+    made = balancer(hosts, locality_weighted=True)
+    assert Counter(picks(made, 300)) == dict.fromkeys(("10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"), 100)
+    assert [str(host) for host in made.candidates()] == ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"]
+
+
 def test_a_repeated_attempt_does_not_use_a_locality_without_weight() -> None:
     hosts = hosts_of(group(endpoint(1), endpoint(2), weight=1, zone="a"), group(endpoint(3), weight=0, zone="b"))
     one, two, _ = hosts.hosts
