@@ -32,10 +32,11 @@ class Balancer:
         panics: the number of choices that ignored health, because too few hosts were healthy.
     """
 
-    __slots__ = ("_hosts", "_loads", "_pickers", "_rng", "_settings", "panics")
+    __slots__ = ("_hashes", "_hosts", "_loads", "_pickers", "_rng", "_settings", "panics")
 
     def __init__(self, settings: Balancing, hosts: HostSet, rng: random.Random) -> None:
         self._settings = settings
+        self._hashes = settings.policy in (LbPolicy.RING_HASH, LbPolicy.MAGLEV)
         self._hosts = hosts
         self._rng = rng
         self._loads: list[LevelLoad] | None = []
@@ -127,14 +128,18 @@ class Balancer:
 
     def _picker(self, index: int, kind: str) -> Picker | None:
         level = self._hosts.levels[index]
-        locality = self._choose_locality(level, kind)
+        # Equal hashes choose the same host. So one ring or table has the hosts of all localities.
+        locality = -1 if self._hashes else self._choose_locality(level, kind)
         key = (index, kind, locality)
         picker = self._pickers.get(key)
         if picker is None:
             hosts: Sequence[Host] = getattr(level, kind) if locality < 0 else _usable(level, locality, kind)
+            weights = [float(host.endpoint.weight) for host in hosts]
+            if self._hashes and any(shares := self._locality_weights(level, kind)):
+                hosts, weights = _shared_out(level, kind, shares)
             if not hosts:
                 return None
-            picker = self._pickers[key] = make_picker(self._settings, hosts, self._rng)
+            picker = self._pickers[key] = make_picker(self._settings, hosts, weights, self._rng)
         return picker
 
     def _choose_locality(self, level: PriorityLevel, kind: str) -> int:
@@ -152,16 +157,19 @@ class Balancer:
 
     def _locality_weights(self, level: PriorityLevel, kind: str) -> list[float]:
         """Return the effective weight of each locality: its weight, reduced by its share of unusable hosts. The
-        list is empty if localities are ignored. This is also the case in panic, like in Envoy: the localities with
-        most weight can be those without healthy hosts.
+        list is empty if localities are ignored. This is also the case in panic, because the localities with most
+        weight can be those without healthy hosts.
+
+        Like in Envoy, both rules do not apply to RING_HASH and MAGLEV, where they would move many clients to other
+        hosts: a locality has its whole weight while it has a usable host.
         """
-        if kind == "hosts" or not self._settings.locality_weighted:
+        if not self._settings.locality_weighted or (kind == "hosts" and not self._hashes):
             return []
         weights = []
         for index, group in enumerate(level.groups):
             usable = len(_usable(level, index, kind))
             share = usable / len(group.hosts) * self._hosts.overprovisioning if group.hosts else 0.0
-            weights.append(group.weight * min(1.0, share))
+            weights.append(group.weight * (float(usable > 0) if self._hashes else min(1.0, share)))
         return weights
 
 
@@ -177,15 +185,38 @@ def _usable(level: PriorityLevel, locality: int, kind: str) -> list[Host]:
     return [host for host in hosts if (host.healthy if kind == "healthy" else host.degraded)]
 
 
-def make_picker(settings: Balancing, hosts: Sequence[Host], rng: random.Random) -> Picker:
-    """Return the picker that implements a load-balancing policy for a non-empty list of hosts."""
+def _shared_out(level: PriorityLevel, kind: str, shares: Sequence[float]) -> tuple[list[Host], list[float]]:
+    """Return the usable hosts of all localities with a share, and their weights. The weights of a locality's hosts
+    divide the locality's share.
+    """
+    hosts: list[Host] = []
+    weights: list[float] = []
+    for locality, share in enumerate(shares):
+        usable = _usable(level, locality, kind) if share else []
+        total = sum(host.endpoint.weight for host in usable)
+        hosts += usable
+        weights += [share * host.endpoint.weight / total for host in usable]
+    return hosts, weights
+
+
+def make_picker(
+    settings: Balancing, hosts: Sequence[Host], weights: Sequence[float], rng: random.Random
+) -> Picker:
+    """Return the picker that implements a load-balancing policy for a non-empty list of hosts.
+
+    Args:
+        settings: the policy.
+        hosts: the hosts to choose from.
+        weights: the weights of the hosts, for RING_HASH and MAGLEV.
+        rng: chooses for policies that are random.
+    """
     match settings.policy:
         case LbPolicy.RANDOM:
             return _Random(hosts, rng)
         case LbPolicy.RING_HASH:
-            return _Ring(hosts, settings.ring_size_min, settings.ring_size_max, rng)
+            return _Ring(hosts, weights, settings.ring_size_min, settings.ring_size_max, rng)
         case LbPolicy.MAGLEV:
-            return _Maglev(hosts, settings.maglev_table_size, rng)
+            return _Maglev(hosts, weights, settings.maglev_table_size, rng)
         case LbPolicy.LEAST_REQUEST:
             if _equal_weights(hosts) and not settings.slow_start.window_s:
                 return _LeastRequest(hosts, settings.choice_count, rng)
@@ -276,13 +307,15 @@ class _Ring:
     weight.
     """
 
-    def __init__(self, hosts: Sequence[Host], smallest: int, largest: int, rng: random.Random) -> None:
+    def __init__(
+        self, hosts: Sequence[Host], weights: Sequence[float], smallest: int, largest: int, rng: random.Random
+    ) -> None:
         self._rng = rng
-        weights = [host.endpoint.weight for host in hosts]
         size = min(largest, max(smallest, len(hosts)))
+        total = sum(weights)
         points: list[tuple[int, int]] = []
         for index, (host, weight) in enumerate(zip(hosts, weights, strict=True)):
-            copies = max(1, round(size * weight / sum(weights)))
+            copies = max(1, round(size * weight / total))
             points.extend((xxhash.xxh64_intdigest(f"{host}_{copy}".encode()), index) for copy in range(copies))
         points.sort()
         self._hashes = [point for point, _ in points]
@@ -296,10 +329,10 @@ class _Ring:
 class _Maglev:
     """Picks by a Maglev table (Eisenbud et al., 2016): hosts fill slots in turn, each by its own permutation."""
 
-    def __init__(self, hosts: Sequence[Host], size: int, rng: random.Random) -> None:
+    def __init__(self, hosts: Sequence[Host], weights: Sequence[float], size: int, rng: random.Random) -> None:
         self._rng = rng
         self._size = size
-        heaviest = max(host.endpoint.weight for host in hosts)
+        heaviest = max(weights)
         offsets = [xxhash.xxh64_intdigest(str(host).encode(), 0) % size for host in hosts]
         skips = [xxhash.xxh64_intdigest(str(host).encode(), 1) % (size - 1) + 1 for host in hosts]
         positions, credit = [0] * len(hosts), [0.0] * len(hosts)
@@ -307,7 +340,7 @@ class _Maglev:
         filled = 0
         while filled < size:
             for index, host in enumerate(hosts):
-                credit[index] += host.endpoint.weight / heaviest
+                credit[index] += weights[index] / heaviest
                 if credit[index] < 1:
                     continue
                 credit[index] -= 1

@@ -148,6 +148,26 @@ def test_locality_weights_do_not_apply_in_panic(weight: int) -> None:
     assert [str(host) for host in made.candidates()] == ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"]
 
 
+@pytest.mark.parametrize("policy", [LbPolicy.RING_HASH, LbPolicy.MAGLEV])
+def test_equal_hashes_choose_one_host_of_all_weighted_localities(policy: LbPolicy) -> None:
+    localities = [group(endpoint(n), weight=1, zone=str(n)) for n in range(4)]
+    made = balancer(hosts_of(*localities), policy=policy, locality_weighted=True)
+    for key in range(50):
+        assert len(set(picks(made, 20, hash_key=source_hash(f"10.1.0.{key}")))) == 1
+    assert len(set(picks(made, 200))) == 4
+
+
+@pytest.mark.parametrize("policy", [LbPolicy.RING_HASH, LbPolicy.MAGLEV])
+def test_hashing_divides_a_locality_weight_by_the_weights_of_its_hosts(policy: LbPolicy) -> None:
+    first = group(endpoint(1, 3), endpoint(2, 1), weight=1, zone="a")
+    rest = (group(endpoint(3), weight=1, zone="b"), group(endpoint(4), zone="c"))
+    made = balancer(hosts_of(first, *rest), policy=policy, locality_weighted=True, maglev_table_size=1009)
+    found = Counter(picks(made, 4000))
+    assert found.keys() == {"10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"}
+    for host, share in (("10.0.0.1:80", 0.375), ("10.0.0.2:80", 0.125), ("10.0.0.3:80", 0.5)):
+        assert found[host] / 4000 == pytest.approx(share, abs=0.1)
+
+
 def test_a_repeated_attempt_does_not_use_a_locality_without_weight() -> None:
     hosts = hosts_of(group(endpoint(1), endpoint(2), weight=1, zone="a"), group(endpoint(3), weight=0, zone="b"))
     one, two, _ = hosts.hosts
