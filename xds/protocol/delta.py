@@ -7,8 +7,8 @@ The rules for each type on a stream:
 * A later request changes the subscription, with an empty nonce, or answers a response with its nonce and, for a
   refusal, an error. One request can do both.
 * Versions come from accepted responses: after a NACK the old versions are still sent, except for the accepted
-  resources of a partly refused response. In Istio's dialect a refused resource without an old version is sent
-  with an empty one.
+  resources of a partly refused response. A refused resource of such a response without an old version is sent with
+  an empty one.
 
 The differences of istiod and the Rust ztunnel are in :class:`xds.protocol.client_state.Dialect`: the node in the
 first request of each type, types on demand, and requested names without an answer, which are sent with an empty
@@ -260,15 +260,17 @@ class DeltaClient:
                 versions = {resource.name: resource.version for resource in update.resources}
             for name in rejected:
                 versions.pop(name, None)
-                # An empty version makes the server send the resource again on the next stream, or report its
-                # removal, which ends the fault that the receiver shows.
-                state.held.setdefault(name, "")
             state.held.update(versions)
         else:
             for resource in update.resources:
                 if state.wants(resource.name) and resource.name not in rejected:
                     state.held[resource.name] = resource.version
                     self._lifetimes.started(update.type_url, resource, received.arrived_s)
+        for name in rejected:
+            # An empty version makes the server send the resource again on the next stream, or report its removal,
+            # which ends the fault that the receiver shows.
+            if state.wants(name):
+                state.held.setdefault(name, "")
         for name in update.removed:
             state.held.pop(name, None)
         self._lifetimes.ended(update.type_url, update.removed)

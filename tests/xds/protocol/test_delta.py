@@ -146,6 +146,17 @@ def test_reconnect_tells_accepted_versions_in_the_first_request_only() -> None:
     assert not only_request(client).initial_resource_versions
 
 
+def test_reconnect_tells_versions_of_the_accepted_part_of_a_refused_response() -> None:
+    client = started(cds=True)
+    client.accept(received(client, clusters("n1", cluster("a", "1"), cluster("b", "1"))))
+    response = clusters("n2", cluster("a", "2"), cluster("b", "2"), cluster("c", "2"))
+    client.reject(received(client, response), "no", {"b", "c"})
+    client.requests_to_send()
+    client.stream_closed()
+    client.stream_opened()
+    assert dict(only_request(client).initial_resource_versions) == {"a": "2", "b": "1", "c": ""}
+
+
 def test_reconnect_forgets_versions_of_names_no_longer_wanted() -> None:
     client = started(eds="ab")
     client.accept(received(client, endpoints("n1", "ab")))

@@ -204,7 +204,7 @@ class ListenerManager:
             UpdateRejected: names each refused listener. All other listeners are applied.
         """
         self.version = update.version
-        errors: list[str] = []
+        errors: dict[str, str] = {}
         gone = set(update.removed)
         if update.complete:
             seen = {resource.name for resource in update.resources}
@@ -221,10 +221,11 @@ class ListenerManager:
                 # The text is capitalised like Envoy's, because it is sent to the control plane.
                 reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
                 log.warning("listener %s refused, its last good version stays in use: %s", resource.name, reason)
-                errors.append(f"{resource.name}: {reason}")
+                errors[resource.name] = f"{resource.name}: {reason}"
                 self._failed(resource.name, resource.body, reason, resource.version)
         if errors:
-            raise UpdateRejected("Error adding/updating listener(s) " + "\n".join(errors))
+            reasons = "Error adding/updating listener(s) " + "\n".join(errors.values())
+            raise UpdateRejected(reasons, errors.keys())
 
     def _compile(self, body: AnyMessage) -> Listener:
         try:

@@ -117,7 +117,7 @@ class ClusterManager:
             UpdateRejected: names each refused cluster. All other clusters are applied.
         """
         self.version = update.version
-        errors: list[str] = []
+        errors: dict[str, str] = {}
         changed: list[LiveCluster] = []
         seen: set[str] = set()
         for resource in update.resources:
@@ -127,7 +127,7 @@ class ClusterManager:
             except ConfigError as error:
                 reason = str(error)
                 log.warning("cluster %s refused, its last good version stays in use: %s", resource.name, reason)
-                errors.append(f"{resource.name}: {reason}")
+                errors[resource.name] = f"{resource.name}: {reason}"
                 self.failures[resource.name] = Failure(
                     resource.name, resource.body, reason, self._surround.clock.wall(), resource.version
                 )
@@ -147,7 +147,8 @@ class ClusterManager:
                 "clusters: %d active, %d changed, version %s", len(self._active), len(changed), update.version
             )
         if errors:
-            raise UpdateRejected("Error adding/updating cluster(s) " + ", ".join(errors))
+            reasons = "Error adding/updating cluster(s) " + ", ".join(errors.values())
+            raise UpdateRejected(reasons, errors.keys())
         return all_of([cluster.warm for cluster in changed])
 
     def _compile(self, body: AnyMessage, name: str = "") -> Cluster:
