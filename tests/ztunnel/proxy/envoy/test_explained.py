@@ -522,6 +522,21 @@ def test_a_chain_with_tls_of_an_internal_listener_closes(tmp_path: Path) -> None
     run(tmp_path, body)
 
 
+def test_an_internal_connection_without_a_matching_chain_is_logged_with_no_route(tmp_path: Path) -> None:
+    async def body(harness: Harness) -> None:
+        elsewhere = chain(tcp(), filter_chain_match={"destination_port": 9})
+        _, hidden = listener(elsewhere, name="inner", internal_listener={}, access_log=access_log(tmp_path))
+        del hidden["address"]
+        front = listener(chain(tcp("to inner")))
+        assert await harness.published(front, ("listener", hidden), inner("inner"), cluster(1)) is None
+        await harness.until(lambda: len(harness.proxy.listeners.active) == 2)
+        assert await ask(harness.port("l")) == b""
+        (line,) = await harness.log()
+        assert line["flags"] == "NR"
+
+    run(tmp_path, body)
+
+
 def test_a_tunnel_to_an_endpoint_without_an_ip_address_is_refused(tmp_path: Path) -> None:
     async def body(harness: Harness) -> None:
         piped = {"endpoint": {"address": {"pipe": {"path": str(tmp_path / "application")}}}}

@@ -25,7 +25,7 @@ from ztunnel.proxy.envoy.path.dial import ClusterUpstream
 from ztunnel.proxy.envoy.path.terminate import RequestRefused, Terminator
 from ztunnel.proxy.envoy.secrets.contexts import LiveContext, agree, verified_client
 from ztunnel.proxy.envoy.secrets.names import peer_names
-from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, Refused, UpstreamFailed
+from ztunnel.proxy.envoy.stream.outcome import POLICY_CHANGE, NoFilterChain, Refused, UpstreamFailed
 from ztunnel.proxy.envoy.stream.request_headers import traceparent
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo, TlsFacts, UpstreamOptions
 from ztunnel.runtime.clock import Clock
@@ -119,8 +119,12 @@ class InternalListeners:
             hop.close()
             return None
         chain = listener.chain_for(facts)
-        if chain is None or chain.proxy is None or not chain.takes_internal:
-            listener.no_filter_chain_match.value += chain is None
+        if chain is None:
+            listener.no_filter_chain_match.value += 1
+            hop.refused(NoFilterChain())
+            hop.close()
+            return None
+        if chain.proxy is None or not chain.takes_internal:
             info.failure = Reason.NO_ROUTE
             hop.close()
             return None
