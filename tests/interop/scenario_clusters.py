@@ -148,6 +148,10 @@ OF_HOSTS: dict[str, tuple[list[tuple[int, str, str]], Json]] = {
     "timed out host": ([(0, "one", "TIMEOUT"), (0, "two", "HEALTHY")], {"common_lb_config": NO_PANIC}),
     "panic": ([(0, "one", "UNHEALTHY")], {}),
     "no panic": ([(0, "one", "UNHEALTHY")], {"common_lb_config": NO_PANIC}),
+    "failing in panic": (
+        [(0, "one", "UNHEALTHY")],
+        {"common_lb_config": {"zone_aware_lb_config": {"fail_traffic_on_panic": True}}},
+    ),
 }
 
 

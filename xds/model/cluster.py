@@ -235,7 +235,12 @@ class SlowStart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Balancing:
-    """The settings of load balancing: the policy's parameters, and how a priority and a locality are chosen."""
+    """The settings of load balancing: the policy's parameters, and how a priority and a locality are chosen.
+
+    Attributes:
+        fail_in_panic: whether a priority level in panic gets no connections, instead of ignoring health. Like in
+            Envoy, this does not apply to RING_HASH and MAGLEV.
+    """
 
     policy: LbPolicy = LbPolicy.ROUND_ROBIN
     choice_count: int = 2
@@ -246,6 +251,7 @@ class Balancing:
     maglev_table_size: int = 65_537
     panic_threshold: float = 50.0
     locality_weighted: bool = False
+    fail_in_panic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

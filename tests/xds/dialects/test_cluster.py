@@ -259,6 +259,13 @@ def test_priorities_may_have_gaps() -> None:
     assert [load.healthy for load in loads] == [0, 0, 0, 100]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_failing_in_panic_is_read(fails: bool) -> None:
+    common = {"zone_aware_lb_config": {"fail_traffic_on_panic": fails}}
+    message = parse_value({"name": "c", "common_lb_config": common}, Cluster).message
+    assert compile_cluster(message, SURROUNDINGS).balancing.fail_in_panic is fails
+
+
 def test_balancing_settings_are_read() -> None:
     document = yaml.safe_load("""
         name: c

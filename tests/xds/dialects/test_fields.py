@@ -53,7 +53,6 @@ IGNORED = {
     "envoy.config.endpoint.v3.ClusterLoadAssignment.named_endpoints": _BY_PARTS,
     "envoy.config.cluster.v3.Cluster.per_connection_buffer_limit_bytes": "soft, and above what is ever held",
     "envoy.config.cluster.v3.Cluster.CommonLbConfig.update_merge_window": "changes are applied at once",
-    "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.fail_traffic_on_panic": _NO_ZONES,
     "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.min_cluster_size": _NO_ZONES,
     "envoy.config.cluster.v3.Cluster.CommonLbConfig.ZoneAwareLbConfig.routing_enabled": _NO_ZONES,
     "envoy.config.core.v3.RuntimeDouble.runtime_key": "the runtime's keys are refused",

@@ -460,7 +460,7 @@ BY_EDS = {
     "type": "EDS",
     "eds_cluster_config": {"eds_config": BY_GRPC, "service_name": "s"},
     "round_robin_lb_config": LB,
-    "common_lb_config": {"zone_aware_lb_config": {"min_cluster_size": 1}},
+    "common_lb_config": {"zone_aware_lb_config": {"min_cluster_size": 1, "fail_traffic_on_panic": True}},
     "typed_extension_protocol_options": {
         OPTIONS: {"@type": T + OPTIONS, "use_downstream_protocol_config": {"http2_protocol_options": HTTP2}}
     },

@@ -66,6 +66,7 @@ def _own(message: proto.Cluster, panic: float) -> Balancing:
         slow_start=_slow_start(slow),
         panic_threshold=panic,
         locality_weighted=message.common_lb_config.HasField("locality_weighted_lb_config"),
+        fail_in_panic=message.common_lb_config.zone_aware_lb_config.fail_traffic_on_panic,
     )
 
 

@@ -155,7 +155,7 @@ def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluste
         only(
             message.common_lb_config,
             "healthy_panic_threshold",
-            "zone_aware_lb_config",  # needs a local cluster; without one Envoy ignores it too
+            "zone_aware_lb_config",  # like in Envoy without a local cluster, of this only fail_traffic_on_panic
             "locality_weighted_lb_config",
             "update_merge_window",  # changes are applied at once; their cost is proportional to the change
         )

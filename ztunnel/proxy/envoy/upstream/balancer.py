@@ -66,6 +66,10 @@ class Balancer:
         return self._loads
 
     @property
+    def _fails_in_panic(self) -> bool:
+        return self._settings.fail_in_panic and not self._hashes
+
+    @property
     def panicking(self) -> bool:
         """Whether a priority level that gets load is in panic: it then ignores the health of its hosts."""
         return any(load.panic and load.healthy for load in self._level_loads)
@@ -88,6 +92,8 @@ class Balancer:
         if level is None:
             return None
         index, kind = level
+        if kind == "hosts" and self._fails_in_panic:
+            return None
         self.panics += kind == "hosts"
         picker = self._picker(index, kind)
         if picker is None:
@@ -102,6 +108,8 @@ class Balancer:
         """Return all hosts that :meth:`choose` can return for the first attempt of a connection."""
         found: dict[Host, None] = {}
         for index, load in enumerate(self._level_loads):
+            if load.panic and self._fails_in_panic:
+                continue
             for kind, share in (("healthy", load.healthy), ("degraded", load.degraded)):
                 if share:
                     found |= dict.fromkeys(self._drawn_from(index, "hosts" if load.panic else kind))

@@ -121,6 +121,17 @@ def test_unusable_hosts_are_passed_over_until_panic() -> None:
     assert balancer(none, panic_threshold=0.0).choose(0.0) is None
 
 
+def test_a_cluster_can_fail_in_panic() -> None:
+    level = (endpoint(1), endpoint(2, health=Health.UNHEALTHY), endpoint(3, health=Health.UNHEALTHY))
+    made = balancer(hosts_of(group(*level)), fail_in_panic=True)
+    assert made.choose(0.0) is None
+    assert (made.panics, made.candidates()) == (0, [])
+    usable = balancer(hosts_of(group(*level, endpoint(4))), fail_in_panic=True)
+    assert set(picks(usable, 20)) == {"10.0.0.1:80", "10.0.0.4:80"}
+    by_hash = balancer(hosts_of(group(*level)), fail_in_panic=True, policy=LbPolicy.RING_HASH)
+    assert len(set(picks(by_hash, 100))) == 3
+
+
 def test_balancer_without_hosts_returns_none() -> None:
     assert balancer(HostSet()).choose(0.0) is None
 
