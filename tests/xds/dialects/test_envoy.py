@@ -507,6 +507,38 @@ def test_routes_are_refused_by_name_and_place(document: dict[str, Any], words: s
     assert words in str(refused.value)
 
 
+def _port_range(start: int, end: int) -> dict[str, Any]:
+    return {"destination_port_range": {"start": start, "end": end}}
+
+
+def _metadata_of(namespace: str, *path: str) -> dict[str, Any]:
+    value = {"string_match": {"exact": "v"}}
+    return {"metadata": {"filter": namespace, "path": [{"key": key} for key in path], "value": value}}
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (_port_range(5, 5), "destination_port_range: range start 5 cannot be greater or equal than range end 5"),
+        (_port_range(9, 5), "destination_port_range: range start 9 cannot be greater or equal than range end 5"),
+        (_port_range(-1, 5), "destination_port_range: range start -1 is out of bounds"),
+        (_port_range(1, 65537), "destination_port_range: range end 65537 is out of bounds"),
+        (_metadata_of("", "k"), "metadata.filter: Proto constraint"),
+        (_metadata_of("f"), "metadata.path: Proto constraint"),
+    ],
+)
+@pytest.mark.parametrize("inverted", [False, True])
+def test_a_rule_that_can_never_match_is_refused(rule: dict[str, Any], words: str, inverted: bool) -> None:
+    permission = {"not_rule": rule} if inverted else rule
+    policy = {"permissions": [permission], "principals": [{"any": True}]}
+    rules = {"action": "DENY", "policies": {"p": policy}}
+    config = {"@type": T + "envoy.extensions.filters.network.rbac.v3.RBAC", "stat_prefix": "r", "rules": rules}
+    document = listener_document({"name": "rbac", "typed_config": config}, tcp())
+    with pytest.raises(ConfigError) as refused:
+        compile_listener(parse_value(document, Listener).message, SURROUNDINGS)
+    assert words in str(refused.value)
+
+
 HEADER = {"header": {"name": "a", "present_match": True}}
 PATH = {"url_path": {"path": {"exact": "/"}}}
 

@@ -14,6 +14,7 @@ from xds.model.listener import Rbac
 from xds.proto.envoy.config.rbac.v3 import rbac_pb2 as config
 from xds.proto.envoy.extensions.filters.network.rbac.v3 import rbac_pb2 as network_rbac
 from xds.proto.envoy.type.matcher.v3 import matcher_pb2
+from xds.proto.envoy.type.v3 import type_pb2
 
 
 def compile_rbac(message: network_rbac.RBAC) -> Rbac:
@@ -118,7 +119,8 @@ def _permission(message: config.Permission) -> p.Condition:
                 raise constraint(message, "destination_port", "value must be less than or equal to 65535")
             return p.DestinationPort(message.destination_port, message.destination_port + 1)
         case "destination_port_range":
-            return p.DestinationPort(message.destination_port_range.start, message.destination_port_range.end)
+            with at("destination_port_range"):
+                return _port_range(message.destination_port_range)
         case "requested_server_name":
             with at("requested_server_name"):
                 return p.ServerName(string_match(message.requested_server_name))
@@ -131,6 +133,18 @@ def _permission(message: config.Permission) -> p.Condition:
             raise constraint(message, "rule", "value is required")
         case _:
             raise Unsupported("this kind of permission is not supported", kind)
+
+
+def _port_range(message: type_pb2.Int32Range) -> p.Condition:
+    """Compile a range of ports. An empty range is refused, because a rule about it never matches. A policy that
+    denies would then deny no connection.
+    """
+    for field, value, most in (("start", message.start, 65535), ("end", message.end, 65536)):
+        if not 0 <= value <= most:
+            raise ConfigError(f"range {field} {value} is out of bounds")
+    if message.start >= message.end:
+        raise ConfigError(f"range start {message.start} cannot be greater or equal than range end {message.end}")
+    return p.DestinationPort(message.start, message.end)
 
 
 def _principals(messages: Iterable[config.Principal]) -> Iterable[p.Condition]:
@@ -190,6 +204,9 @@ def _needs_http(kind: str) -> ConfigError:
 
 
 def _metadata(message: matcher_pb2.MetadataMatcher) -> p.Condition:
+    required(message, "filter")
+    if not message.path:
+        raise constraint(message, "path", "value must contain at least 1 item(s)")
     if message.value.WhichOneof("match_pattern") != "string_match":
         raise Unsupported("metadata is matched by string only", "value")
     with at("value", "string_match"):
