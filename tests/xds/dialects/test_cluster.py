@@ -23,6 +23,8 @@ def by_policy(kind: str, **config: Any) -> dict[str, Any]:
 
 CHECKED = {"timeout": "1s", "interval": "1s", "unhealthy_threshold": 1, "healthy_threshold": 1}
 TCP_CHECK = {**CHECKED, "tcp_health_check": {}}
+NAMED = {"endpoint": {"address": {"socket_address": {"address": "a.example", "port_value": 1}}}}
+ORIGINAL = {"type": "ORIGINAL_DST", "lb_policy": "CLUSTER_PROVIDED"}
 BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
     ({"type": "STATIC"}, "name: Proto constraint"),
     (
@@ -33,6 +35,46 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
     (cluster_document(lb_policy="CLUSTER_PROVIDED"), "cannot be combined with cluster type STATIC"),
     ({"name": "c", "type": "EDS"}, "eds_cluster_config.eds_config.config_source_specifier: Proto constraint"),
     (cluster_document(connect_timeout="0s"), "connect_timeout: Proto constraint"),
+    *(
+        (
+            cluster_document(common_lb_config={"healthy_panic_threshold": {"value": value}}),
+            "common_lb_config.healthy_panic_threshold.value: Proto constraint",
+        )
+        for value in (101, -1)
+    ),
+    (cluster_document(dns_refresh_rate="0.001s"), "dns_refresh_rate: Proto constraint"),
+    (
+        cluster_document(eds_cluster_config={"service_name": "s"}),
+        "eds_cluster_config: eds_cluster_config set in a non-EDS cluster",
+    ),
+    *(
+        (
+            cluster_document(load_assignment={"cluster_name": "c", "policy": {"drop_overloads": [share]}}),
+            f"load_assignment.policy.drop_overloads[0].{words}",
+        )
+        for share, words in (
+            ({"drop_percentage": {}}, "category: Proto constraint"),
+            (
+                {"category": "a", "drop_percentage": {"numerator": 101}},
+                "drop_percentage: the drop ratio 1.01 is above 1",
+            ),
+        )
+    ),
+    (
+        cluster_document(
+            type="LOGICAL_DNS",
+            load_assignment={"cluster_name": "c", "endpoints": [{"lb_endpoints": [NAMED]}, {"priority": 1}]},
+        ),
+        "load_assignment: LOGICAL_DNS clusters must have a single locality_lb_endpoint and a single lb_endpoint",
+    ),
+    (
+        cluster_document(**ORIGINAL, lb_subset_config={"subset_selectors": [{"keys": ["a"]}]}),
+        "lb_subset_config: cluster: LB policy CLUSTER_PROVIDED cannot be combined with lb_subset_config",
+    ),
+    (
+        cluster_document(**ORIGINAL, original_dst_lb_config={"metadata_key": {"key": "k"}}),
+        "original_dst_lb_config.metadata_key.path: Proto constraint",
+    ),
     (cluster_document(health_checks=[{"timeout": "1s"}]), "health_checks[0].interval: Proto constraint"),
     (
         cluster_document(health_checks=[TCP_CHECK, TCP_CHECK]),

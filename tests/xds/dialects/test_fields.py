@@ -45,7 +45,6 @@ IGNORED = {
     "envoy.config.cluster.v3.Cluster.use_tcp_for_dns_lookups": _NEWER_RESOLVER,
     f"{DNS}.cares.v3.CaresDnsResolverConfig.udp_max_queries": "of one socket; each query has its own",
     f"{DNS}.getaddrinfo.v3.GetAddrInfoDnsResolverConfig.num_resolver_threads": "look-ups take no threads",
-    "envoy.config.cluster.v3.Cluster.eds_cluster_config": "of another type of cluster",
     "envoy.config.cluster.v3.Cluster.http2_protocol_options": _SECOND_BEST,
     "envoy.config.cluster.v3.Cluster.lb_policy": "load_balancing_policy wins",
     "envoy.config.cluster.v3.Cluster.original_dst_lb_config": "of another type of cluster",

@@ -117,7 +117,7 @@ _CHANGES: list[Change] = [
             ),
         )
     ),
-    *(((("endpoints", group, "priority"), value)) for group in (0, 1) for value in (0, 1, 127, 128)),
+    *(((("endpoints", group, "priority"), value)) for group in (0, 1) for value in (0, 1, 128, 129)),
     *(((("endpoints", group, "load_balancing_weight"), value)) for group in (0, 1) for value in (0, 3)),
 ]
 

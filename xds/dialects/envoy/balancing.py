@@ -32,7 +32,11 @@ def compile_balancing(message: proto.Cluster, discovery: Discovery) -> Balancing
     """
     panic = 50.0
     if message.common_lb_config.HasField("healthy_panic_threshold"):
-        panic = message.common_lb_config.healthy_panic_threshold.value
+        with at("common_lb_config", "healthy_panic_threshold"):
+            panic = message.common_lb_config.healthy_panic_threshold.value
+            if not 0 <= panic <= 100:
+                threshold = message.common_lb_config.healthy_panic_threshold
+                raise constraint(threshold, "value", "value must be inside range [0, 100]")
     if message.HasField("load_balancing_policy"):
         with at("load_balancing_policy"):
             found = _extension(message, panic)

@@ -164,6 +164,8 @@ def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluste
     if discovery is model.Discovery.EDS:
         with at("eds_cluster_config", "eds_config"):
             eds_source = config_source(eds.eds_config)
+    elif message.HasField("eds_cluster_config"):
+        raise ConfigError("eds_cluster_config set in a non-EDS cluster", "eds_cluster_config")
     http2, idle_s, requests = _http(message)
     health_check = compile_health_check(message)
     if health_check is not None:
@@ -173,7 +175,7 @@ def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluste
         discovery=discovery,
         connect_timeout_s=_positive(message, "connect_timeout", 5.0),
         balancing=compile_balancing(message, discovery),
-        subsets=_subsets(message),
+        subsets=_subsets(message, discovery),
         transport_socket=_own_socket(message, surroundings),
         socket_matches=_socket_matches(message, surroundings),
         http2=http2,
@@ -187,7 +189,7 @@ def _compile(message: proto.Cluster, surroundings: Surroundings) -> model.Cluste
         health_check=health_check,
         ignore_health_on_removal=message.ignore_health_on_host_removal,
         cleanup_interval_s=_positive(message, "cleanup_interval", 5.0),
-        dns_refresh_s=_positive(message, "dns_refresh_rate", 5.0),
+        dns_refresh_s=_dns_refresh_s(message),
         dns_failure_backoff=_dns_failure_backoff(message),
         respect_dns_ttl=message.respect_dns_ttl,
         dns_family=enum_name(message, "dns_lookup_family"),
@@ -235,6 +237,13 @@ def _positive(message: Message, field: str, default: float) -> float:
     return value
 
 
+def _dns_refresh_s(message: proto.Cluster) -> float:
+    refresh_s = seconds(message, "dns_refresh_rate", 5.0)
+    if refresh_s <= 0.001:
+        raise constraint(message, "dns_refresh_rate", "value must be greater than 1ms")
+    return refresh_s
+
+
 def _dns_failure_backoff(message: proto.Cluster) -> tuple[float, float] | None:
     if not message.HasField("dns_failure_refresh_rate"):
         return None
@@ -249,9 +258,13 @@ def _dns_failure_backoff(message: proto.Cluster) -> tuple[float, float] | None:
     return base, longest
 
 
-def _subsets(message: proto.Cluster) -> model.Subsets | None:
+def _subsets(message: proto.Cluster, discovery: model.Discovery) -> model.Subsets | None:
     if not message.HasField("lb_subset_config"):
         return None
+    if discovery is model.Discovery.ORIGINAL_DST and message.lb_subset_config.subset_selectors:
+        raise ConfigError(
+            "cluster: LB policy CLUSTER_PROVIDED cannot be combined with lb_subset_config", "lb_subset_config"
+        )
     with at("lb_subset_config"):
         config = message.lb_subset_config
         return model.Subsets(
@@ -272,7 +285,7 @@ def _assignment(message: proto.Cluster, discovery: model.Discovery) -> model.Loa
         raise ConfigError(f"cluster: load assignment is not valid for Cluster type {discovery}", "load_assignment")
     with at("load_assignment"):
         assignment = compile_assignment(message.load_assignment, names=discovery in _DNS)
-    if discovery is model.Discovery.LOGICAL_DNS and len(assignment.endpoints) != 1:
+    if discovery is model.Discovery.LOGICAL_DNS and (len(assignment.groups), len(assignment.endpoints)) != (1, 1):
         raise ConfigError(
             "LOGICAL_DNS clusters must have a single locality_lb_endpoint and a single lb_endpoint",
             "load_assignment",
@@ -295,6 +308,10 @@ def _original_dst(message: proto.Cluster, discovery: model.Discovery) -> model.O
             )
         key = None
         if config.HasField("metadata_key"):
+            with at("metadata_key"):
+                required(config.metadata_key, "key")
+                if not config.metadata_key.path:
+                    raise constraint(config.metadata_key, "path", "value must contain at least 1 item(s)")
             key = (config.metadata_key.key, tuple(segment.key for segment in config.metadata_key.path))
     return model.OriginalDst(
         use_http_header=config.use_http_header,

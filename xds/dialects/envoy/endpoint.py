@@ -37,7 +37,7 @@ _DENOMINATORS = {
     type_pb2.FractionalPercent.TEN_THOUSAND: 10_000,
     type_pb2.FractionalPercent.MILLION: 1_000_000,
 }
-_MOST_PRIORITIES = 128  # the same as in Envoy
+_LAST_PRIORITY = 128  # the same as in Envoy
 _USABLE = (core.UNKNOWN, core.HEALTHY)
 _PLAIN_POLICIES = (
     proto.ClusterLoadAssignment.Policy(),
@@ -76,10 +76,14 @@ def compile_assignment(message: proto.ClusterLoadAssignment, *, names: bool = Fa
             raise constraint(message.policy, "overprovisioning_factor", "value must be greater than 0")
         drop = []
         for index, entry in enumerate(message.policy.drop_overloads):
+            with at("drop_overloads", index):
+                required(entry, "category")
             with at("drop_overloads", index, "drop_percentage"):
                 enum_name(entry.drop_percentage, "denominator")
-                denominator = _DENOMINATORS[entry.drop_percentage.denominator]
-                drop.append((entry.category, entry.drop_percentage.numerator / denominator))
+                ratio = entry.drop_percentage.numerator / _DENOMINATORS[entry.drop_percentage.denominator]
+                if ratio > 1:
+                    raise ConfigError(f"the drop ratio {ratio:g} is above 1")
+                drop.append((entry.category, ratio))
     return model.LoadAssignment(
         cluster_name=message.cluster_name,
         groups=tuple(groups),
@@ -116,7 +120,7 @@ def plain_members(
     seen: set[Member] = set()
     count = 0
     for group in message.endpoints:
-        if group.priority >= _MOST_PRIORITIES or wrapped(group, "load_balancing_weight", 1) == 0:
+        if group.priority > _LAST_PRIORITY or wrapped(group, "load_balancing_weight", 1) == 0:
             return None
         levels.extend(set() for _ in range(len(levels), group.priority + 1))
         for endpoint in group.lb_endpoints:
@@ -155,8 +159,8 @@ def _group(
     message: proto.LocalityLbEndpoints, named: Mapping[str, proto.Endpoint], names: bool
 ) -> model.LocalityGroup:
     only(message, "locality", "lb_endpoints", "load_balancing_weight", "priority", "proximity", "metadata")
-    if message.priority >= _MOST_PRIORITIES:
-        raise constraint(message, "priority", f"value must be less than or equal to {_MOST_PRIORITIES - 1}")
+    if message.priority > _LAST_PRIORITY:
+        raise constraint(message, "priority", f"value must be less than or equal to {_LAST_PRIORITY}")
     if message.HasField("load_balancing_weight") and message.load_balancing_weight.value == 0:
         raise constraint(message, "load_balancing_weight", "value must be greater than or equal to 1")
     locality = model.Locality(message.locality.region, message.locality.zone, message.locality.sub_zone)
