@@ -35,6 +35,10 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
     (cluster_document(lb_policy="CLUSTER_PROVIDED"), "cannot be combined with cluster type STATIC"),
     ({"name": "c", "type": "EDS"}, "eds_cluster_config.eds_config.config_source_specifier: Proto constraint"),
     (cluster_document(connect_timeout="0s"), "connect_timeout: Proto constraint"),
+    (
+        cluster_document(outlier_detection={"base_ejection_time": "60s", "max_ejection_time": "30s"}),
+        "outlier_detection.max_ejection_time: outlier detector's max_ejection_time cannot be smaller than",
+    ),
     *(
         (
             cluster_document(common_lb_config={"healthy_panic_threshold": {"value": value}}),
@@ -306,6 +310,23 @@ def test_failing_in_panic_is_read(fails: bool) -> None:
     common = {"zone_aware_lb_config": {"fail_traffic_on_panic": fails}}
     message = parse_value({"name": "c", "common_lb_config": common}, Cluster).message
     assert compile_cluster(message, SURROUNDINGS).balancing.fail_in_panic is fails
+
+
+@pytest.mark.parametrize(("base_s", "longest_s"), [(30, 300), (600, 600)])
+def test_an_ejection_is_at_most_as_long_as_the_base_time_or_five_minutes(base_s: int, longest_s: int) -> None:
+    message = parse_value(
+        {"name": "c", "outlier_detection": {"base_ejection_time": f"{base_s}s"}}, Cluster
+    ).message
+    outlier = compile_cluster(message, SURROUNDINGS).outlier
+    assert outlier is not None
+    assert outlier.max_ejection_time_s == longest_s
+
+
+def test_the_first_thresholds_of_a_priority_apply() -> None:
+    thresholds = [{"max_connections": 1}, {"priority": "HIGH", "max_connections": 2}, {"max_connections": 3}]
+    message = parse_value({"name": "c", "circuit_breakers": {"thresholds": thresholds}}, Cluster).message
+    limits = compile_cluster(message, SURROUNDINGS).breakers
+    assert [each.max_connections for each in limits] == [1, 2]
 
 
 def test_balancing_settings_are_read() -> None:

@@ -444,7 +444,7 @@ def _connection_limits(message: core.HttpProtocolOptions, idle_s: float, request
 def _breakers(message: proto.Cluster) -> tuple[model.CircuitBreakers, model.CircuitBreakers]:
     if message.circuit_breakers.per_host_thresholds:
         raise Unsupported("per_host_thresholds are not supported", "circuit_breakers.per_host_thresholds")
-    limits = [model.CircuitBreakers(), model.CircuitBreakers()]
+    limits: dict[int, model.CircuitBreakers] = {}
     for index, threshold in enumerate(message.circuit_breakers.thresholds):
         with at("circuit_breakers", "thresholds", index):
             only(
@@ -457,14 +457,18 @@ def _breakers(message: proto.Cluster) -> tuple[model.CircuitBreakers, model.Circ
                 "track_remaining",
             )
             enum_name(threshold, "priority")
-            limits[threshold.priority] = model.CircuitBreakers(
-                max_connections=wrapped(threshold, "max_connections", 1024),
-                max_pending_requests=wrapped(threshold, "max_pending_requests", 1024),
-                max_requests=wrapped(threshold, "max_requests", 1024),
-                max_retries=wrapped(threshold, "max_retries", 3),
-                track_remaining=threshold.track_remaining,
+            limits.setdefault(  # like in Envoy, the first entry of a priority applies
+                threshold.priority,
+                model.CircuitBreakers(
+                    max_connections=wrapped(threshold, "max_connections", 1024),
+                    max_pending_requests=wrapped(threshold, "max_pending_requests", 1024),
+                    max_requests=wrapped(threshold, "max_requests", 1024),
+                    max_retries=wrapped(threshold, "max_retries", 3),
+                    track_remaining=threshold.track_remaining,
+                ),
             )
-    return limits[0], limits[1]
+    default, high = (limits.get(priority, model.CircuitBreakers()) for priority in (core.DEFAULT, core.HIGH))
+    return default, high
 
 
 _OUTLIER_INTEGERS = (
@@ -508,10 +512,17 @@ def _outlier(message: proto.OutlierDetection) -> model.OutlierDetection:
             "always_eject_one_host",
             "successful_active_health_check_uneject_host",
         )
+        base_s = _positive(message, "base_ejection_time", 30.0)
+        longest_s = _positive(message, "max_ejection_time", max(300.0, base_s))
+        if longest_s < base_s:
+            raise ConfigError(
+                "outlier detector's max_ejection_time cannot be smaller than base_ejection_time",
+                "max_ejection_time",
+            )
         return model.OutlierDetection(
             interval_s=_positive(message, "interval", 10.0),
-            base_ejection_time_s=_positive(message, "base_ejection_time", 30.0),
-            max_ejection_time_s=_positive(message, "max_ejection_time", 300.0),
+            base_ejection_time_s=base_s,
+            max_ejection_time_s=longest_s,
             max_ejection_jitter_s=seconds(message, "max_ejection_time_jitter", 0.0),
             split_external_local_origin_errors=message.split_external_local_origin_errors,
             always_eject_one_host=wrapped(message, "always_eject_one_host", False),
