@@ -280,6 +280,35 @@ BAD_LISTENERS: list[tuple[dict[str, Any], str]] = [
         ),
         "headers_to_add[0].header.key: :-prefixed or host headers may not be modified",
     ),
+    *(
+        (
+            listener_document(tcp(tunneling_config={"hostname": "h", "headers_to_add": [option]})),
+            f"tunneling_config.headers_to_add[0].{words}",
+        )
+        for option, words in (
+            ({"header": {"key": "a", "value": "b\nc: d"}}, "header.value: Proto constraint"),
+            ({"header": {"key": "a", "value": "b\r"}}, "header.value: Proto constraint"),
+            (
+                {"header": {"key": "a"}, "append": True, "append_action": "ADD_IF_ABSENT"},
+                "append: Both append and append_action are set",
+            ),
+        )
+    ),
+    *(
+        (listener_document(tcp(**{field: value})), f"typed_config.{words}")
+        for field, value, words in (
+            ("max_downstream_connection_duration", "0s", "max_downstream_connection_duration: Proto constraint"),
+            ("max_downstream_connection_duration", "0.0009s", "max_downstream_connection_duration: Proto constra"),
+            ("backoff_options", {}, "backoff_options.base_interval: Proto constraint"),
+            ("backoff_options", {"base_interval": "0.0009s"}, "backoff_options.base_interval: Proto constraint"),
+            (
+                "backoff_options",
+                {"base_interval": "1s", "max_interval": "0.5s"},
+                "backoff_options.max_interval: max_backoff_interval must be greater or equal to base",
+            ),
+            ("hash_policy", [{"source_ip": {}}] * 2, "hash_policy: Proto constraint"),
+        )
+    ),
     (listener_document(tcp(on_demand={})), "on_demand: this proxy does not support this field"),
     (listener_document(tcp(proxy_protocol_tlvs=[{}])), ""),
     (

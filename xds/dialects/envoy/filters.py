@@ -44,6 +44,7 @@ from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_s
 )
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
 
+_NEVER_IN_HEADERS = frozenset("\0\r\n")
 #: The shortest permitted fill interval of a token bucket, like in Envoy.
 _LEAST_FILL_S = 0.05
 
@@ -204,22 +205,49 @@ def _compiled_tcp_proxy(message: tcp.TcpProxy, surroundings: Surroundings) -> mo
     if message.HasField("tunneling_config"):
         with at("tunneling_config"):
             tunneling = _tunneling(message.tunneling_config)
+    if len(message.hash_policy) > 1:
+        raise constraint(message, "hash_policy", "value must contain no more than 1 item(s)")
     for index, policy in enumerate(message.hash_policy):
         if policy.WhichOneof("policy_specifier") != "source_ip":
             raise Unsupported("only source_ip is supported", f"hash_policy[{index}]")
+    backoff_base_s, backoff_max_s = _backoff(message)
     return model.TcpProxy(
         stat_prefix=message.stat_prefix,
         clusters=_clusters(message),
         tunneling=tunneling,
         max_connect_attempts=attempts,
-        backoff_base_s=seconds(message.backoff_options, "base_interval", 0.0),
-        backoff_max_s=seconds(message.backoff_options, "max_interval", 0.0),
+        backoff_base_s=backoff_base_s,
+        backoff_max_s=backoff_max_s,
         idle_timeout_s=seconds(message, "idle_timeout", 3600.0),
-        max_duration_s=seconds(message, "max_downstream_connection_duration", 0.0),
+        max_duration_s=_at_least_1ms(message, "max_downstream_connection_duration"),
         hash_source_ip=bool(message.hash_policy),
         metadata_match=metadata(message.metadata_match).get("envoy.lb", {}),
         access_log=compile_access_logs(message.access_log, surroundings),
     )
+
+
+def _at_least_1ms(message: Message, field: str) -> float:
+    """Return a duration in seconds, and 0 if the field is not set."""
+    value_s = seconds(message, field, 0.0)
+    if message.HasField(field) and value_s < 0.001:
+        raise constraint(message, field, "value must be greater than or equal to 1ms")
+    return value_s
+
+
+def _backoff(message: tcp.TcpProxy) -> tuple[float, float]:
+    """Return the base interval and the longest interval of the back-off between attempts to connect, or 0."""
+    if not message.HasField("backoff_options"):
+        return 0.0, 0.0
+    with at("backoff_options"):
+        if not message.backoff_options.HasField("base_interval"):
+            raise constraint(message.backoff_options, "base_interval", "value is required")
+        base_s = _at_least_1ms(message.backoff_options, "base_interval")
+        longest_s = seconds(message.backoff_options, "max_interval", 0.0)
+        if message.backoff_options.HasField("max_interval") and longest_s < base_s:
+            raise ConfigError(
+                "max_backoff_interval must be greater or equal to base_backoff_interval", "max_interval"
+            )
+    return base_s, longest_s
 
 
 def _clusters(message: tcp.TcpProxy) -> tuple[WeightedCluster, ...]:
@@ -272,9 +300,13 @@ def _headers(messages: Iterable[core.HeaderValueOption]) -> Iterable[model.Heade
                     raise ConfigError(":-prefixed or host headers may not be modified", "key")
                 if not name.isascii() or any(char <= " " or char in ':"(),/;<=>?@[\\]{}\x7f' for char in name):
                     raise ConfigError(f"not a header name: {option.header.key!r}", "key")
+                if set(option.header.value) & _NEVER_IN_HEADERS:
+                    raise constraint(option.header, "value", "value must have no NUL, CR or LF")
                 with at("value"):
                     value = parse_format(option.header.value)
             enum_name(option, "append_action")
+            if option.HasField("append") and option.append_action:
+                raise ConfigError("Both append and append_action are set and it's not allowed", "append")
             action = actions[option.append_action]
             if option.HasField("append") and not option.append.value:
                 action = model.AppendAction.OVERWRITE_IF_EXISTS_OR_ADD
