@@ -15,6 +15,8 @@ from tests.ports import free_port
 
 SAID = "the crashed process's configuration is used"
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(180)]
+#: On a busy machine the next proxy can take longer than a handshake may take otherwise.
+PATIENT = {"ZTUNNEL_HANDSHAKE_TIMEOUT": "60s", "ZTUNNEL_CONNECT_TIMEOUT": "60s"}
 
 
 def serving(mesh: AmbientMesh, node: str) -> int:
@@ -35,7 +37,7 @@ def children(pid: int) -> list[int]:
 def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) -> None:
     async def main() -> None:
         nodes = {"w1": ["client"], "w2": ["far"]}
-        env = {"ZTUNNEL_HOLD_SOCKETS": "true", "ZTUNNEL_WORKER_THREADS": workers}
+        env = {"ZTUNNEL_HOLD_SOCKETS": "true", "ZTUNNEL_WORKER_THREADS": workers, **PATIENT}
         async with (
             mesh_of(nodes, tmp_path, captured=["client", "far"], env=env) as mesh,
             app(mesh.lab.pod("far")),
@@ -80,7 +82,7 @@ def test_a_killed_proxy_of_a_mesh_refuses_nothing(tmp_path: Path, workers: str) 
 
 def test_a_killed_proxy_serves_again_without_its_control_plane(tmp_path: Path) -> None:
     async def main() -> None:
-        nodes, env = {"w1": ["client"], "w2": ["far"]}, {"ZTUNNEL_HOLD_SOCKETS": "true"}
+        nodes, env = {"w1": ["client"], "w2": ["far"]}, {"ZTUNNEL_HOLD_SOCKETS": "true", **PATIENT}
         async with (
             mesh_of(nodes, tmp_path, captured=["client", "far"], env=env) as mesh,
             app(mesh.lab.pod("far")),
