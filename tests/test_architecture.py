@@ -553,6 +553,21 @@ def test_the_log_has_words_for_errors_of_the_system() -> None:
     assert found == []
 
 
+def test_no_task_waits_by_a_function_that_can_lose_its_cancellation() -> None:
+    """Before Python 3.12, ``asyncio.wait_for`` drops a cancellation that arrives just after its result.
+
+    The task then continues, and its owner waits for its end for ever.
+    """
+    found = [
+        f"{relative(path)}:{node.lineno}: use asyncio.timeout"
+        for path in modules("hbone", "tproxy", "xds", "ztunnel")
+        if "asyncio.wait_for(" in path.read_text()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "asyncio.wait_for"
+    ]
+    assert found == []
+
+
 def test_wire_messages_are_seen_by_dialects_and_shells_only() -> None:
     """The data path and everything it calls per connection reads the model, never a message."""
     readers = (

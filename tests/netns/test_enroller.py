@@ -587,6 +587,20 @@ def test_a_new_sandbox_is_not_forgotten_when_the_old_one_is_found_gone(lab: Lab,
     on_stage(lab, tmp_path, body)
 
 
+def test_an_agent_ends_while_a_failed_step_is_woken(lab: Lab, tmp_path: Path) -> None:
+    """The event that ends the wait before a retry, and the cancellation, arrive in the same loop iteration."""
+
+    async def body(scene: Scene) -> None:
+        scene.cluster.label("shop", LABELLED)
+        scene.cluster.run(scene.web)
+        async with asyncio.timeout(WAIT_S), scene.enroller() as enroller:
+            await until(lambda: enroller.steps["enrol", "failed"] > 0, "it has no process")
+            enroller.recheck()
+            await asyncio.sleep(0)
+
+    on_stage(lab, tmp_path, body)
+
+
 @pytest.mark.parametrize("announced", [False, True], ids=["old-sandbox-gone", "new-sandbox-announced"])
 def test_a_pod_whose_sandbox_was_replaced_outside_of_the_mesh_is_found_again(
     lab: Lab, tmp_path: Path, announced: bool

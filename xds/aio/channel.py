@@ -285,7 +285,8 @@ class _Connection:
         """Wait until no call is open, but at most ``limit_s`` seconds."""
         if self._calls:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), limit_s)
+                async with asyncio.timeout(limit_s):
+                    await self._idle.wait()
 
     async def wait_closed(self) -> None:
         """Wait until the transport is closed. Abort it if the peer does not close in time."""

@@ -109,7 +109,8 @@ class EventWriter:
                 # Without a due event, wait for new ones.
                 wait_s = min(due_s.values()) - now_s if due_s else None
                 try:
-                    await asyncio.wait_for(self._news.wait(), wait_s)
+                    async with asyncio.timeout(wait_s):
+                        await self._news.wait()
                 except TimeoutError:
                     pass
                 continue

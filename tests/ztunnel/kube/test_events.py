@@ -104,6 +104,23 @@ def test_a_repeat_waits_for_its_minute_and_others_do_not(tmp_path: Path) -> None
     with_writer(tmp_path, check, repeat_s=3600)
 
 
+def test_the_writer_ends_while_an_event_ends_its_wait_for_a_repeat(tmp_path: Path) -> None:
+    """The event and the cancellation arrive in the same loop iteration."""
+
+    async def check(api: FakeApi, sink: EventWriter) -> None:
+        sink.event(WEB, "PolicyNotApplied", "same")
+        await until(lambda: len(api.bodies) == 1)
+        sink.event(WEB, "PolicyNotApplied", "same")
+        for _ in range(5):
+            await asyncio.sleep(0.01)  # until the writer waits for the repeat's time
+        sink.event(WEB, "PolicyNotApplied", "other")
+        await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await sink.__aexit__()
+
+    with_writer(tmp_path, check, repeat_s=3600)
+
+
 def test_an_object_outside_namespaces_has_its_events_in_default(tmp_path: Path) -> None:
     async def check(api: FakeApi, sink: EventWriter) -> None:
         sink.event(ObjectKey("ClusterNetworkPolicy", "", "deny"), "PolicyNotApplied", "x" * 5000)

@@ -403,7 +403,8 @@ class Enroller:
                 except (AgentError, KubeError, Misshapen, TproxyError, OSError) as error:
                     self._failed(entry, what, error)
                     try:
-                        await asyncio.wait_for(entry.wake.wait(), waits.next())
+                        async with asyncio.timeout(waits.next()):
+                            await entry.wake.wait()
                     except TimeoutError:
                         pass
                 else:

@@ -446,7 +446,8 @@ class NodeAgent:
             if pod.recalled or pod.leave_at <= loop.time():
                 continue
             try:
-                await asyncio.wait_for(pod.news.wait(), min(waits.next(), rest_s))
+                async with asyncio.timeout(min(waits.next(), rest_s)):
+                    await pod.news.wait()
             except TimeoutError:
                 pass
 

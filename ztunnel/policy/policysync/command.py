@@ -205,7 +205,8 @@ def _ask_socket(where: str, asked: Mapping[str, str]) -> int:
                 # A stream that ends does not invalidate the received state, so only the follower's error is
                 # checked.
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), 0.1)
+                    async with asyncio.timeout(0.1):
+                        await changed.wait()
                 changed.clear()
             following.cancel()
         return follower
