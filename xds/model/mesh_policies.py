@@ -2,19 +2,28 @@
 
 A workload's compiled policies depend on its namespace and on the policies that it names. They are cached until one
 of these policies changes, and shared by all workloads with the same namespace and policies.
+
+A policy named by a workload but not yet received denies every connection that it could deny. istiod names some
+policies without ever sending them: it makes a policy of each PeerAuthentication with a selector and port levels,
+but not again when the mode of the namespace or of the mesh changes. Such a policy can only deny connections
+without an identity. It is known by its name, which no object of a cluster can have.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
+from xds.model.facts import ConnectionFacts
 from xds.model.mesh_index import Key
-from xds.model.policy import Always, Policy, PolicyList, Tier, Verdict
+from xds.model.policy import Always, Not, PeerPrincipal, Policy, PolicyList, Tier, Verdict
 from xds.model.workload import PolicyKey, Workload
 
 #: The largest number of cached (namespace, selected policies) pairs. The workloads of one node have a few hundred
 #: pairs. The limit bounds the memory if a mesh keeps renaming its policies.
 _REMEMBERED_POLICIES = 4096
+
+#: The prefix in the names of policies that istiod makes of PeerAuthentications.
+_PEER_AUTHENTICATION = "converted_peer_authentication_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +31,22 @@ class WorkloadPolicies:
     """The policies that decide about connections to one workload.
 
     Attributes:
-        enforced: deny policies, then allow policies, in Istio's order. For a missing policy, it has a rule with
-            the policy's name that denies every connection.
+        enforced: deny policies, then allow policies, in Istio's order. A missing policy is replaced by a rule with
+            its name, which denies every connection that the policy could deny.
         dry_run_deny, dry_run_allow: policies that are only reported.
-        missing: policies named by the workload but not yet received. Until they arrive, no connection is allowed.
+        missing: policies named by the workload but not yet received; see :meth:`missing_for`.
     """
 
     enforced: PolicyList
     dry_run_deny: tuple[AuthorizationPolicy, ...] = ()
     dry_run_allow: tuple[AuthorizationPolicy, ...] = ()
     missing: tuple[PolicyKey, ...] = ()
+
+    def missing_for(self, facts: ConnectionFacts) -> tuple[PolicyKey, ...]:
+        """Return the missing policies that could deny a connection. Until they arrive, it is not allowed."""
+        if not self.missing or facts.peer is None or facts.peer.identity is None:
+            return self.missing
+        return tuple(key for key in self.missing if not _is_about_plain_text(key))
 
     @property
     def arrived(self) -> PolicyList:
@@ -141,7 +156,12 @@ class Authorization:
             elif not any(name in policies for policies in everywhere):
                 named[name] = policy
         tiers = [self._tiers(scope) for scope in scopes] + [self._made(named.values())]
-        closed = Tier(tuple(Policy(name, Verdict.DENY, Always()) for name in missing))
+        closed = Tier(
+            tuple(
+                Policy(name, Verdict.DENY, Not(PeerPrincipal()) if _is_about_plain_text(name) else Always())
+                for name in missing
+            )
+        )
         chosen = [closed, *(deny for deny, _ in tiers), *(allow for _, allow in tiers)]
         allows = any(allow.policies for _, allow in tiers)
         all_policies = [policy for group in (*everywhere, named) for policy in group.values() if policy.dry_run]
@@ -169,6 +189,10 @@ class Authorization:
         deny = tuple(self._judged[policy.key] for policy in enforced if policy.action is Action.DENY)
         allow = tuple(self._judged[policy.key] for policy in enforced if policy.action is Action.ALLOW)
         return Tier(deny), Tier(allow)
+
+
+def _is_about_plain_text(key: PolicyKey) -> bool:
+    return key.partition("/")[2].startswith(_PEER_AUTHENTICATION)
 
 
 def _discard(index: dict[Key, set[_Pair]], key: Key, pair: _Pair) -> None:

@@ -69,8 +69,9 @@ class Authorizer:
     ) -> None:
         """Check a new connection. Returns when it is allowed.
 
-        While a policy named by the workload is missing, the connection waits, because control planes announce a
-        workload before its policy. If the policy does not arrive in time, the connection is denied.
+        While a policy named by the workload is missing that could deny the connection, the connection waits,
+        because control planes announce a workload before its policy. If the policy does not arrive in time, the
+        connection is denied.
 
         Args:
             workload: the destination of the connection.
@@ -82,9 +83,9 @@ class Authorizer:
             Denied: the connection is not allowed.
         """
         policies = self._current(workload)
-        if policies.missing:
+        if policies.missing_for(facts):
             with self._node.waiting("policy"):
-                policies = await self._complete(workload, policies, grace_s)
+                policies = await self._complete(workload, policies, facts, grace_s)
         self._report_dry_run(policies, facts, record)
         found = self._refusal(workload, policies, facts, Use.DENIED)
         if found.refusal:
@@ -132,7 +133,7 @@ class Authorizer:
         the missing policy might allow it. After the grace period the connection is denied.
         """
         policies = self._node.mesh.policies_for(workload)
-        until_s = min((self._missing.get(key, 0.0) for key in policies.missing), default=0.0)
+        until_s = min((self._missing.get(key, 0.0) for key in policies.missing_for(facts)), default=0.0)
         if self._node.poller.loop.time() < until_s:
             decision = judge(policies.arrived, facts)
             if decision.allowed or not decision.policy:
@@ -198,8 +199,12 @@ class Authorizer:
         mesh = self._node.mesh
         return mesh.policies_for(mesh.workload(workload.uid) or workload)
 
-    async def _complete(self, workload: Workload, policies: WorkloadPolicies, grace_s: float) -> WorkloadPolicies:
-        """Wait until no policy of the workload is missing, at most ``grace_s`` seconds; return its policies."""
+    async def _complete(
+        self, workload: Workload, policies: WorkloadPolicies, facts: ConnectionFacts, grace_s: float
+    ) -> WorkloadPolicies:
+        """Wait until no policy is missing that could deny the connection, at most ``grace_s`` seconds. Return the
+        workload's policies.
+        """
         mesh = self._node.mesh
         arrived = asyncio.Event()
 
@@ -210,7 +215,7 @@ class Authorizer:
         stop = mesh.watch(changed)
         try:
             async with asyncio.timeout(grace_s):
-                while policies.missing:
+                while policies.missing_for(facts):
                     await arrived.wait()
                     arrived.clear()
                     policies = self._current(workload)

@@ -623,7 +623,7 @@ def _judged(workload: Workload, facts: ConnectionFacts, around: Surroundings) ->
     policies = around.mesh.policies_for(workload)
     answer: Answer = {"workload": workload.uid, "application": str(facts.destination)}
     decided_by, refused, _ = judgement(policies, facts)
-    if policies.missing:
+    if policies.missing_for(facts):
         return False, answer | {"refused": refused}
     judged = [judged for tier in policies.enforced.tiers for judged in tier.policies]
     listed = [_policy(policy, facts) for each in judged if (policy := around.mesh.policy(each.name)) is not None]

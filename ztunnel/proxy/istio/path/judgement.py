@@ -24,12 +24,11 @@ class Judgement(NamedTuple):
 
 def judgement(policies: WorkloadPolicies, facts: ConnectionFacts) -> Judgement:
     """Evaluate a workload's policies for a connection. While a policy that the workload names is missing, every
-    connection is refused.
+    connection that it could deny is refused.
     """
-    if policies.missing:
-        return Judgement(
-            policies.missing[0], f"policy {policies.missing[0]} has not arrived", Reason.POLICY_MISSING
-        )
+    missing = policies.missing_for(facts)
+    if missing:
+        return Judgement(missing[0], f"policy {missing[0]} has not arrived", Reason.POLICY_MISSING)
     decision = judge(policies.enforced, facts)
     if decision.allowed:
         return Judgement(decision.policy, "")

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.proxy.istio.nodes import LOCAL, a_node
 from xds.model.address import SocketAddress
 from xds.model.authorization import Action, AuthorizationPolicy, PolicyScope
@@ -15,6 +17,7 @@ from xds.model.facts import ConnectionFacts, PeerCertificate
 from xds.model.policy import Always, Never
 from xds.model.workload import PolicyKey
 from ztunnel.policy.ledger import Tally
+from ztunnel.proxy.dataplane.life_table import ALLOWED
 from ztunnel.proxy.istio.accounting.access_record import Direction, Record
 from ztunnel.proxy.istio.accounting.metrics import NONE_MATCHED
 from ztunnel.proxy.istio.path.authorizer import Authorizer, Denied
@@ -165,6 +168,32 @@ def test_missing_policy_denies_after_its_grace_period(tmp_path: Path) -> None:
         node.mesh.apply([NAMED])
         with pytest.raises(Denied, match="policy default/late has not arrived"):
             await judge.authorize(NAMED, FACTS, record, 0.01)
+
+    judged(tmp_path, work)
+
+
+def test_missing_policy_about_plain_text_denies_plain_text_only(tmp_path: Path) -> None:
+    # istiod never sends some of the policies that it makes of a PeerAuthentication with port levels, although it
+    # lists them for the workload.
+    named = replace(LOCAL, authorization_policies=(PolicyKey("default/converted_peer_authentication_ports"),))
+    identified = replace(FACTS, peer=PeerCertificate(uri_sans=("spiffe://cluster.local/ns/default/sa/client",)))
+
+    async def work(node: Node, judge: Authorizer, record: Record) -> None:
+        node.mesh.apply([named])
+        async with asyncio.timeout(WAIT_S):  # does not wait for the policy
+            await judge.authorize(named, identified, record, 3600.0)
+        judge.changed(named)
+        assert judge.verdict(named, identified) == ALLOWED
+        for facts in (FACTS, replace(FACTS, peer=None)):
+            assert judge.verdict(named, facts).until_s < math.inf  # within the grace period
+            with pytest.raises(Denied, match="policy default/converted_peer_authentication_ports has not arrived"):
+                await judge.authorize(named, facts, record, 0.0)
+        node.mesh.apply([policy("d", Action.DENY)])
+        with pytest.raises(Denied, match="explicitly denied by: default/d"):
+            await judge.authorize(named, identified, record, 0.0)
+        node.mesh.apply([replace(named, authorization_policies=(*named.authorization_policies, "default/late"))])
+        with pytest.raises(Denied, match="policy default/late has not arrived"):
+            await judge.authorize(named, identified, record, 0.0)
 
     judged(tmp_path, work)
 
