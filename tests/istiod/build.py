@@ -18,17 +18,21 @@ from tests.apiserver.programs import cache
 VERSION = "v0.0.0-20260827124520-eed52ebb66ad"
 _MODULE = "istio.io/istio"
 PROGRAM = "pilot-discovery"
-#: The file with Istio's CustomResourceDefinitions, beside the program.
-DEFINITIONS = "istio-crds.yaml"
-_IN_MODULE = Path("manifests/charts/base/files/crd-all.gen.yaml")
+#: The files with CustomResourceDefinitions, beside the program: Istio's own, and those of the Gateway API.
+DEFINITIONS, GATEWAY_DEFINITIONS = "istio-crds.yaml", "gateway-api-crds.yaml"
+_IN_MODULE = {
+    DEFINITIONS: Path("manifests/charts/base/files/crd-all.gen.yaml"),
+    GATEWAY_DEFINITIONS: Path("tests/integration/pilot/testdata/gateway-api-crd.yaml"),
+}
 
 
 def main() -> int:
-    """Build the program, unless the cache has it. Return 1, after a line with the reason, if this fails."""
+    """Build what the cache lacks. Return 1, after a line with the reason, if this fails."""
     folder = cache()
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / PROGRAM
-    if program.exists():
+    missing = [name for name in _IN_MODULE if not (folder / name).exists()]
+    if program.exists() and not missing:
         print(f"{program}: is there")
         return 0
     try:
@@ -36,12 +40,14 @@ def main() -> int:
             run = go_command(Path(work))
             run("mod", "init", "istiod")
             described = json.loads(run("mod", "download", "-json", f"{_MODULE}@{VERSION}"))
-            run("mod", "edit", f"-require={_MODULE}@{VERSION}")
-            made = Path(work, PROGRAM)
-            command = f"{_MODULE}/pilot/cmd/{PROGRAM}"
-            run("build", "-mod=mod", "-trimpath", "-ldflags=-s -w", "-o", str(made), command)
-            shutil.copyfile(Path(described["Dir"]) / _IN_MODULE, folder / DEFINITIONS)
-            made.rename(program)
+            for name in missing:
+                shutil.copyfile(Path(described["Dir"]) / _IN_MODULE[name], folder / name)
+            if not program.exists():
+                run("mod", "edit", f"-require={_MODULE}@{VERSION}")
+                made = Path(work, PROGRAM)
+                command = f"{_MODULE}/pilot/cmd/{PROGRAM}"
+                run("build", "-mod=mod", "-trimpath", "-ldflags=-s -w", "-o", str(made), command)
+                made.rename(program)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"{PROGRAM} could not be made: {error}", file=sys.stderr)
         return 1

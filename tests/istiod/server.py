@@ -5,14 +5,16 @@ import base64
 import subprocess
 import urllib.error
 import urllib.request
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.apiserver.programs import cache, needed
 from tests.apiserver.server import ApiServer
-from tests.istiod.build import DEFINITIONS, PROGRAM
+from tests.istiod.build import DEFINITIONS, GATEWAY_DEFINITIONS, PROGRAM
 from tests.limits import WAIT_S
 from tests.ports import free_port
 from ztunnel.kube.client import Client
@@ -23,6 +25,10 @@ SYSTEM = "istio-system"
 #: The name in istiod's certificate.
 HOST = "istiod.istio-system.svc"
 POLICY = Kind("AuthorizationPolicy", "security.istio.io/v1", "authorizationpolicies")
+PEER_AUTHENTICATION = Kind("PeerAuthentication", "security.istio.io/v1", "peerauthentications")
+SERVICE_ENTRY = Kind("ServiceEntry", "networking.istio.io/v1", "serviceentries")
+WORKLOAD_ENTRY = Kind("WorkloadEntry", "networking.istio.io/v1", "workloadentries")
+GATEWAY = Kind("Gateway", "gateway.networking.k8s.io/v1", "gateways")
 _DEFINITION = Kind(
     "CustomResourceDefinition", "apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False
 )
@@ -36,28 +42,36 @@ class Istiod:
         cluster: the API server.
         client: a client of it, with all rights.
         folder: the folder for its files and its log.
+        settings: further environment variables of istiod.
 
     Attributes:
         port: the port of xDS and of the certificate authority, with TLS, on loopback.
         root: the file with the root certificate, once it has started.
     """
 
-    def __init__(self, cluster: ApiServer, client: Client, folder: Path) -> None:
+    def __init__(
+        self, cluster: ApiServer, client: Client, folder: Path, settings: Mapping[str, str] | None = None
+    ) -> None:
         self.client = client
         self.port = free_port()
         self.root = folder / "istiod-root.pem"
         self._program = needed(PROGRAM, "`make istiod`")
         self._cluster = cluster
         self._folder = folder
+        self._settings = dict(settings or {})
         self._ports = [free_port() for _ in range(4)]
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def prepare(self) -> None:
-        """Create what Istio's charts create: resource definitions, the system namespace, ztunnel's account."""
-        for body in yaml.safe_load_all((cache() / DEFINITIONS).read_text()):
-            if body is not None:
-                await self.client.create(_DEFINITION, "", body)
-        await self.namespace(SYSTEM)
+    async def prepare(self, *, network: str = "") -> None:
+        """Create the objects of Istio's charts: resource definitions, the system namespace with the cluster's
+        network, ztunnel's account.
+        """
+        for name in (DEFINITIONS, GATEWAY_DEFINITIONS):
+            for body in yaml.load_all(_definitions(name), yaml.CSafeLoader):
+                if body is not None and body["kind"] == _DEFINITION.name:
+                    await self.client.create(_DEFINITION, "", body)
+        labels = {"topology.istio.io/network": network} if network else {}
+        await self.namespace(SYSTEM, **labels)
         await self.account(SYSTEM, "ztunnel")
 
     async def start(self) -> None:
@@ -81,6 +95,7 @@ class Istiod:
             "CLUSTER_ID": "Kubernetes",
             "ISTIOD_ADDR": f"{HOST}:15012",
             "CA_TRUSTED_NODE_ACCOUNTS": f"{SYSTEM}/ztunnel",
+            **self._settings,
         }
         with (self._folder / "istiod.log").open("ab") as log:
             self._process = subprocess.Popen(command, env=settings, cwd=self._folder, stdout=log, stderr=log)
@@ -130,12 +145,85 @@ class Istiod:
     async def node(self, name: str) -> None:
         await self.client.create(NODE, "", _object("Node", name))
 
+    async def put(
+        self,
+        kind: Kind,
+        namespace: str,
+        name: str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        annotations: Mapping[str, str] | None = None,
+        **fields: Any,
+    ) -> None:
+        """Create an object, or replace one that has this name."""
+        body = _object(kind.name, name, kind.api_version) | fields
+        body["metadata"] |= {"labels": dict(labels or {}), "annotations": dict(annotations or {})}
+        try:
+            await self.client.create(kind, namespace, body)
+        except ApiRefused as error:
+            if error.status != 409:
+                raise
+            before = await self.client.get(kind, namespace, name)
+            body["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
+            await self.client.replace(kind, namespace, name, body)
+
+    async def label(self, kind: Kind, namespace: str, name: str, labels: Mapping[str, str | None]) -> None:
+        """Change labels of an object. None removes a label."""
+        await self.client.merge_patch(kind, namespace, name, {"metadata": {"labels": dict(labels)}})
+
+    async def set_ready(self, namespace: str, name: str, *, ready: bool) -> None:
+        """Report a pod as ready or not, as kubelet does."""
+        conditions = [{"type": "Ready", "status": str(ready)}]
+        await self.client.merge_patch(
+            POD, namespace, name, {"status": {"conditions": conditions}}, subresource="status"
+        )
+
+    async def gateway(
+        self,
+        namespace: str,
+        name: str,
+        gateway_class: str,
+        *,
+        addresses: Sequence[str],
+        port: int = 15008,
+        routes_from: str = "Same",
+        labels: Mapping[str, str] | None = None,
+        annotations: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create a Gateway with one HBONE listener. Without addresses it is not ready yet. istiod takes addresses
+        of another network's gateway from the specification.
+        """
+        listener = {
+            "name": "mesh",
+            "port": port,
+            "protocol": "HBONE",
+            "allowedRoutes": {"namespaces": {"from": routes_from}},
+        }
+        spec: dict[str, Any] = {"gatewayClassName": gateway_class, "listeners": [listener]}
+        if gateway_class == "istio-remote":
+            spec["addresses"] = _addresses(addresses)
+        await self.put(GATEWAY, namespace, name, labels=labels, annotations=annotations, spec=spec)
+        await self.gateway_ready(namespace, name, addresses)
+
+    async def gateway_ready(self, namespace: str, name: str, addresses: Sequence[str]) -> None:
+        """Write a Gateway's status, as istiod does once the Gateway's Service has ready pods."""
+        status = {"addresses": _addresses(addresses)}
+        await self.client.merge_patch(GATEWAY, namespace, name, {"status": status}, subresource="status")
+
     async def pod(
-        self, namespace: str, name: str, addresses: list[str], *, node: str, account: str, enrolled: bool = True
+        self,
+        namespace: str,
+        name: str,
+        addresses: list[str],
+        *,
+        node: str,
+        account: str,
+        enrolled: bool = True,
+        labels: Mapping[str, str] | None = None,
     ) -> str:
         """Create a running pod, as scheduler, kubelet and the node agent do. Return its uid."""
         body = _object("Pod", name)
-        body["metadata"]["labels"] = {"app": name}
+        body["metadata"]["labels"] = {"app": name, **(labels or {})}
         if enrolled:
             body["metadata"]["annotations"] = {"ambient.istio.io/redirection": "enabled"}
         body["spec"] = {
@@ -180,6 +268,19 @@ class Istiod:
             "spec": {"audiences": ["istio-ca"], "expirationSeconds": 3600, "boundObjectRef": bound},
         }
         return str((await self.client.create(requests, SYSTEM, body))["status"]["token"])
+
+
+def _addresses(addresses: Sequence[str]) -> list[dict[str, str]]:
+    return [
+        {"type": "IPAddress" if address[0].isdigit() else "Hostname", "value": address} for address in addresses
+    ]
+
+
+def _definitions(name: str) -> str:
+    path = cache() / name
+    if not path.exists():
+        pytest.skip(f"NOT TESTED: no {path}; `make istiod` makes it")
+    return path.read_text()
 
 
 def _object(kind: str, name: str, api_version: str = "v1") -> dict[str, Any]:
