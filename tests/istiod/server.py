@@ -159,11 +159,12 @@ class Istiod:
         body = _object(kind.name, name, kind.api_version) | fields
         body["metadata"] |= {"labels": dict(labels or {}), "annotations": dict(annotations or {})}
         try:
-            await self.client.create(kind, namespace, body)
-        except ApiRefused as error:
-            if error.status != 409:
-                raise
             before = await self.client.get(kind, namespace, name)
+        except ApiRefused as error:
+            if error.status != 404:
+                raise
+            await self.client.create(kind, namespace, body)
+        else:
             body["metadata"]["resourceVersion"] = before["metadata"]["resourceVersion"]
             await self.client.replace(kind, namespace, name, body)
 
