@@ -199,6 +199,10 @@ def route_for(
     # is a captured waypoint that dials its own service, because it has already decided. (The Rust ztunnel would
     # send this connection back to the waypoint in an endless loop.)
     dialled = search.at(client.network, destination.host)
+    if dialled is None and source.network != client.network:
+        # The cluster has got a network, and the proxy has not been configured for it yet. (The Rust ztunnel then
+        # bypasses waypoints of services.)
+        dialled = search.at(source.network, destination.host)
     gateway = search.waypoint_of(dialled) if isinstance(dialled, Service) else None
     if isinstance(dialled, Service) and gateway is not None and not search.is_client(gateway):
         waypoint = search.waypoint(gateway)

@@ -447,6 +447,17 @@ def test_rows_1_to_3_use_the_proxys_network_and_the_others_the_clients() -> None
     assert tunnel(route(VIP, mine, own, client=client, network="other")).workload is own
 
 
+def test_waypoint_is_not_bypassed_if_the_proxy_does_not_know_its_network() -> None:
+    # The control plane has got a network, and the proxy's NETWORK is still empty.
+    client = pod("client", "10.0.0.1", network="mine")
+    mine = cart(vips=(NetworkAddress("mine", "10.1.0.1"),), waypoint=BY_NAME)
+    own = behind("own", "10.0.0.2", network="mine")
+    waypoint = behind("wp", "10.0.0.9", key=WP, ports={15008: 15008}, network="mine")
+    found = tunnel(route(VIP, mine, own, wp(), waypoint, client=client))
+    assert (found.workload, found.authority) == (waypoint, VIP)
+    assert refused(VIP, mine, own, client=client) == "unknown waypoint: waypoint wp.example not found"
+
+
 # Step 4: ports
 
 
