@@ -19,7 +19,7 @@ from xds.model.address import SocketAddress
 from xds.model.identity import SpiffeId
 from xds.model.mesh import Mesh
 from ztunnel.kube.client import connect
-from ztunnel.kube.kinds import NODE, POD, SERVICE
+from ztunnel.kube.kinds import NAMESPACE, NODE, POD, SERVICE
 from ztunnel.proxy.istio.path.route import Client, Direct, Named, RouteRefused, Tunnel, route_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,7 +39,7 @@ class Cluster:
 
     def routes(self, destination: str) -> set[str]:
         """Return where connections of the client can go."""
-        client = self.mesh.workload_at("", "10.0.0.1")
+        client = self.mesh.workload("Kubernetes//Pod/shop/client")
         assert client is not None
         found = set()
         for part in range(12):
@@ -219,6 +219,21 @@ def test_waypoint_and_its_canary(tmp_path: Path) -> None:
                 spec={"clusterIP": VIP, "selector": {"app": "back"}, "ports": PORTS},
             )  # fmt: skip
             await at.leads(f"{VIP}:80", *expected)
+
+    run(tmp_path, main)
+
+
+def test_network_of_the_cluster_is_set_before_that_of_the_proxy(tmp_path: Path) -> None:
+    async def main(at: Cluster) -> None:
+        await at.istiod.pod("shop", "wp", ["10.0.2.1"], node="n2", account="wp", labels={"app": "wp"})
+        await at.istiod.service("shop", "wp", "10.96.0.20", app="wp", port=15008, target=15008)
+        await at.istiod.gateway("shop", "wp", "istio-waypoint", addresses=["wp.shop.svc.cluster.local"])
+        await at.istiod.service("shop", "back", VIP, app="back", port=80, target=8080)
+        await at.istiod.label(SERVICE, "shop", "back", {"istio.io/use-waypoint": "wp"})
+        await at.leads(f"{VIP}:80", "wp")
+        await at.istiod.label(NAMESPACE, "", SYSTEM, {"topology.istio.io/network": "home"})
+        await eventually(lambda: at.mesh.service_at("home", VIP), "the service in the network")
+        await at.leads(f"{VIP}:80", "wp")
 
     run(tmp_path, main)
 
