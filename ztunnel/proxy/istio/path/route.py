@@ -407,6 +407,8 @@ class _Search:
         target = self.mesh.endpoints(service.key)[uid].ports.get(port) or service.ports.get(port)
         if not target and workload.application_tunnel is not None and workload.application_tunnel.port:
             target = port
+        if not target and workload.network != self.client.workload.network:
+            target = port  # unused: the gateway gets the service's port, and the other network maps it
         return _Upstream(workload, target, service, like) if target else None
 
     # Waypoints and gateways

@@ -330,6 +330,17 @@ def test_row_6_another_network_is_reached_through_its_gateway(known_by: str) -> 
     assert found.inner_identities == (SANS[0],)
 
 
+def test_row_6_needs_no_target_port_which_only_the_other_network_knows() -> None:
+    # istiod describes the endpoints of a service on another network as one workload. A named target port is 0.
+    service = cart(ports={80: 0}, subject_alt_names=SANS)
+    remote = behind("remote", ports={80: 0}, network="west", network_gateway=EAST)
+    found = double(route(VIP, service, remote, GATEWAY))
+    assert (found.workload, found.authority) == (remote, "cart.example:80")
+    far = behind("wp", key=WP, ports={15008: 0}, network="west", network_gateway=EAST)
+    attached = cart(waypoint=BY_NAME)
+    assert double(route(VIP, attached, BACK, wp(ports={15008: 0}), far, GATEWAY)).workload is far
+
+
 def test_row_6_without_a_gateway_is_refused() -> None:
     remote = behind("remote", "10.0.9.1", network="west")
     assert refused(VIP, cart(), remote) == "no valid routing destination for workload: remote"
