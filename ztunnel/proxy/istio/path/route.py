@@ -200,8 +200,7 @@ def route_for(
     # send this connection back to the waypoint in an endless loop.)
     dialled = search.at(client.network, destination.host)
     if dialled is None and source.network != client.network:
-        # The cluster has got a network, and the proxy has not been configured for it yet. (The Rust ztunnel then
-        # bypasses waypoints of services.)
+        # The proxy's NETWORK is older than the cluster's. (The Rust ztunnel then bypasses waypoints of services.)
         dialled = search.at(source.network, destination.host)
     gateway = search.waypoint_of(dialled) if isinstance(dialled, Service) else None
     if isinstance(dialled, Service) and gateway is not None and not search.is_client(gateway):
