@@ -155,6 +155,10 @@ METADATA_KINDS: Mapping[str, str] = {
 }
 
 
+#: Commands whose argument is the name of a header, with at most one alternative.
+_OF_HEADERS = ("REQ", "RESP", "TRAILER")
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One command in a format string: the name, the argument as written, and the maximum length of its text."""
@@ -228,9 +232,27 @@ def _command(found: "re.Match[str]") -> Command:
         raise ConfigError(f"format string: Invalid QUERY_PARAMS option: '{argument}', only ORIG and DECODED are")
     if name == "PATH" and argument not in (None, "WQ", "NQ"):
         raise ConfigError(f"format string: %PATH({argument})% is not supported here, WQ and NQ are")
+    if name in _OF_HEADERS and argument.count("?") > 1:
+        raise ConfigError(f"format string: More than 1 alternative header specified in token: {argument}")
+    if name == "FILTER_STATE":
+        _check_filter_state(argument)
+    if name == "GRPC_STATUS" and argument not in (None, "CAMEL_STRING", "SNAKE_STRING", "NUMBER"):
+        known = "CAMEL_STRING, SNAKE_STRING or NUMBER"
+        raise ConfigError(f"format string: %GRPC_STATUS% only supports {known}, not {argument}")
     if argument and name in ("DYNAMIC_METADATA", "UPSTREAM_METADATA", "CLUSTER_METADATA"):
         argument = _colon_form(argument)
     return Command(name, argument or "", int(length) if length else None)
+
+
+def _check_filter_state(argument: str) -> None:
+    key, _, rest = argument.partition(":")
+    form, _, name = rest.partition(":")
+    if not key:
+        raise ConfigError("format string: Invalid filter state configuration, key cannot be empty")
+    if form not in ("", "PLAIN", "TYPED", "FIELD"):
+        raise ConfigError("format string: Invalid filter state serialize type, only support PLAIN/TYPED/FIELD")
+    if form == "FIELD" and not name:
+        raise ConfigError("format string: Invalid filter state serialize type, FIELD needs a name")
 
 
 def _colon_form(argument: str) -> str:

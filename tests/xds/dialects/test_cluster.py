@@ -47,6 +47,17 @@ BAD_CLUSTERS: list[tuple[dict[str, Any], str]] = [
         for value in (101, -1)
     ),
     (cluster_document(dns_refresh_rate="0.001s"), "dns_refresh_rate: Proto constraint"),
+    *(
+        (
+            cluster_document(http2_protocol_options={"connection_keepalive": keepalive}),
+            f"http2_protocol_options.connection_keepalive.{field}: Proto constraint",
+        )
+        for keepalive, field in (
+            ({"interval": "1s"}, "timeout"),
+            ({"interval": "0s", "timeout": "1s"}, "interval"),
+            ({"interval": "1s", "timeout": "0s"}, "timeout"),
+        )
+    ),
     (
         cluster_document(eds_cluster_config={"service_name": "s"}),
         "eds_cluster_config: eds_cluster_config set in a non-EDS cluster",

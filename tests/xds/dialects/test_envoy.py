@@ -206,6 +206,10 @@ def tcp(**more: Any) -> dict[str, Any]:
     return {"name": "envoy.filters.network.tcp_proxy", "typed_config": {**config, **more}}
 
 
+def reading_filter(kind: str, **config: Any) -> dict[str, Any]:
+    return {"name": kind, "typed_config": {"@type": f"{T}envoy.extensions.filters.listener.{kind}", **config}}
+
+
 def listener_document(*filters: Any, **more: Any) -> dict[str, Any]:
     chain = {"name": "one", "filters": list(filters) or [tcp()]}
     return {
@@ -309,7 +313,75 @@ BAD_LISTENERS: list[tuple[dict[str, Any], str]] = [
             ("hash_policy", [{"source_ip": {}}] * 2, "hash_policy: Proto constraint"),
         )
     ),
+    *(
+        (listener_document(tcp(tunneling_config={"hostname": text})), f"hostname: format string: {words}")
+        for text, words in (
+            ("%REQ(a?b?c)%", "More than 1 alternative header specified in token: a?b?c"),
+            ("%FILTER_STATE(a:FOO)%", "Invalid filter state serialize type, only support PLAIN/TYPED/FIELD"),
+            ("%FILTER_STATE(a:FIELD)%", "Invalid filter state serialize type, FIELD needs a name"),
+            ("%FILTER_STATE(:PLAIN)%", "Invalid filter state configuration, key cannot be empty"),
+            ("%GRPC_STATUS(x)%", "%GRPC_STATUS% only supports CAMEL_STRING, SNAKE_STRING or NUMBER, not x"),
+        )
+    ),
     (listener_document(tcp(on_demand={})), "on_demand: this proxy does not support this field"),
+    *(
+        (
+            listener_document(
+                filter_chains=[{"filters": [tcp()], "filter_chain_match": {"source_ports": [port]}}],
+            ),
+            "filter_chain_match.source_ports: Proto constraint",
+        )
+        for port in (0, 65536)
+    ),
+    (listener_document(socket_options=[{"level": 1, "name": 9}]), "socket_options[0].value: Proto constraint"),
+    (
+        listener_document(
+            {
+                "name": "hcm",
+                "typed_config": {
+                    "@type": T
+                    + "envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+                    "stat_prefix": "h",
+                    "server_name": "a\nb: c",
+                },
+            }
+        ),
+        "filters[0].typed_config.server_name: Proto constraint",
+    ),
+    (
+        listener_document(address={"socket_address": {"address": "0.0.0.0"}}),
+        "address.socket_address.port_specifier: Proto constraint",
+    ),
+    *(
+        (listener_document(listener_filters=[reading]), f"listener_filters[0].typed_config.{words}")
+        for reading, words in (
+            (
+                reading_filter("proxy_protocol.v3.ProxyProtocol", disallowed_versions=["V1", "V2"]),
+                "disallowed_versions: all versions of the header are disallowed",
+            ),
+        )
+    ),
+    (
+        listener_document(
+            filter_chains=[
+                {
+                    "filters": [tcp()],
+                    "transport_socket": downstream(
+                        {
+                            "tls_certificates": [CERTIFICATE],
+                            "validation_context": {
+                                "trusted_ca": {"inline_string": "c"},
+                                "match_typed_subject_alt_names": [
+                                    {"san_type": "OTHER_NAME", "matcher": {"exact": "a"}}
+                                ],
+                            },
+                        }
+                    ),
+                }
+            ]
+        ),
+        "match_typed_subject_alt_names[0].san_type: a name of another kind needs an oid",
+    ),
     (listener_document(tcp(proxy_protocol_tlvs=[{}])), ""),
     (
         listener_document(listener_filters=[UNKNOWN]),
@@ -504,6 +576,11 @@ def _posted() -> dict[str, Any]:
     return table
 
 
+def _answering(match: dict[str, Any], status: int) -> dict[str, Any]:
+    route = {"match": match, "direct_response": {"status": status}}
+    return {"virtual_hosts": [{"name": "a", "domains": ["*"], "routes": [route]}]}
+
+
 BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
     ({"virtual_hosts": [{"domains": ["*"]}]}, "virtual_hosts[0].name: Proto constraint"),
     ({"virtual_hosts": [{"name": "v"}]}, "virtual_hosts[0].domains: Proto constraint"),
@@ -518,6 +595,25 @@ BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
     (
         {"virtual_hosts": [{"name": "a", "domains": ["*"], "routes": [{"match": {}, "route": {"cluster": "c"}}]}]},
         "routes[0].match.path_specifier: Proto constraint",
+    ),
+    *(
+        (_answering(match, status), f"routes[0].{words}")
+        for match, status, words in (
+            ({"prefix": "/"}, 99, "direct_response.status: Proto constraint"),
+            ({"prefix": "/"}, 600, "direct_response.status: Proto constraint"),
+            ({"path_separated_prefix": "/a/"}, 200, "match.path_separated_prefix: Proto constraint"),
+            ({"path_separated_prefix": "/a?b"}, 200, "match.path_separated_prefix: Proto constraint"),
+            (
+                {"prefix": "/", "headers": [{"name": "x", "prefix_match": ""}]},
+                200,
+                "match.headers[0].prefix_match: Proto constraint",
+            ),
+            (
+                {"prefix": "/", "headers": [{"name": "x\n", "present_match": True}]},
+                200,
+                "match.headers[0].name: Proto constraint",
+            ),
+        )
     ),
     (_posted(), "upgrade_configs[0].connect_config.allow_post: a request becomes a tunnel only by CONNECT here"),
     (_retried("connect-failure"), "routes[0].route.retry_policy.retry_on: this proxy does not retry requests"),

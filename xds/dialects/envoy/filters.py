@@ -9,6 +9,7 @@ from google.protobuf.message import Message
 from xds.dialects.envoy.access_log import compile_access_logs
 from xds.dialects.envoy.rbac import compile_rbac
 from xds.dialects.envoy.reading import (
+    NEVER_IN_HEADERS,
     Shared,
     Surroundings,
     at,
@@ -44,7 +45,6 @@ from xds.proto.envoy.extensions.filters.network.set_filter_state.v3.set_filter_s
 )
 from xds.proto.envoy.extensions.filters.network.tcp_proxy.v3 import tcp_proxy_pb2 as tcp
 
-_NEVER_IN_HEADERS = frozenset("\0\r\n")
 #: The shortest permitted fill interval of a token bucket, like in Envoy.
 _LEAST_FILL_S = 0.05
 
@@ -300,7 +300,7 @@ def _headers(messages: Iterable[core.HeaderValueOption]) -> Iterable[model.Heade
                     raise ConfigError(":-prefixed or host headers may not be modified", "key")
                 if not name.isascii() or any(char <= " " or char in ':"(),/;<=>?@[\\]{}\x7f' for char in name):
                     raise ConfigError(f"not a header name: {option.header.key!r}", "key")
-                if set(option.header.value) & _NEVER_IN_HEADERS:
+                if set(option.header.value) & NEVER_IN_HEADERS:
                     raise constraint(option.header, "value", "value must have no NUL, CR or LF")
                 with at("value"):
                     value = parse_format(option.header.value)
@@ -347,6 +347,8 @@ def _connection_manager(
     for field in ("request_timeout", "request_headers_timeout"):
         if seconds(message, field, 0.0):
             raise Unsupported("this proxy does not support this field", field)
+    if set(message.server_name) & NEVER_IN_HEADERS:
+        raise constraint(message, "server_name", "value must have no NUL, CR or LF")
     enum_name(message, "server_header_transformation")
     if message.server_header_transformation == hcm.HttpConnectionManager.PASS_THROUGH:
         raise Unsupported("an answer of this proxy always names it", "server_header_transformation")
@@ -447,11 +449,14 @@ def compile_http2(message: core.Http2ProtocolOptions) -> http_model.Http2Setting
     keepalive = message.connection_keepalive
     with at("connection_keepalive"):
         only(keepalive, "interval", "timeout")
+        interval_s, timeout_s = _at_least_1ms(keepalive, "interval"), _at_least_1ms(keepalive, "timeout")
+        if interval_s and not timeout_s:
+            raise constraint(keepalive, "timeout", "value is required")
     return http_model.Http2Settings(
         allow_connect=message.allow_connect,
         max_concurrent_streams=streams,
         initial_stream_window=stream_window,
         initial_connection_window=connection_window,
-        keepalive_interval_s=seconds(keepalive, "interval", 0.0) or None,
-        keepalive_timeout_s=seconds(keepalive, "timeout", 0.0) or None,
+        keepalive_interval_s=interval_s or None,
+        keepalive_timeout_s=timeout_s or None,
     )

@@ -201,6 +201,8 @@ def _socket_option(option: core.SocketOption) -> model.SocketOption:
     if option.type.HasField("datagram"):
         raise Unsupported("listeners have stream sockets only", "type.datagram")
     enum_name(option, "state")
+    if option.WhichOneof("value") is None:
+        raise constraint(option, "value", "value is required")
     value: int | bytes = option.buf_value if option.WhichOneof("value") == "buf_value" else option.int_value
     return model.SocketOption(option.level, option.name, value, _STATES[option.state])
 
@@ -383,6 +385,8 @@ def _match(message: proto.FilterChainMatch) -> ChainMatch:
     port = wrapped(message, "destination_port", None)
     if port is not None and not 1 <= port <= 65535:
         raise constraint(message, "destination_port", "value must be inside range [1, 65535]")
+    if any(not 1 <= each <= 65535 for each in message.source_ports):
+        raise constraint(message, "source_ports", "value must be inside range [1, 65535]")
     for name in message.server_names:
         if "*" in name.removeprefix("*."):
             raise ConfigError(

@@ -5,7 +5,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from xds.dialects.envoy.reading import Surroundings, at, config_source, constraint, fetch_timeout, only, unpack
-from xds.errors import Unsupported
+from xds.errors import ConfigError, Unsupported
 from xds.model import listener as model
 from xds.model.address import canonical
 from xds.proto.envoy.config.listener.v3 import listener_pb2 as proto
@@ -89,6 +89,8 @@ def compile_listener_filter(message: Message, surroundings: Surroundings) -> mod
         case ProxyProtocol():
             only(message, "allow_requests_without_proxy_protocol", "disallowed_versions", "stat_prefix")
             versions = tuple(version + 1 for version in message.disallowed_versions)
+            if {1, 2}.issubset(versions):
+                raise ConfigError("all versions of the header are disallowed", "disallowed_versions")
             return model.ProxyProtocol(message.allow_requests_without_proxy_protocol, versions)
         case workloads.WorkloadMetadataResources():
             return model.WorkloadMetadata(_baggage(message, surroundings.cluster_id))

@@ -10,6 +10,7 @@ from xds.dialects.envoy.reading import (
     constraint,
     network,
     only,
+    required,
     string_match,
     unpack,
     unpack_as,
@@ -265,6 +266,7 @@ def _compiled_input(config: xds_core.TypedExtensionConfig) -> model.Input:
             raise Unsupported(f"no such matching input: {message.DESCRIPTOR.full_name}")
         kind = model.InputKind(name)
         if isinstance(message, inputs.FilterStateInput):
+            required(message, "key")
             return model.Input(kind, message.key)
         if isinstance(message, inputs.DynamicMetadataInput):
             return model.Input(kind, message.filter, tuple(segment.key for segment in message.path))

@@ -360,6 +360,10 @@ def enum_name(message: Message, field: str) -> str:
     return enum.values_by_number[value].name
 
 
+#: Characters that no name and no value of a header can have.
+NEVER_IN_HEADERS = frozenset("\0\r\n")
+
+
 def required(message: Message, field: str) -> None:
     """Refuse a message whose string ``field`` is empty."""
     if not getattr(message, field):
@@ -472,6 +476,8 @@ def _check_socket_address(address: core.SocketAddress) -> None:
     only(address, "protocol", "address", "port_value", "ipv4_compat")
     if address.protocol != core.SocketAddress.TCP:
         raise Unsupported("only TCP is carried", "protocol")
+    if address.WhichOneof("port_specifier") is None:
+        raise constraint(address, "port_specifier", "value is required")
     if address.port_value > 65535:
         raise constraint(address, "port_value", "value must be less than or equal to 65535")
 

@@ -3,6 +3,7 @@
 import re
 
 from xds.dialects.envoy.reading import (
+    NEVER_IN_HEADERS,
     Surroundings,
     at,
     constraint,
@@ -87,6 +88,9 @@ def _route(message: proto.Route, surroundings: Surroundings) -> model.Route:
                 headers.append(_header(header))
     kind = message.WhichOneof("action")
     if kind == "direct_response":
+        if not 200 <= message.direct_response.status < 600:
+            with at(kind):
+                raise constraint(message.direct_response, "status", "value must be inside range [200, 600)")
         body = b""
         if message.direct_response.HasField("body"):
             with at("direct_response", "body"):
@@ -192,6 +196,8 @@ def _path(message: proto.RouteMatch) -> StringMatch | None:
         case "safe_regex":
             return regex_match(message.safe_regex.regex)
         case "path_separated_prefix":
+            if not re.fullmatch("[^?#]+[^?#/]", message.path_separated_prefix):
+                raise constraint(message, kind, 'value does not match regex pattern "^[^?#]+[^?#/]$"')
             return regex_match(f"{re.escape(message.path_separated_prefix)}(?:[/?].*)?")
         case _:
             raise constraint(message, "path_specifier", "value is required")
@@ -205,6 +211,8 @@ def _header(message: proto.HeaderMatcher) -> model.HeaderMatch:
     if message.treat_missing_header_as_empty:
         raise Unsupported("this proxy does not support this field", "treat_missing_header_as_empty")
     required(message, "name")
+    if set(message.name) & NEVER_IN_HEADERS:
+        raise constraint(message, "name", "value must have no NUL, CR or LF")
     kind = message.WhichOneof("header_match_specifier")
     match: StringMatch | None
     match kind:
@@ -219,6 +227,8 @@ def _header(message: proto.HeaderMatcher) -> model.HeaderMatch:
         case "safe_regex_match":
             match = regex_match(message.safe_regex_match.regex)
         case "exact_match" | "prefix_match" | "suffix_match" | "contains_match":
+            if kind != "exact_match":
+                required(message, kind)
             match = StringMatch(kind.removesuffix("_match"), getattr(message, kind))
         case _:
             raise Unsupported("this kind of header match is not supported", kind)

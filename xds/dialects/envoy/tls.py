@@ -28,7 +28,6 @@ _SAN_TYPES = {
     proto.SubjectAltNameMatcher.DNS: "dns",
     proto.SubjectAltNameMatcher.URI: "uri",
     proto.SubjectAltNameMatcher.IP_ADDRESS: "ip",
-    proto.SubjectAltNameMatcher.OTHER_NAME: "other",
 }
 
 
@@ -250,6 +249,8 @@ def _validation(message: proto.CertificateValidationContext, surroundings: Surro
     for index, typed in enumerate(message.match_typed_subject_alt_names):
         with at("match_typed_subject_alt_names", index):
             only(typed, "san_type", "matcher")
+            if typed.san_type == proto.SubjectAltNameMatcher.OTHER_NAME:
+                raise Unsupported("a name of another kind needs an oid, which is not supported", "san_type")
             if typed.san_type not in _SAN_TYPES:
                 raise constraint(typed, "san_type", "value must not be in list [0]")
             with at("matcher"):
