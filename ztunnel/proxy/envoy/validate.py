@@ -23,7 +23,7 @@ from xds.dialects.envoy import (
 from xds.dialects.envoy.reading import at, every_fault, unpack
 from xds.errors import ConfigError
 from xds.model.cluster import Discovery
-from xds.model.listener import Discovered, DiscoveredFilter
+from xds.model.listener import Discovered, DiscoveredFilter, Listener
 from xds.model.secret import Secret
 from xds.model.tls import ConfigSource, FileSource, SecretRef
 from xds.model.tls import TlsContext as ContextModel
@@ -39,7 +39,7 @@ from xds.proto.json import parse_text
 from xds.proto.well_known import Any as AnyMessage
 from ztunnel.proxy.envoy.config.bootstrap import BootstrapConfig, GrpcTarget, parse_bootstrap, read_bootstrap
 from ztunnel.proxy.envoy.listeners.listener import chain_places
-from ztunnel.proxy.envoy.listeners.manager import wanted_sources
+from ztunnel.proxy.envoy.listeners.manager import refuse_taken, wanted_sources
 from ztunnel.proxy.envoy.secrets.build import build
 from ztunnel.proxy.envoy.secrets.verify import check_secret
 from ztunnel.proxy.envoy.upstream.cluster import tls_contexts
@@ -126,6 +126,7 @@ class _Check:
         self._bootstrap = bootstrap
         self._static_secrets = {secret.name for secret in bootstrap.message.static_resources.secrets}
         self._surroundings = Surroundings(lambda path: Path(path).read_bytes(), os.environ)
+        self._listeners: list[Listener] = []
         self._resources = 0
         self._files: dict[str, None] = {}
         self._wanted: dict[str, None] = {}
@@ -252,6 +253,11 @@ class _Check:
         model = self._compiled(lambda: compile_listener(message, self._surroundings), place)
         if model is None:
             return
+        try:
+            refuse_taken(model, self._listeners)
+        except ConfigError as error:
+            self.faults.append(f"{place}: {error}")
+        self._listeners.append(model)
         for source in wanted_sources(model):
             self._source(source)
         for entry in model.listener_filters:

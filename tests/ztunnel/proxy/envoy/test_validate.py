@@ -146,3 +146,28 @@ static_resources:
         fault
     )
     assert fault in "".join(faults)
+
+
+LISTENERS = """
+- {name: one, address: ADDRESS, filter_chains: [{filters: [PROXY]}]}
+- {name: two, address: ADDRESS, filter_chains: [{filters: [PROXY]}]}
+""".replace("PROXY", f"{{name: a, typed_config: {{{PROXY}, stat_prefix: a, cluster: c}}}}")
+
+
+@pytest.mark.parametrize("port", [15001, 0])
+def test_a_second_listener_at_one_address_is_a_fault(tmp_path: Path, port: int) -> None:
+    address = f"{{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}"
+    one, two = LISTENERS.replace("ADDRESS", address).strip().splitlines()
+    file, lds = tmp_path / "bootstrap.yaml", tmp_path / "lds.yaml"
+    source = f"{{path_config_source: {{path: {lds}}}}}"
+    file.write_text(
+        f"static_resources:\n  listeners:\n  {one}\ndynamic_resources: {{lds_config: {source}}}\n"
+        "admin: {address: {socket_address: {address: 127.0.0.1, port_value: 0}}}\n"
+    )
+    listener = two.removeprefix("- {")
+    lds.write_text(f'resources:\n- {{"@type": type.googleapis.com/envoy.config.listener.v3.Listener, {listener}\n')
+    fault = (
+        f"{lds}: resources[0] (two): error adding listener: 'two' has duplicate address '127.0.0.1:{port}' "
+        "as existing listener"
+    )
+    assert findings_of_file(str(file)).faults == ([fault] if port else [])

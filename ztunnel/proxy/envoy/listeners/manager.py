@@ -95,6 +95,22 @@ def _log_services(logs: Iterable[AnyAccessLog]) -> Iterator[ConfigSource]:
     return (GrpcSource(log.stream.cluster, False) for log in logs if isinstance(log, GrpcAccessLog))
 
 
+def refuse_taken(model: Listener, others: Iterable[Listener]) -> None:
+    """Refuse a listener at an address of another listener.
+
+    Raises:
+        ConfigError: names the address.
+    """
+    # Addresses with port 0 cannot collide, because the kernel selects a free port for each listener.
+    wanted = {address for address in model.addresses if address.port}
+    for other in others:
+        if other.name != model.name and (both := wanted.intersection(other.addresses)):
+            shared = next(iter(both))
+            raise ConfigError(
+                f"error adding listener: '{model.name}' has duplicate address '{shared}' as existing listener"
+            )
+
+
 class ListenerManager:
     """Creates, replaces and drains listeners by name.
 
@@ -192,7 +208,7 @@ class ListenerManager:
             ConfigError: the listener's configuration is invalid or unsupported.
         """
         model = self._compile(body)
-        self._refuse_duplicate_address(model)
+        self._refuse_taken(model)
         self._check_sources(model)
         self._static.add(model.name)
         self._warm(self._make(model, body, ""))
@@ -254,7 +270,7 @@ class ListenerManager:
             model = self._compile(resource.body)
         if model.name in self._static:
             return
-        self._refuse_duplicate_address(model)
+        self._refuse_taken(model)
         self._check_sources(model)
         self._warm(self._make(model, resource.body, resource.version))
 
@@ -273,15 +289,8 @@ class ListenerManager:
         for chain in model.all_chains:
             self._secrets.check(chain.secret_refs)
 
-    def _refuse_duplicate_address(self, model: Listener) -> None:
-        # Addresses with port 0 cannot collide, because the kernel selects a free port for each listener.
-        wanted = {address for address in model.addresses if address.port}
-        for other in (*self._table, *self._warming.values()):
-            if other.name != model.name and (both := wanted.intersection(other.model.addresses)):
-                shared = next(iter(both))
-                raise ConfigError(
-                    f"error adding listener: '{model.name}' has duplicate address '{shared}' as existing listener"
-                )
+    def _refuse_taken(self, model: Listener) -> None:
+        refuse_taken(model, (other.model for other in (*self._table, *self._warming.values())))
 
     def _make(self, model: Listener, body: AnyMessage, version: str) -> LiveListener:
         """Return a listener version with bound sockets, which does not accept connections yet.
