@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
@@ -122,6 +123,52 @@ def test_a_name_that_does_not_resolve(
         await cluster.close()
 
     asyncio.run(main())
+
+
+class Rotating(Resolver):
+    """Returns two addresses, in turn in either order."""
+
+    def __init__(self, ttl_s: float) -> None:
+        super().__init__()
+        self._addresses = ("10.0.0.1", "10.0.0.2")
+        self._ttl_s = ttl_s
+
+    async def resolve(self, name: str, family: str) -> Answer:
+        self._addresses = self._addresses[::-1]
+        return Answer(self._addresses, self._ttl_s)
+
+
+def _resolved(monkeypatch: pytest.MonkeyPatch, ttl_s: float, **fields: Any) -> tuple[list[list[str]], list[float]]:
+    """Return the hosts of a cluster with a rotating name before each of its waits, and the waits."""
+    endpoint = Endpoint(address=NamedAddress("db", 5432))
+    group = LocalityGroup(locality=Locality("", "", ""), priority=0, weight=0, endpoints=(endpoint,))
+    model = Cluster(name="db", assignment=LoadAssignment(cluster_name="db", groups=(group,)), **fields)
+    hosts: list[list[str]] = []
+    waits: list[float] = []
+
+    async def main() -> None:
+        enough = asyncio.Event()
+
+        async def sleep(delay: float) -> None:
+            hosts.append(found(cluster))
+            waits.append(delay)
+            if len(waits) == 4:
+                enough.set()
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr("ztunnel.proxy.envoy.upstream.cluster.asyncio.sleep", sleep)
+        cluster = LiveCluster(model, AnyMessage(), surround_of(random.Random(1), Rotating(ttl_s)))
+        cluster.start()
+        await enough.wait()
+        await cluster.close()
+
+    asyncio.run(main())
+    return hosts, waits
+
+
+def test_a_logical_dns_cluster_uses_the_first_address_of_each_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts, _ = _resolved(monkeypatch, 60.0, discovery=Discovery.LOGICAL_DNS)
+    assert hosts == [["10.0.0.2:5432"], ["10.0.0.1:5432"]] * 2
 
 
 def test_failures_of_a_removed_host_do_not_count_towards_the_ejection_limit() -> None:
