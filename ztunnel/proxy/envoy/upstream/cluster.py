@@ -463,7 +463,7 @@ class LiveCluster:
                 if before == addresses:
                     self.unchanged_updates += 1
                 known[name] = addresses
-                if model.respect_dns_ttl:
+                if model.respect_dns_ttl and answer.ttl_s:  # like in Envoy, 0 does not replace dns_refresh_rate
                     wait_s = max(1.0, answer.ttl_s)
                 wait_s += self._surround.rng.random() * model.dns_jitter_s
                 if backoff is not None:

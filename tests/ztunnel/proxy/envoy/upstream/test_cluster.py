@@ -171,6 +171,16 @@ def test_a_logical_dns_cluster_uses_the_first_address_of_each_answer(monkeypatch
     assert hosts == [["10.0.0.2:5432"], ["10.0.0.1:5432"]] * 2
 
 
+@pytest.mark.parametrize(("ttl_s", "wait_s"), [(9.0, 9.0), (0.0, 5.0)])
+def test_a_time_to_live_of_zero_does_not_replace_the_refresh_rate(
+    monkeypatch: pytest.MonkeyPatch, ttl_s: float, wait_s: float
+) -> None:
+    _, waits = _resolved(
+        monkeypatch, ttl_s, discovery=Discovery.STRICT_DNS, respect_dns_ttl=True, dns_refresh_s=5.0
+    )
+    assert waits == [wait_s] * 4
+
+
 def test_failures_of_a_removed_host_do_not_count_towards_the_ejection_limit() -> None:
     def assigned(*hosts: str) -> LoadAssignment:
         endpoints = tuple(Endpoint(address=SocketAddress(host, 80)) for host in hosts)
