@@ -19,6 +19,7 @@ from xds.model import listener as model
 from xds.model.address import InternalAddress, SocketAddress
 from xds.model.cluster import Discovery, InternalUpstream, RawBuffer
 from xds.model.facts import ConnectionFacts
+from xds.model.http import Route
 from xds.model.tls import FileSource, SecretRef, TlsVersion
 from xds.proto import registry
 from xds.proto.envoy.config.cluster.v3.cluster_pb2 import Cluster
@@ -615,6 +616,13 @@ BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
             ),
         )
     ),
+    *(
+        (
+            _answering({"prefix": "/", "headers": [{"name": name, "present_match": True}]}, 200),
+            f"match.headers[0].name: routes do not match {name}",
+        )
+        for name in (":scheme", ":protocol")
+    ),
     (_posted(), "upgrade_configs[0].connect_config.allow_post: a request becomes a tunnel only by CONNECT here"),
     (_retried("connect-failure"), "routes[0].route.retry_policy.retry_on: this proxy does not retry requests"),
 ]
@@ -623,6 +631,26 @@ BAD_ROUTES: list[tuple[dict[str, Any], str]] = [
 def test_a_retry_policy_that_says_no_case_is_taken() -> None:
     table = compile_route_table(parse_value(_retried(""), RouteConfiguration).message, SURROUNDINGS)
     assert table.virtual_hosts[0].routes[0].tunnel
+
+
+def _route_of(match: dict[str, Any]) -> Route:
+    table = compile_route_table(parse_value(_answering(match, 200), RouteConfiguration).message, SURROUNDINGS)
+    return table.virtual_hosts[0].routes[0]
+
+
+def test_a_path_separated_prefix_can_ignore_the_case() -> None:
+    for sensitive, matches in ((False, True), (True, False)):
+        path = _route_of({"path_separated_prefix": "/Ab", "case_sensitive": sensitive}).path
+        assert path is not None
+        assert path.matches("/aB/c") is matches
+        assert not path.matches("/abc")
+
+
+def test_an_empty_exact_match_of_a_header_matches_every_value() -> None:
+    (found,) = _route_of({"prefix": "/", "headers": [{"name": "x", "exact_match": ""}]}).headers
+    assert found.match is not None
+    assert found.match.matches("a")
+    assert found.match.matches("")
 
 
 @pytest.mark.parametrize(("document", "words"), BAD_ROUTES, ids=[words[:40] for _, words in BAD_ROUTES])

@@ -198,7 +198,8 @@ def _path(message: proto.RouteMatch) -> StringMatch | None:
         case "path_separated_prefix":
             if not re.fullmatch("[^?#]+[^?#/]", message.path_separated_prefix):
                 raise constraint(message, kind, 'value does not match regex pattern "^[^?#]+[^?#/]$"')
-            return regex_match(f"{re.escape(message.path_separated_prefix)}(?:[/?].*)?")
+            flags = "(?i)" if ignore_case else ""
+            return regex_match(f"{flags}{re.escape(message.path_separated_prefix)}(?:[/?].*)?")
         case _:
             raise constraint(message, "path_specifier", "value is required")
 
@@ -213,6 +214,8 @@ def _header(message: proto.HeaderMatcher) -> model.HeaderMatch:
     required(message, "name")
     if set(message.name) & NEVER_IN_HEADERS:
         raise constraint(message, "name", "value must have no NUL, CR or LF")
+    if message.name.startswith(":") and message.name not in (":authority", ":method", ":path"):
+        raise Unsupported(f"routes do not match {message.name}", "name")
     kind = message.WhichOneof("header_match_specifier")
     match: StringMatch | None
     match kind:
@@ -229,7 +232,9 @@ def _header(message: proto.HeaderMatcher) -> model.HeaderMatch:
         case "exact_match" | "prefix_match" | "suffix_match" | "contains_match":
             if kind != "exact_match":
                 required(message, kind)
-            match = StringMatch(kind.removesuffix("_match"), getattr(message, kind))
+            # An empty exact_match means any value, as in Envoy.
+            how = kind.removesuffix("_match") if getattr(message, kind) else "prefix"
+            match = StringMatch(how, getattr(message, kind))
         case _:
             raise Unsupported("this kind of header match is not supported", kind)
     return model.HeaderMatch(message.name.lower(), match, message.invert_match)

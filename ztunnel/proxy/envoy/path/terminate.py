@@ -430,6 +430,15 @@ def _domain_rank(domain: str, name: str) -> tuple[int, int] | None:
     return None
 
 
+def _header_of(info: StreamInfo, name: str) -> Sequence[str]:
+    """Return the values of a header or pseudo-header as routes match them. ``host`` means the authority."""
+    pseudo = {":authority": info.authority, "host": info.authority, ":method": info.method, ":path": info.path}
+    value = pseudo.get(name)
+    if value is None:
+        return header_values(info, name)
+    return (value,) if value else ()
+
+
 def _matches(route: Route, info: StreamInfo) -> bool:
     connect = info.method == "CONNECT"
     if route.path is None:
@@ -440,13 +449,13 @@ def _matches(route: Route, info: StreamInfo) -> bool:
     elif not info.path or not route.path.matches(info.path.partition("?")[0]):
         return False
     for wanted in route.headers:
-        values = header_values(info, wanted.name)
+        values = _header_of(info, wanted.name)
         if wanted.match is None:
             hit = bool(values)
         elif not values:
             return False  # as in Envoy, neither a matcher nor its inversion matches a missing header
         else:
-            hit = wanted.match.matches(",".join(values))
+            hit = any(map(wanted.match.matches, values))
         if hit == wanted.invert:
             return False
     return True

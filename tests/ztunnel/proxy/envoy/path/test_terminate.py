@@ -41,6 +41,38 @@ def test_an_inverted_value_matches_no_request_without_the_header(match: StringMa
     assert taken == [200 if each else 404 for each in (absent, not invert, (match is None) is not invert)]
 
 
+def matched(match: HeaderMatch, *headers: tuple[str, str]) -> bool:
+    """Return whether a route with this condition is chosen for a tunnel's request."""
+    route = Route(name="r", path=None, headers=(match,), direct_status=200)
+    table = RouteTable("t", (VirtualHost("v", ("*",), (route,)),))
+    with pytest.raises(RequestRefused) as refused:
+        tunnel_route(MANAGER, table, info(*headers))
+    return refused.value.answer.status == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(":authority", "a.example:80"), ("host", "a.example:80"), (":method", "CONNECT")]
+)
+def test_routes_match_the_pseudo_headers_of_a_request(name: str, value: str) -> None:
+    assert matched(HeaderMatch(name, StringMatch("exact", value)))
+    assert matched(HeaderMatch(name, None))
+    assert not matched(HeaderMatch(name, StringMatch("exact", "x")))
+    assert not matched(HeaderMatch(name, StringMatch("exact", value), invert=True))
+    assert matched(HeaderMatch(name, StringMatch("exact", "x"), invert=True))
+
+
+def test_a_connect_has_no_path_to_match() -> None:
+    assert not matched(HeaderMatch(":path", None))
+
+
+def test_a_header_matches_if_one_of_its_values_does() -> None:
+    sent = (("x-a", "ab"), ("x-a", "c"))
+    for text in ("ab", "c"):
+        assert matched(HeaderMatch("x-a", StringMatch("exact", text)), *sent)
+        assert not matched(HeaderMatch("x-a", StringMatch("exact", text), invert=True), *sent)
+    assert not matched(HeaderMatch("x-a", StringMatch("exact", "ab,c")), *sent)
+
+
 def test_headers_are_overwritten_before_others_are_appended() -> None:
     """Both evaluate the request without any of the added headers, in Envoy's order."""
     wanted = [
