@@ -17,6 +17,7 @@ from xds.digits import whole_number
 from xds.errors import ConfigError
 from xds.model.authorization import AuthorizationPolicy, PolicyScope
 from xds.model.workload import PolicyKey, Workload
+from ztunnel.runtime.formats.go_values import parse_bool
 from ztunnel.runtime.formats.go_yaml import load_all
 
 _GROUP: Final = "security.istio.io/"
@@ -223,7 +224,7 @@ def _proposal(document: object, place: str, root_namespace: str) -> Proposal:
         "namespace": namespace,
         "scope": scope.value,
         "action": action.capitalize(),
-        "dryRun": str(annotations.get(_DRY_RUN)).lower() == "true",
+        "dryRun": _is_dry_run(annotations),
         "rules": rules,
     }
     try:
@@ -231,6 +232,14 @@ def _proposal(document: object, place: str, root_namespace: str) -> Proposal:
     except ConfigError as error:
         raise ConfigError(f"{place}: {error.reason}") from None
     return Proposal(mesh.policies[0], labels, place)
+
+
+def _is_dry_run(annotations: Mapping[str, Any]) -> bool:
+    """Return whether the annotation is true as istiod reads it. With another value the policy is enforced."""
+    try:
+        return parse_bool(str(annotations.get(_DRY_RUN)))
+    except ValueError:
+        return False
 
 
 def _clauses(value: object, place: str, namespace: str) -> Iterator[object]:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 from ztunnel.addons import Facts, Verdict
 from ztunnel.proxy.addons.decide import fault_of, in_words
 from ztunnel.proxy.addons.interrupt import CurrentCall
-from ztunnel.proxy.addons.load import LoadedAddon, find_class, load_class, where
+from ztunnel.proxy.addons.load import AddonError, LoadedAddon, end, find_class, load_class, where
 from ztunnel.proxy.addons.settings import AddonSettings
 
 _NOT_PURE: Final = "not known here: it depends on more than the connection"
@@ -103,12 +103,23 @@ def preview_of(settings: AddonSettings) -> list[tuple[LoadedAddon, str]]:
     effect.
 
     Raises:
-        AddonError: an addon cannot be loaded.
+        AddonError: an addon cannot be loaded. Addons that were already started have been ended.
     """
-    found = []
-    for spec in settings.specs:
-        cls, digest = find_class(spec)
-        starts = getattr(cls, "pure", True) and any(hasattr(cls, hook) for hook in ("connecting", "accepting"))
-        loaded = load_class(cls, settings.options, spec, digest, start=bool(starts))
-        found.append((loaded, ""))
+    found: list[tuple[LoadedAddon, str]] = []
+    try:
+        for spec in settings.specs:
+            cls, digest = find_class(spec)
+            starts = getattr(cls, "pure", True) and any(hasattr(cls, hook) for hook in ("connecting", "accepting"))
+            loaded = load_class(cls, settings.options, spec, digest, start=bool(starts))
+            found.append((loaded, ""))
+    except AddonError:
+        end_preview(found)
+        raise
     return found
+
+
+def end_preview(addons: Iterable[tuple[LoadedAddon, str]]) -> None:
+    """End the addons that :func:`preview_of` has started."""
+    for addon, _ in addons:
+        if not isinstance(addon.instance, type):  # otherwise it was not started
+            end(addon)

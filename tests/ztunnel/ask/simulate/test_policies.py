@@ -100,7 +100,16 @@ def test_scope_action_and_dry_run() -> None:
     assert read(written(metadata={"namespace": "istio-system"})).policy.scope is PolicyScope.GLOBAL
     selected = read(written(selector={"matchLabels": {"app": "back"}}))
     assert (selected.policy.scope, selected.labels) == (PolicyScope.WORKLOAD_SELECTOR, {"app": "back"})
-    assert read(written(metadata={"annotations": {"istio.io/dry-run": "true"}})).policy.dry_run
+    for value, dry_run in (
+        ("true", True),
+        ("1", True),
+        ("T", True),
+        ("tRUE", False),
+        ("yes", False),
+        ("0", False),
+    ):
+        proposal = read(written(metadata={"annotations": {"istio.io/dry-run": value}}))
+        assert proposal.policy.dry_run is dry_run, value
 
 
 def test_several_documents_and_lists() -> None:

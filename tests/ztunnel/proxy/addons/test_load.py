@@ -13,7 +13,7 @@ import pytest
 from ztunnel.addons import Addon, Facts
 from ztunnel.addons.testing import outbound
 from ztunnel.proxy.addons.load import AddonError, end, faults_of, load, load_all, load_class
-from ztunnel.proxy.addons.preview import would_say
+from ztunnel.proxy.addons.preview import end_preview, preview_of, would_say
 from ztunnel.proxy.addons.settings import AddonSettings, Given, parse_spec
 
 GOOD = """
@@ -46,6 +46,21 @@ def test_a_file_is_loaded_with_its_options(tmp_path: Path) -> None:
     assert (loaded.name, sorted(loaded.hooks)) == ("deny-all", ["configured", "connecting"])
     assert loaded.hooks["connecting"](Facts()).reason == "not today"
     assert loaded.sha256 == hashlib.sha256(GOOD.encode()).hexdigest()
+
+
+def test_addons_that_a_preview_has_started_are_ended(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    done = f"""
+    def done(self):
+        with open({str(ended)!r}, "a") as file:
+            file.write("done ")
+"""
+    first = parse_spec(written(tmp_path, GOOD + done))
+    with pytest.raises(AddonError, match="missing"):
+        preview_of(AddonSettings(specs=(first, parse_spec(str(tmp_path / "missing.py"))), options={}))
+    assert ended.read_text() == "done "
+    end_preview(preview_of(AddonSettings(specs=(first,), options={})))
+    assert ended.read_text() == "done done "
 
 
 def test_a_digest_pins_the_contents(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from xds.model.address import SocketAddress
 from ztunnel.proxy.addons.interrupt import CurrentCall
-from ztunnel.proxy.addons.load import AddonError, LoadedAddon, end
-from ztunnel.proxy.addons.preview import Said, preview_of, would_say
+from ztunnel.proxy.addons.load import AddonError, LoadedAddon
+from ztunnel.proxy.addons.preview import Said, end_preview, preview_of, would_say
 from ztunnel.proxy.addons.settings import AddonSettings
 from ztunnel.proxy.istio.admin.inspected import InspectedProxy
 from ztunnel.proxy.istio.path.addons import would_accept, would_connect
@@ -82,9 +82,8 @@ def _loaded(settings: AddonSettings, before: _Preview | None) -> list[tuple[Load
         if before is None:
             raise
         return before.addons
-    for addon, _ in before.addons if before is not None else ():
-        if not isinstance(addon.instance, type):  # otherwise it was not started
-            end(addon)
+    if before is not None:
+        end_preview(before.addons)
     return loaded
 
 
