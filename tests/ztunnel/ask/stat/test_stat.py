@@ -4,14 +4,17 @@ import asyncio
 import io
 import json
 import tarfile
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
 
+from tests.limits import WAIT_S
 from tests.ztunnel.ask.inspect.harness import pages
 from tests.ztunnel.proxy.istio.accounting.test_flows import DENIED, record
 from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
@@ -148,13 +151,13 @@ def named(found: Record) -> Record:
     return found
 
 
-def test_a_real_proxy_is_measured(capsys: Output) -> None:
+def test_a_real_proxy_is_measured(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(harness: Harness) -> None:
         harness.proxy.mesh.apply(NAMED)
         address = str(harness.addresses["admin"][0])
+        loop = asyncio.get_running_loop()
 
         async def traffic() -> None:
-            await asyncio.sleep(0.2)
             for _ in range(3):
                 closed = named(record(harness, Direction.OUTBOUND))
                 closed.opened()
@@ -173,8 +176,12 @@ def test_a_real_proxy_is_measured(capsys: Output) -> None:
         async def ask(*words: str) -> int:
             return await asyncio.to_thread(main, [*words, "--address", address, "-o", "json"])
 
-        status, _ = await asyncio.gather(ask("edges", "-t", "1s", "--fail-on", "plain"), traffic())
-        assert status == 1
+        def between(_wait_s: float) -> None:
+            asyncio.run_coroutine_threadsafe(traffic(), loop).result(WAIT_S)
+
+        clock = SimpleNamespace(time=time.time, sleep=between)  # called between the two readings
+        monkeypatch.setattr("ztunnel.ask.stat.command.time", clock)
+        assert await ask("edges", "-t", "1s", "--fail-on", "plain") == 1
         found = printed_json(capsys)
         assert found["summary"]["plain"] == 1
         plain, secured = found["items"]

@@ -211,7 +211,8 @@ def test_checks_have_the_clusters_tls(tmp_path: Path) -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
         async with server:
             port = server.sockets[0].getsockname()[1]
-            checked = cluster(port, health_checks=[HTTP], transport_socket=tls(CLIENT, server=False))
+            check = {**HTTP, "timeout": f"{WAIT_S}s"}
+            checked = cluster(port, health_checks=[check], transport_socket=tls(CLIENT, server=False))
             await harness.published(identities.secret(CLIENT), identities.root(), listener(), checked)
             assert flags(harness) == ["healthy"]
             assert seen[0] == b"GET /healthz HTTP/1.1"
