@@ -354,6 +354,28 @@ def test_the_last_agent_leaves_no_table_for_probes(lab: Lab, tmp_path: Path) -> 
         on_stage(lab, tmp_path, body)
 
 
+def test_the_last_agent_also_releases_pods_that_the_container_runtime_announced(lab: Lab, tmp_path: Path) -> None:
+    """Their labels still request the mesh, and their sandboxes are known without a search."""
+
+    async def body(scene: Scene) -> None:
+        cluster = scene.cluster
+        cluster.label("shop", LABELLED)
+        cluster.run(scene.web)
+        event = Added(namespace="shop", name="web", netns=f"/run/netns/{scene.web.netns.name}", uid=WEB)
+        async with scene.enroller() as enroller, scene.proxy() as manager:
+            assert await enroller.added(event, WAIT_S) == "pod shop/web: in the mesh"
+            await until(lambda: cluster.annotation("web") == "enabled", "enabled")
+            sock = await connect((scene.db.ipv4, 8080), netns=scene.web.netns)
+            with sock:
+                await enroller.withdraw(0.1)
+            assert not enroller.agent.pods()
+            assert not manager.active_proxies
+        assert cluster.annotation("web") is None
+        assert not has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+
+
 def test_a_pod_that_the_last_agent_was_enrolling_leaves_the_mesh(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

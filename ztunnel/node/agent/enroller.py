@@ -180,6 +180,7 @@ class Enroller:
         self._looking: dict[PodUid, asyncio.Future[Found | None]] = {}
         self._tasks = Tasks("enroller")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scan")
+        self._ending = False
         self.synced = False
         self.steps: Counter[tuple[str, str]] = Counter()
         self.agent = NodeAgent(
@@ -198,6 +199,7 @@ class Enroller:
         return self
 
     async def __aexit__(self, *exception: object) -> None:
+        self._ending = True
         await self._tasks.close()
         await self.agent.__aexit__(*exception)
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -230,6 +232,7 @@ class Enroller:
 
         If a pod also has the rules of another agent, it stays in the mesh and is left to that agent.
         """
+        self._ending = True
         await self._tasks.close()
 
         async def take_out(uid: PodUid) -> None:
@@ -334,7 +337,8 @@ class Enroller:
 
     def _touch(self, uid: PodUid) -> None:
         entry = self._entries.get(uid)
-        if entry is None or not self.synced:
+        # At the end, a step must not even begin: a pod that is being released would be enrolled again.
+        if entry is None or not self.synced or self._ending:
             return
         entry.wake.set()
         if not entry.running:
