@@ -324,11 +324,16 @@ class Mesh:
                     best_rank, chosen = rank, service
         return chosen
 
-    def service_named(self, hostname: str, namespace: str | None = None, preferred: str = "") -> Service | None:
+    def service_named(
+        self, hostname: str, namespace: str | None = None, preferred: str = "", *, addressed: bool = False
+    ) -> Service | None:
         """Return the service with a host name, in any case, that a client of ``namespace`` can see. Wildcards do
-        not match.
+        not match. With ``addressed``, only services with virtual addresses are considered.
         """
-        return _best(self._by_hostname.each(_folded(hostname)), namespace, preferred)
+        found: Iterable[Service] = self._by_hostname.each(_folded(hostname))
+        if addressed:
+            found = (service for service in found if service.vips)
+        return _best(found, namespace, preferred)
 
     def workload_named(self, name: NamespacedHostname) -> Workload | None:
         """Return a workload with this host name and namespace."""

@@ -104,8 +104,12 @@ def _find(name: str, client: Workload, mesh: Mesh, settings: DnsSettings) -> tup
     kubernetes = f".{_SVC}.{settings.cluster_domain}"
     for alias in aliases(name, client.namespace, settings):
         for hostname in (alias.name, *wildcards(alias.name)):
-            service = mesh.service_named(hostname, client.namespace, settings.preferred_namespace)
-            if service is not None and (service.vips or hostname.endswith(kubernetes)):
+            # A service of Kubernetes without an address is headless. Other names are then resolved upstream.
+            addressed = not hostname.endswith(kubernetes)
+            service = mesh.service_named(
+                hostname, client.namespace, settings.preferred_namespace, addressed=addressed
+            )
+            if service is not None:
                 return alias, service
     return None
 

@@ -181,6 +181,16 @@ def test_preference_among_services_of_one_name() -> None:
     assert ask(mesh(*everybody), "api.example.com", client=replace(CLIENT, namespace="e")) == ["240.0.0.5"]
 
 
+def test_service_without_addresses_does_not_hide_one_of_another_namespace() -> None:
+    here = service("api.example.com", namespace="shop")
+    other = service("api.example.com", "240.0.0.2", namespace="b")
+    assert ask(mesh(here, other), "api.example.com") == ["240.0.0.2"]
+    assert ask(mesh(other, here), "api.example.com") == ["240.0.0.2"]
+    assert ask(mesh(here), "api.example.com") is None
+    everything = service("*.example.com", "240.0.0.3", namespace="b")
+    assert ask(mesh(here, everything), "api.example.com") == ["240.0.0.3"]
+
+
 def test_configured_cluster_domain_is_used() -> None:
     made = mesh(service("cart.shop.svc.mesh.example"))
     assert ask(made, "cart", cluster_domain="mesh.example") == []
