@@ -45,8 +45,9 @@ _MODE_NO_AUTO_CHAIN: Final = 8  # SSL_MODE_NO_AUTO_CHAIN
 _NOT_YET_VALID: Final = 9  # X509_V_ERR_CERT_NOT_YET_VALID
 _EXPIRY_ERRORS: Final = frozenset((_NOT_YET_VALID, 10))  # and X509_V_ERR_CERT_HAS_EXPIRED
 _TIME: Final = "%Y-%m-%dT%H:%M:%SZ"
-# The errors X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID and _CRL_HAS_EXPIRED are ignored. As in the Rust
-# ztunnel, a certificate without a list does not count as revoked, and an expired list still revokes certificates.
+# The errors X509_V_ERR_UNABLE_TO_GET_CRL, _CRL_NOT_YET_VALID and _CRL_HAS_EXPIRED are ignored without
+# ``crl_required``. Like in the Rust ztunnel, a certificate without a list then does not count as revoked, and an
+# expired list still revokes certificates.
 _TOLERATED_CRL_ERRORS: Final = frozenset((3, 11, 12))
 _REVOKED: Final = 23  # X509_V_ERR_CERT_REVOKED
 _REJECTED: Final = 28  # X509_V_ERR_CERT_REJECTED: makes the alert bad_certificate
@@ -76,6 +77,7 @@ class TlsSettings:
         further: further certificates among which a server chooses; see :mod:`hbone.tls_identities`.
         trusted_ca_pem: the trust anchors, roots or intermediates. None disables verification of the peer.
         crl_pem: revocation lists for any certificate of the chain.
+        crl_required: whether to refuse a chain if a certificate has no current list of its issuer in ``crl_pem``.
         client_certificate: whether a server requests or requires a client certificate. A client always verifies
             the server if it has trust anchors.
         suites: the suites for TLS 1.3, in order of preference. AES-128-GCM is first, because ChaCha20 takes 20 to
@@ -99,6 +101,7 @@ class TlsSettings:
     further: tuple[Identity, ...] = ()
     trusted_ca_pem: bytes | None = None
     crl_pem: bytes | None = None
+    crl_required: bool = False
     client_certificate: ClientCertificate = ClientCertificate.REQUIRED
     allow_expired: bool = False
     min_version: TlsVersion = TlsVersion.TLS_1_3
@@ -259,7 +262,10 @@ class TlsContext:
                 store.add_crl(x509.load_pem_x509_crl(block))
             flags |= crypto.X509StoreFlags.CRL_CHECK | crypto.X509StoreFlags.CRL_CHECK_ALL
         store.set_flags(flags)
-        self._kept.append(_set_verify(raw, mode, allow_expired=settings.allow_expired))
+        tolerated = frozenset() if settings.crl_required else _TOLERATED_CRL_ERRORS
+        if settings.allow_expired:
+            tolerated |= _EXPIRY_ERRORS
+        self._kept.append(_set_verify(raw, mode, tolerated=tolerated))
 
     def _set_alpn(self, raw: SSL.Context) -> None:
         settings = self._settings
@@ -280,7 +286,9 @@ class TlsContext:
         raw.set_alpn_select_callback(select)
 
 
-def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any_chain: bool = False) -> Any:
+def _set_verify(
+    raw: SSL.Context, mode: int, *, tolerated: frozenset[int] = frozenset(), any_chain: bool = False
+) -> Any:
     """Install our verify callback in a context, which calls the handshake's ``verify``. Return objects that must
     live as long as ``raw``.
 
@@ -297,7 +305,7 @@ def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any
                 if any_chain:
                     _lib.X509_STORE_CTX_set_error(store, 0)
                     return 1
-                return _judge_error(store, seen, allow_expired=allow_expired)
+                return _judge_error(store, seen, tolerated)
             depth = _lib.X509_STORE_CTX_get_error_depth(store)
             if any_chain and depth:
                 return 1  # an unverified issuer's statements about the leaf prove nothing
@@ -325,9 +333,9 @@ def _set_verify(raw: SSL.Context, mode: int, *, allow_expired: bool = False, any
     return kept
 
 
-def _judge_error(store: Any, seen: Verification, *, allow_expired: bool) -> int:
+def _judge_error(store: Any, seen: Verification, tolerated: frozenset[int]) -> int:
     error = _lib.X509_STORE_CTX_get_error(store)
-    if error in _TOLERATED_CRL_ERRORS or (allow_expired and error in _EXPIRY_ERRORS):
+    if error in tolerated:
         _lib.X509_STORE_CTX_set_error(store, 0)
         return 1
     if error == _REVOKED:

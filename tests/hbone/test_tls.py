@@ -275,6 +275,20 @@ def test_a_listed_certificate_or_intermediate_is_refused() -> None:
     assert Outcome(*sessions(settings(leaf), replace(settings(), crl_pem=crl))).reasons == (None, None)
 
 
+def test_lists_can_be_required_for_every_certificate_of_the_chain() -> None:
+    middle = Authority("middle", ROOT)
+    leaf = middle.issue("spiffe://a/ns/a/sa/b")
+
+    def refused(crl: bytes) -> str:
+        required = replace(settings(), crl_pem=crl, crl_required=True)
+        return str(Outcome(*sessions(settings(leaf), required)).server or "")
+
+    assert refused(ROOT.revoke() + middle.revoke()) == ""
+    assert "unable to get certificate CRL (certificate 0 of the chain" in refused(ROOT.revoke())
+    assert "unable to get certificate CRL" in refused(Authority().revoke())
+    assert "CRL has expired" in refused(ROOT.revoke(expired=True) + middle.revoke())
+
+
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_the_verify_hook_refuses_inside_the_handshake(side: str) -> None:
     seen: list[Sequence[x509.Certificate]] = []

@@ -145,6 +145,7 @@ def _settings(
         further=tuple(Identity(other.chain_pem, other.key_pem) for other in plain[1:]),
         trusted_ca_pem=validation.trusted_ca_pem,
         crl_pem=validation.crl_pem,
+        crl_required=True,  # as in Envoy; a list of another issuer, or an old list, would revoke nothing
         client_certificate=_client_certificate(model, validation),
         allow_expired=validation.allow_expired,
         min_version=_VERSIONS[model.min_version],

@@ -217,6 +217,23 @@ def test_unsatisfiable_tls_parameters_are_refused(model: TlsContext, secret: Sec
     assert words in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("crl_pem", "reason"),
+    [
+        (ROOT.revoke(), None),
+        (OTHER.revoke(), TlsReason.CHAIN),
+        (ROOT.revoke(expired=True), TlsReason.CHAIN),
+        (ROOT.revoke(LEAF.certificate), TlsReason.REVOKED),
+    ],
+)
+def test_a_chain_without_a_current_revocation_list_is_refused(crl_pem: bytes, reason: TlsReason | None) -> None:
+    validation = Validation(trusted_ca_pem=ROOT.pem, crl_pem=crl_pem)
+    server = context(Role.SERVER, TlsContext(certificate=own(), alpn=("h2",), validation=validation))
+    client = context(Role.CLIENT, TlsContext(certificate=own(), alpn=("h2",)))
+    error = handshake(client, server)[1].error
+    assert (error.reason if error is not None else None) is reason
+
+
 def test_a_key_log_that_fails_later_ends_no_handshake(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
