@@ -58,7 +58,17 @@ from ztunnel.proxy.istio.path.plans import Plan, Plans, enter_route
 from ztunnel.proxy.istio.path.pod_connection import PodConnection
 from ztunnel.proxy.istio.path.pod_context import PodContext
 from ztunnel.proxy.istio.path.pod_tunnels import PodTunnels
-from ztunnel.proxy.istio.path.route import Client, Direct, DoubleTunnel, Missing, Named, Route, Tunnel, route_for
+from ztunnel.proxy.istio.path.route import (
+    Client,
+    Direct,
+    DoubleTunnel,
+    Missing,
+    Named,
+    Route,
+    RouteRefused,
+    Tunnel,
+    route_for,
+)
 from ztunnel.proxy.istio.settings.config import HBONE_PORT
 from ztunnel.runtime.line_limit import LineLimit
 
@@ -426,12 +436,25 @@ class Outbound(PlannedOutbound):
     ) -> Route:
         node = self._node
         known = node.asked.__contains__ if node.ask is not None else None
+        unreachable: frozenset[WorkloadUid] = frozenset()
+        last: RouteRefused | None = None
         for _ in range(_MOST_QUESTIONS):
-            avoid = node.failed_endpoints.current(node.clock.monotonic(), own)
+            if unreachable:
+                # Prefer a recently failed endpoint to an unreachable one.
+                avoid: Collection[WorkloadUid] = unreachable.union(own)
+            else:
+                avoid = node.failed_endpoints.current(node.clock.monotonic(), own)
             try:
                 return route_for(
                     client, destination, node.mesh, node.rng.randrange, avoid=avoid, known=known, prefer=prefer
                 )
+            except RouteRefused as refused:
+                uid = refused.workload.uid if refused.workload is not None else None
+                # With retries off, each choice is final, as in the Rust ztunnel.
+                if uid is None or uid in unreachable or not node.config.connect_retries:
+                    raise
+                unreachable |= {uid}
+                last = refused
             except Missing as missing:
                 try:
                     await node.ask_about(missing.key)
@@ -439,6 +462,8 @@ class Outbound(PlannedOutbound):
                     raise EarlyDeny(
                         f"the control plane did not answer about {missing.key} in time", Reason.CONTROL_PLANE
                     ) from error
+        if last is not None:
+            raise last
         raise EarlyDeny(f"no valid routing destination for workload: {destination}", Reason.NO_ROUTE)
 
     async def _resolved(

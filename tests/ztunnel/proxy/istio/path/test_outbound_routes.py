@@ -181,6 +181,28 @@ def test_row_6_without_a_gateway_is_refused(tmp_path: Path) -> None:
     play(tmp_path, body)
 
 
+@pytest.mark.parametrize("recently_failed", [False, True], ids=["", "others_failed_recently"])
+def test_row_6_endpoint_without_a_gateway_takes_no_connection_from_others(
+    tmp_path: Path, *, recently_failed: bool
+) -> None:
+    async def body(cluster: Cluster) -> None:
+        near = endpoint("server", SERVER, node=ELSEWHERE)
+        far = [endpoint(f"far-{number}", network=FAR) for number in (1, 2, 3)]
+        cluster.mesh.apply([shop(), near, *(replace(each, addresses=("192.0.2.1",)) for each in far)])
+        await cluster.start(POD)
+        cluster.peer("server", SERVER)
+        for _ in range(10):
+            if recently_failed:
+                cluster.node.failed_endpoints.add(near.uid, cluster.node.clock.monotonic())
+            assert await cluster.dial(f"{VIP}:80").ask() == b"ping"
+        cluster.mesh.apply(removed=[near.uid])
+        assert await cluster.dial(f"{VIP}:80").ask() == b""
+        error = (await cluster.line(11))["error"]
+        assert error.startswith("no valid routing destination for workload: far-")
+
+    play(tmp_path, body)
+
+
 def test_row_7_workload_with_a_waypoint_of_another_network_is_refused(tmp_path: Path) -> None:
     """A gateway can be asked for a service only, and none was dialled."""
 
