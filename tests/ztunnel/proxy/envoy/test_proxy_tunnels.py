@@ -41,8 +41,12 @@ from ztunnel.proxy.envoy.path.tunnel_pools import TunnelPools
 
 async def limited(harness: Harness, everything: list[tuple[str, Json]], **limits: Any) -> None:
     """Publish it again, with limits of the tunnels' connections in the options of their cluster."""
+    await with_options(harness, everything, http2(common_http_protocol_options=limits))
+
+
+async def with_options(harness: Harness, everything: list[tuple[str, Json]], options: Json) -> None:
+    """Publish it again, with other options of the cluster of tunnels."""
     kind, document = outbound_cluster(harness.port("inbound"))
-    options = http2(common_http_protocol_options=limits)
     changed = (kind, {**document, "typed_extension_protocol_options": options})
     harness.publish(*(entry for entry in everything if entry[1].get("name") != "tunnel"), changed)
     await harness.until(lambda: harness.count("cluster_manager.cluster_modified") == 1)
@@ -99,6 +103,27 @@ def test_tunnel_connection_obeys_the_stream_limits_of_its_cluster(tmp_path: Path
             for _ in range(5):
                 assert await ask(harness.port("l"), b"there") == b"hi there"
             assert harness.count("cluster.tunnel.ssl.handshake") == 3
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(("most", "connections"), [(1, 4), (2, 2), (4, 1)])
+def test_a_tunnel_connection_carries_at_most_max_concurrent_streams(
+    tmp_path: Path, most: int, connections: int
+) -> None:
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            everything = await tunnel(harness, port, Identities())
+            options = {"http2_protocol_options": {"allow_connect": True, "max_concurrent_streams": most}}
+            await with_options(harness, everything, http2(explicit_http_config=options))
+            clients = []
+            for _ in range(4):
+                client = await Open.to(harness.port("l"))
+                assert await client.say(b"ping") == b"ping"
+                clients.append(client)
+            assert harness.count("cluster.tunnel.ssl.handshake") == connections
+            for client in clients:
+                await client.close()
 
     run(tmp_path, body)
 

@@ -106,6 +106,9 @@ class TunnelPools:
             max_tunnels_per_connection=cluster.model.max_requests_per_connection,
             max_waiters=cluster.breaker.limits.max_pending_requests,
         )
+        http2 = cluster.model.http2
+        if http2 is not None and http2.max_concurrent_streams is not None:
+            limits = replace(limits, max_streams_per_connection=http2.max_concurrent_streams)
         pool = self._pools[cluster] = Pool(dial, self._poller, limits)
         return pool
 
