@@ -23,6 +23,7 @@ from tests.ztunnel.proxy.envoy.harness import (
     cluster,
     connect_route,
     connection_manager,
+    endpoint,
     listener,
     run,
     tcp,
@@ -151,6 +152,28 @@ def test_vanished_dns_name_removes_its_hosts(tmp_path: Path, monkeypatch: pytest
         assert hosts("LOGICAL_DNS") == 1
         state["there"] = True
         await harness.until(lambda: hosts("STRICT_DNS") == 1)
+
+    run(tmp_path, body)
+
+
+def test_entries_of_one_weighted_cluster_choose_their_own_subsets(tmp_path: Path) -> None:
+    def entry(version: str) -> Json:
+        return {"name": "app", "weight": 1, "metadata_match": {"filter_metadata": {"envoy.lb": {"v": version}}}}
+
+    async def body(harness: Harness) -> None:
+        async with application(b"1", echo=False) as one, application(b"2", echo=False) as two:
+            hosts = [
+                endpoint(port, metadata={"filter_metadata": {"envoy.lb": {"v": version}}})
+                for port, version in ((one, "1"), (two, "2"))
+            ]
+            _, divided = cluster(lb_subset_config={"subset_selectors": [{"keys": ["v"]}]})
+            divided["load_assignment"]["endpoints"] = [{"lb_endpoints": hosts}]
+            proxy = tcp()
+            del proxy["typed_config"]["cluster"]
+            proxy["typed_config"]["weighted_clusters"] = {"clusters": [entry("1"), entry("2")]}
+            assert await harness.published(listener(chain(proxy)), ("cluster", divided)) is None
+            await harness.until(lambda: harness.proxy.listeners.active)
+            assert {await ask(harness.port("l"), b"") for _ in range(40)} == {b"1", b"2"}
 
     run(tmp_path, body)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from xds.model.listener import (
     SharedWithUpstream,
     TcpProxy,
 )
+from xds.model.weighted_cluster import WeightedCluster
 from ztunnel.policy.engine import Decision, judge, reads_port
 from ztunnel.policy.ledger import Use
 from ztunnel.proxy.envoy.listeners.limits import LiveConnectionLimit, LiveRateLimit, live_limit
@@ -187,8 +188,6 @@ class LiveTcpProxy:
         self.sinks: tuple[Sink, ...] = logs.sinks(model.access_log)
         self.scope = tcp_scope(stats, model.stat_prefix)
         self.scope.declare(_TCP_COUNTED, None)
-        #: For each cluster, the metadata that an endpoint must have to be chosen.
-        self.subsets = {c.name: {**model.metadata_match, **c.metadata_match} for c in reversed(model.clusters)}
         self.hostname: Renderer | None = None
         self.headers: tuple[LiveHeader, ...] = ()
         #: Whether all connections of a plan (:mod:`ztunnel.proxy.envoy.listeners.plans`) request the same tunnel.
@@ -206,6 +205,11 @@ class LiveTcpProxy:
                 LiveHeader(header.name, renderer(header.value, missing=""), header.action, header.keep_empty)
                 for header in model.tunneling.headers
             )
+
+    def subset_of(self, choice: WeightedCluster) -> Mapping[str, object]:
+        """Return the metadata that a host must have if ``choice`` is chosen. The entry's own values win."""
+        every = self.model.metadata_match
+        return {**every, **choice.metadata_match} if choice.metadata_match else every
 
 
 #: Envoy's gauges of buffered bytes, which stay 0, because this proxy does not count these bytes.

@@ -136,7 +136,7 @@ class Connector:
         info, model = hop.info, proxy.model
         tunnelled = tunnels(proxy, info) if begun is None else begun.tunnelled
         cluster = self._cluster_of(hop, proxy, tunnelled=tunnelled) if begun is None else begun.cluster
-        subset = proxy.subsets.get(info.cluster, model.metadata_match)
+        subset = info.subset
         # Like Envoy's ``max_connect_attempts``, this limits the number of attempts, with a back-off, but not their
         # time.
         attempts: Attempts[Host] = Attempts(model.max_connect_attempts - 1, _is_repeatable)
@@ -198,8 +198,10 @@ class Connector:
         override = info.facts.filter_state.get(CLUSTER_OVERRIDE) if info.facts.filter_state else None
         if override:
             name, cluster = override, self._clusters.get(override)
+            info.subset = proxy.model.metadata_match
         else:
-            name, cluster = self._clusters.pick(proxy.model.clusters, self._rng)
+            choice, cluster = self._clusters.pick(proxy.model.clusters, self._rng)
+            name, info.subset = choice.name, proxy.subset_of(choice)
         return self._note_cluster(hop, proxy, name, cluster)
 
     def _current(self, hop: LiveHop, proxy: LiveTcpProxy, cluster: LiveCluster) -> LiveCluster:
@@ -257,7 +259,7 @@ class Connector:
         info, model = hop.info, proxy.model
         tunnelled = tunnels(proxy, info)
         cluster = self._cluster_of(hop, proxy, tunnelled=tunnelled)
-        subset = proxy.subsets.get(info.cluster, model.metadata_match)
+        subset = info.subset
         host = cluster.choose(info, subset=subset, hash_source=model.hash_source_ip, drops=False)
         transport = cluster.only_transport or cluster.transport(host)
         opening = Opening(hop, proxy, Choice(cluster, host, transport), tunnelled)

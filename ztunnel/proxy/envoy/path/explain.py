@@ -236,12 +236,12 @@ class _Explainer:
         if override:
             return {
                 "cluster_because": "filter state envoy.tcp_proxy.cluster names it",
-                "clusters": [self._cluster(override, info, proxy, depth)],
+                "clusters": [self._cluster(override, info, proxy, depth, subset=proxy.model.metadata_match)],
             }
         choices = proxy.model.clusters
         answer: Answer = {"clusters": []}
         for choice in choices:
-            entry = self._cluster(choice.name, info, proxy, depth)
+            entry = self._cluster(choice.name, info, proxy, depth, subset=proxy.subset_of(choice))
             if len(choices) > 1:
                 entry["weight"] = choice.weight
             answer["clusters"].append(entry)
@@ -265,10 +265,24 @@ class _Explainer:
     # Upstream
 
     def _cluster(
-        self, name: str, info: StreamInfo, proxy: LiveTcpProxy | None, depth: int, end: LiveChain | None = None
+        self,
+        name: str,
+        info: StreamInfo,
+        proxy: LiveTcpProxy | None,
+        depth: int,
+        end: LiveChain | None = None,
+        *,
+        subset: Mapping[str, object] | None = None,
     ) -> Answer:
-        """Explain the choice of a host in a cluster. ``end`` is the filter chain that terminated the tunnel, if
-        there is a tunnel.
+        """Explain the choice of a host in a cluster.
+
+        Args:
+            name: the cluster.
+            info: the connection.
+            proxy: the TCP proxy. ``None`` for a tunnel that ends here.
+            depth: the number of hops before this one.
+            end: the filter chain that terminated the tunnel, if there is a tunnel.
+            subset: the metadata that a host must have.
         """
         cluster = self._configuration.cluster(name)
         answer: Answer = {"cluster": name}
@@ -281,7 +295,6 @@ class _Explainer:
                 self._configuration.tunnel_rules.require_own_address(info, model)
             except RequestRefused as refusal:
                 return answer | {"verdict": f"{refusal.answer.status}: {refusal.answer.details}"}
-        subset = proxy.subsets.get(name, proxy.model.metadata_match) if proxy is not None else None
         hosts, left_out, because = _candidates(cluster, info, subset)
         answer["endpoints_because"] = because
         if left_out:

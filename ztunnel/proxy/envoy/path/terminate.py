@@ -272,7 +272,8 @@ class Terminator:
             if plan is not None and manager.routes is not None and manager.routes.chosen_by_heads:
                 plan.routes, plan.route = manager.routes, route
                 plan.virtual_host = info.virtual_host_metadata
-        name, cluster = self._clusters.pick(route.clusters, self._rng)
+        choice, cluster = self._clusters.pick(route.clusters, self._rng)
+        name = choice.name
         info.cluster, hop.cluster = name, cluster
         info.route = route.name
         if cluster is None:

@@ -1,6 +1,6 @@
 """The facts about one hop of a connection, from accept to its log line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -110,6 +110,7 @@ class StreamInfo:
         request_headers: the headers that the client sent. For all headers, see
             :mod:`ztunnel.proxy.envoy.stream.request_headers`.
         manager: the connection manager that received the request.
+        subset: the metadata that a host of ``cluster`` must have to be chosen.
         stream_id: created when a log needs it.
         direct_local: the accepted socket's local address, or the internal address; never a restored address.
         endpoint: the host of the last attempt. Hosts of earlier attempts are in ``failed``.
@@ -152,6 +153,7 @@ class StreamInfo:
     downstream_failure: str = ""
     cluster: str = ""
     upstream_cluster: str = ""
+    subset: Mapping[str, object] = NO_METADATA
     cluster_metadata: Metadata = NO_METADATA
     upstream_host: str = ""
     upstream_local: str = ""

@@ -70,10 +70,12 @@ class ClusterManager:
         self._modified = scope.counter("cluster_modified")
         self._removed = scope.counter("cluster_removed")
 
-    def pick(self, choices: tuple[WeightedCluster, ...], rng: random.Random) -> tuple[str, LiveCluster | None]:
-        """Pick one of several weighted clusters at random. Return its name, and the cluster if it is active."""
+    def pick(
+        self, choices: tuple[WeightedCluster, ...], rng: random.Random
+    ) -> tuple[WeightedCluster, LiveCluster | None]:
+        """Pick one of several weighted clusters at random. Return the choice, and the cluster if it is active."""
         one = choices[0] if len(choices) == 1 else rng.choices(choices, [each.weight for each in choices])[0]
-        return one.name, self._active.get(one.name)
+        return one, self._active.get(one.name)
 
     def get(self, name: str) -> LiveCluster | None:
         """Return the active cluster with this name, or None."""
