@@ -459,7 +459,7 @@ class LiveCluster:
                 self.updates.update_success += 1
                 addresses = answer.addresses
                 if model.discovery is Discovery.LOGICAL_DNS:
-                    addresses = before if before and self._keeps_address(before[0], addresses) else addresses[:1]
+                    addresses = self._logical_address(before, addresses)
                 if before == addresses:
                     self.unchanged_updates += 1
                 known[name] = addresses
@@ -471,16 +471,16 @@ class LiveCluster:
             self._resolved_names(known)
             await asyncio.sleep(wait_s)
 
-    def _keeps_address(self, address: str, addresses: tuple[str, ...]) -> bool:
-        """Return whether a LOGICAL_DNS cluster keeps its address although it is not the first of an answer.
+    def _logical_address(self, before: tuple[str, ...] | None, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the address that a LOGICAL_DNS cluster uses after an answer, as a tuple of one.
 
         Like in Envoy, the first address of each answer gets the next connections. So a name server can spread
         connections by the order of addresses, and no cluster stays at an address that does not answer. With health
         checks a healthy host stays, because a new host is unhealthy until its first check.
         """
-        if self.checker is None or address not in addresses:
-            return False
-        return not any(host.failed_check for host in self._hosts.hosts)
+        if self.checker is None or not before or before[0] not in addresses:
+            return addresses[:1]
+        return addresses[:1] if any(host.failed_check for host in self._hosts.hosts) else before
 
     async def _watch_outliers(self) -> None:
         assert self.outlier is not None
