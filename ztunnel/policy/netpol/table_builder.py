@@ -439,7 +439,7 @@ def _policy_parts(
 
 def _united(rules: Iterable[c.Rule]) -> Iterator[tuple[range, c.Rule]]:
     """Yield the rules with their indexes. Consecutive rules that differ only in their networks become a single
-    rule. A policy can list thousands of networks, each of which is a separate rule of the compiled policy.
+    rule. A policy can list thousands of networks, and the compiled policy has a rule for each network.
     """
     for alike, group in groupby(enumerate(rules), key=lambda pair: _without_networks(*pair)):
         found = list(group)
