@@ -26,6 +26,7 @@ from tproxy.inpod import PROBE_TABLE
 from tproxy.resources import Chain, Table
 from ztunnel.kube.errors import ApiUnreachable
 from ztunnel.kube.objects import Changes, Object, ObjectKey
+from ztunnel.node.agent import enroller as enroller_module
 from ztunnel.node.agent import node as node_module
 from ztunnel.node.agent.audit import counted
 from ztunnel.node.agent.auditor import Auditor
@@ -374,6 +375,30 @@ def test_the_last_agent_also_releases_pods_that_the_container_runtime_announced(
         assert not has_rules(scene.web.netns)
 
     on_stage(lab, tmp_path, body)
+
+
+def test_the_last_agent_releases_pods_although_the_api_server_does_not_answer(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(enroller_module, "_LAST_ANNOTATION_S", 0.1)
+
+    async def annotate(pod: Pod, value: str | None) -> Pod | None:
+        await asyncio.Event().wait()
+        return None
+
+    async def body(scene: Scene) -> None:
+        scene.cluster.label("shop", LABELLED)
+        scene.start(scene.web)
+        async with scene.enroller() as enroller, scene.proxy():
+            await until(lambda: scene.cluster.annotation("web") == "enabled", "enabled")
+            enroller._annotate = annotate
+            async with asyncio.timeout(WAIT_S):
+                await enroller.withdraw(0.1)
+            assert not enroller.agent.pods()
+        assert not has_rules(scene.web.netns)
+
+    on_stage(lab, tmp_path, body)
+    assert f"pod's annotation not changed uid={WEB} error=no answer in time" in caplog.text
 
 
 def test_a_pod_that_the_last_agent_was_enrolling_leaves_the_mesh(

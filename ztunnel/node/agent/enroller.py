@@ -51,6 +51,9 @@ _FAILING: Final = 3
 #: The time limit for enrolling a new sandbox. The plugin waits for 5 s, and kubelet makes a new sandbox after an
 #: error.
 _ADD_S: Final = 4.0
+#: The time limit for the API server when the last agent of a node ends. The limit of a request is 30 s. Kubelet
+#: kills the agent after the same time, and its pods would keep their rules.
+_LAST_ANNOTATION_S: Final = 5.0
 
 
 def selections(node: str) -> tuple[Selection, ...]:
@@ -241,9 +244,11 @@ class Enroller:
             entry = self._entries.get(uid)
             if entry is not None and entry.pod is not None and entry.pod.annotation is not None:
                 try:
-                    await self._annotate(entry.pod, None)
-                except (KubeError, Misshapen) as error:
-                    log.error("pod's annotation not changed uid=%s error=%s", uid, error)
+                    async with asyncio.timeout(_LAST_ANNOTATION_S):
+                        await self._annotate(entry.pod, None)
+                except (KubeError, Misshapen, TimeoutError) as error:
+                    reason = str(error) or "no answer in time"
+                    log.error("pod's annotation not changed uid=%s error=%s", uid, reason)
             await self.agent.forget(uid)
             await self.agent.remove(uid, grace_s=grace_s)
 
