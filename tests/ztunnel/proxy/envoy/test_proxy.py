@@ -526,6 +526,21 @@ def test_listener_takes_the_address_of_one_that_the_same_update_removes(tmp_path
     run(tmp_path, body, extend=extend)
 
 
+def test_listener_takes_the_address_that_another_leaves_in_the_same_update(tmp_path: Path) -> None:
+    async def body(harness: Harness) -> None:
+        async with application(b"1") as one, application(b"2") as two:
+            clusters = cluster(one), cluster(two, name="two")
+            old, new = [{"socket_address": {"address": "127.0.0.1", "port_value": free_port()}} for _ in range(2)]
+            assert await harness.published(listener(name="a", address=old), *clusters) is None
+            moved = listener(name="a", address=new), listener(chain(tcp("two")), name="b", address=old)
+            assert await harness.published(*moved, *clusters) is None
+            await harness.until(lambda: [each.name for each in harness.proxy.listeners.active] == ["a", "b"])
+            assert await ask(new["socket_address"]["port_value"], b"") == b"1"
+            assert await ask(old["socket_address"]["port_value"], b"") == b"2"
+
+    run(tmp_path, body)
+
+
 def test_changed_cluster_serves_new_connections_and_old_ones_continue(tmp_path: Path) -> None:
     async def body(harness: Harness) -> None:
         async with application(b"1") as one, application(b"2") as two:

@@ -272,7 +272,12 @@ class ListenerManager:
             return
         self._refuse_taken(model)
         self._check_sources(model)
+        active = self._table.get(model.name)
         self._warm(self._make(model, resource.body, resource.version))
+        if active is not None and active.model.addresses != model.addresses:
+            # A version that waits for nothing becomes active now, and leaves the old address to later listeners of
+            # the update.
+            await asyncio.sleep(0)
 
     def _failed(self, name: str, body: AnyMessage, reason: str, version: str) -> None:
         self._create_failure.value += 1
