@@ -207,7 +207,11 @@ class Istiod:
         await self.gateway_ready(namespace, name, addresses)
 
     async def gateway_ready(self, namespace: str, name: str, addresses: Sequence[str]) -> None:
-        """Write a Gateway's status, as istiod does once the Gateway's Service has ready pods."""
+        """Write the addresses of a Gateway's status, as istiod does once the Gateway's Service has ready pods."""
+        async with asyncio.timeout(WAIT_S):
+            # Until istiod has written the status for this version, it can overwrite the addresses.
+            while not _accepted(await self.client.get(GATEWAY, namespace, name)):
+                await asyncio.sleep(0.05)
         status = {"addresses": _addresses(addresses)}
         await self.client.merge_patch(GATEWAY, namespace, name, {"status": status}, subresource="status")
 
@@ -275,6 +279,15 @@ def _addresses(addresses: Sequence[str]) -> list[dict[str, str]]:
     return [
         {"type": "IPAddress" if address[0].isdigit() else "Hostname", "value": address} for address in addresses
     ]
+
+
+def _accepted(gateway: Mapping[str, Any]) -> bool:
+    conditions = gateway.get("status", {}).get("conditions", [])
+    generation = gateway["metadata"]["generation"]
+    return any(
+        (each["type"], each["status"], each.get("observedGeneration")) == ("Accepted", "True", generation)
+        for each in conditions
+    )
 
 
 def _definitions(name: str) -> str:
