@@ -94,6 +94,19 @@ class Interpreter:
         ]
         self._base = [chain for _, chain in sorted(hooked, key=lambda pair: pair[0])]
 
+    @property
+    def reads_source_ports(self) -> bool:
+        """Whether a decision can depend on a packet's source port. If not, flows that differ only in it are alike.
+
+        A rule about the type and code of ICMP reads the same two octets, and counts.
+        """
+        return any(
+            isinstance(each, Payload) and each.base == Base.TRANSPORT and each.offset < 2 <= each.length
+            for chain in self._chains.values()
+            for rule in chain.rules
+            for each in rule.phrase
+        )
+
     def judge(self, packet: Packet) -> Decision:
         """Return the table's decision about a packet.
 

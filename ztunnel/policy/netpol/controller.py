@@ -267,8 +267,7 @@ def _key_of(policy: c.PolicyId) -> ObjectKey:
 
 
 def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
-    """Delete the conntrack entries of policed pods' open connections that this table would refuse as new ones. The
-    call blocks.
+    """Delete the conntrack entries of policed pods' open connections that this table would refuse as new ones.
 
     The call blocks. The node's own connections are left out, because their packets pass no forward hook.
 
@@ -282,6 +281,10 @@ def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
         return []
     made = Interpreter(built.table)
     ours = local_addresses(netns)
+    # A busy node has a hundred thousand flows, most of them of the same clients to the same servers. To judge each
+    # of them would take many seconds, in which no change of policies is applied.
+    with_source_ports = made.reads_source_ports
+    judged: dict[Packet, bool] = {}
 
     def unwanted(flow: Flow) -> bool:
         if flow.source.packed not in policed and flow.destination.packed not in policed:
@@ -292,12 +295,15 @@ def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
             source=flow.source,
             destination=flow.destination,
             protocol=flow.protocol,
-            source_port=flow.source_port,
+            source_port=flow.source_port if with_source_ports else 0,
             destination_port=flow.destination_port,
             icmp_type=flow.icmp[0],
             icmp_code=flow.icmp[1],
         )
-        return not made.judge(packet).accepted
+        accepted = judged.get(packet)
+        if accepted is None:
+            accepted = judged[packet] = made.judge(packet).accepted
+        return not accepted
 
     return forget_flows(unwanted, netns)
 

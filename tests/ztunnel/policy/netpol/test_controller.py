@@ -1,17 +1,24 @@
 """When the controller applies its table and checks open connections."""
 
 import asyncio
+import socket
 from collections.abc import Callable
+from ipaddress import ip_address
 from typing import Any, TypeVar, cast
 
 import pytest
 
 from tests.limits import WAIT_S
+from tests.ztunnel.policy.calico.cluster import compiled, global_policy
 from tproxy.aio.table import KeptTable
+from tproxy.conntrack import Flow
 from tproxy.errors import KernelRefused
+from tproxy.expressions import TCP
+from tproxy.packets import Decision, Interpreter, Packet
 from ztunnel.kube.objects import Changes
 from ztunnel.policy.netpol import controller as module
-from ztunnel.policy.netpol.controller import Controller
+from ztunnel.policy.netpol.controller import Controller, end_connections
+from ztunnel.policy.netpol.table_builder import TableBuilder
 from ztunnel.policy.policysync.problems import LoggedEvents
 
 T = TypeVar("T")
@@ -50,6 +57,33 @@ class Table:
         if answer is None:
             raise KernelRefused("to change the table", 12)
         return ("step",) * answer
+
+
+@pytest.mark.parametrize(("clause", "judged"), [("", 2), ("source: {ports: [1000]}", 5)])
+def test_open_connections_that_no_rule_tells_apart_are_judged_once(
+    monkeypatch: pytest.MonkeyPatch, clause: str, judged: int
+) -> None:
+    rule = f"{{action: Allow, protocol: TCP, destination: {{ports: [8080]}}, {clause}}}"
+    policy = global_policy("closed", f"{{selector: all(), types: [Ingress], ingress: [{rule}]}}")
+    made = TableBuilder().build(compiled(policy), "n1")
+    ports = [(source, 8080) for source in (1000, 1001, 1002)] + [(1003, 8081), (1004, 8081)]
+    flows = [
+        Flow(socket.AF_INET, ip_address("10.0.0.1"), ip_address("10.0.0.2"), TCP, source, destination, b"")
+        for source, destination in ports
+    ]
+    seen: list[Packet] = []
+    judge = Interpreter.judge
+
+    def judging(self: Interpreter, packet: Packet) -> Decision:
+        seen.append(packet)
+        return judge(self, packet)
+
+    monkeypatch.setattr(Interpreter, "judge", judging)
+    monkeypatch.setattr(module, "local_addresses", lambda _: set())
+    monkeypatch.setattr(module, "forget_flows", lambda unwanted, _: [each for each in flows if unwanted(each)])
+    refused = flows[1:] if clause else flows[3:]
+    assert end_connections(made) == refused
+    assert len(seen) == judged
 
 
 def running(table: Table) -> Controller:
