@@ -126,6 +126,25 @@ def test_no_compiled_coroutine_waits_inside_try(path: str) -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("path", SETUP.COMPILED)
+def test_no_compiled_slice_has_a_call_with_an_effect_as_its_bound(path: str) -> None:
+    """mypyc evaluates the bounds of a slice twice, unless the type of the object is built in."""
+    tree = ast.parse((ROOT / path).read_text())
+    bounds = [
+        bound for node in ast.walk(tree) if isinstance(node, ast.Slice) for bound in (node.lower, node.upper)
+    ]
+    effects = (ast.Call, ast.Await, ast.NamedExpr, ast.Yield)
+    found = [
+        inner for bound in bounds if bound is not None for inner in ast.walk(bound) if isinstance(inner, effects)
+    ]
+    assert [ast.unparse(each) for each in found if not is_pure(each)] == []
+
+
+def is_pure(call: ast.expr) -> bool:
+    """Return whether a call of a built-in function can be repeated without an effect."""
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in ("len", "max", "min")
+
+
 @pytest.fixture(scope="module")
 def compiled_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the packages and their tests, compiled. Builds are kept in the user's cache by their sources."""

@@ -163,7 +163,8 @@ class Link:
         tls.receive(poller.ciphertext[:size])
         self.readable = True
         plain = poller.plaintext
-        return plain[: self._decrypt(tls, plain)]
+        size = self._decrypt(tls, plain)
+        return plain[:size]
 
     def _decrypt(self, tls: TlsStream, plain: memoryview) -> int:
         try:
