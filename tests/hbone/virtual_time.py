@@ -6,12 +6,14 @@ its own process (no threads).
 """
 
 import asyncio
+import os
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-#: The time that a socket pair of this machine can need to deliver written bytes. A guess.
-_QUIET_S = 0.002
+#: The time that a socket pair of an idle machine can need to deliver written bytes. A guess. On a busy machine it
+#: is longer, because the kernel's thread that delivers them has to wait for a core.
+_QUIET_S = 0.002 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 #: A test that lets more time pass than this waits for something that does not come.
 _MOST_S = 3600.0
 
