@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hbone.settings import Role
 from hbone.tls import TlsSession
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings
-from hbone.verification import verified_chain
+from hbone.verification import accepted_until, verified_chain
 from tests.hbone.certificates import Authority
 from tests.hbone.test_tls import Outcome
 
@@ -193,6 +193,24 @@ def test_times_are_left_to_the_caller() -> None:
     root = Authority("old")
     leaf = root.issue(NAME, from_day=-3, to_day=-2).certificate
     assert verified_chain([leaf], [root.certificate], Role.CLIENT) is not None
+
+
+def test_a_chain_is_accepted_until_its_first_certificate_without_replacement_ends() -> None:
+    root = Authority("root")
+    middle = Authority("middle", root)
+    leaf = middle.issue(NAME, to_day=1).certificate
+    roots = [root.certificate, Authority("other").reissued(0.2).certificate]
+    sooner = middle.reissued(0.5).certificate
+    assert accepted_until([leaf, middle.certificate], roots) == leaf.not_valid_after_utc
+    assert accepted_until([leaf, sooner], roots) == sooner.not_valid_after_utc
+    assert accepted_until([leaf, sooner, middle.certificate], roots) == leaf.not_valid_after_utc
+    short_root = root.reissued(0.1).certificate
+    assert accepted_until([leaf, sooner], [short_root]) == short_root.not_valid_after_utc
+    assert accepted_until([leaf, middle.certificate], [short_root, root.certificate]) == leaf.not_valid_after_utc
+    # An intermediate that ended before the leaf began: never accepted.
+    young = middle.issue(NAME, from_day=-0.1).certificate
+    ended = middle.reissued(-0.5).certificate
+    assert accepted_until([young, ended], [root.certificate]) == ended.not_valid_after_utc
 
 
 LINKS = st.builds(

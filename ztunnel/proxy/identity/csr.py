@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from hbone.settings import Role
 from hbone.tls import uri_sans
-from hbone.verification import verified_chain
+from hbone.verification import accepted_until, verified_chain
 from hbone.x509_errors import UNREADABLE
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.identity.roots import read_roots
@@ -54,8 +54,10 @@ class IssuedCertificate:
 
     @property
     def not_after(self) -> datetime:
-        """The end of the leaf's validity."""
-        return self.chain[0].not_valid_after_utc
+        """The end of the chain's validity: peers refuse it when the leaf or an issuer's certificate has expired.
+        If another certificate ends before the leaf, each read verifies the chain.
+        """
+        return accepted_until(self.chain, self.roots)
 
 
 def signing_request(identity: SpiffeId, key: EllipticCurvePrivateKey) -> bytes:

@@ -146,7 +146,7 @@ class WorkloadCertificate:
         issued: the certificate, its key and its roots.
         generation: increases with each renewal and each change of the revocation lists. It is part of pool keys,
             so that new tunnels use connections with the current certificate and lists.
-        not_after: the end of the certificate's validity.
+        not_after: the end of the chain's validity.
     """
 
     __slots__ = (
@@ -165,7 +165,7 @@ class WorkloadCertificate:
         self, issued: IssuedCertificate, generation: int, policy: TlsPolicy, revoked: RevocationLists | None = None
     ) -> None:
         self.issued = issued
-        self.not_after = issued.not_after  # stored, because reading it parses the certificate each time
+        self.not_after = issued.not_after  # stored, because reading it can verify the chain each time
         self.generation = generation
         self._policy = policy
         self._revoked = revoked
@@ -481,12 +481,15 @@ class CertificateManager:
         self._proceed()
 
     def _succeeded(self, fetch: Fetch, issued: IssuedCertificate) -> None:
-        now = self._now()
-        if issued.not_after <= now:
+        now, not_after = self._now(), issued.not_after
+        if not_after <= now:
+            expired, check = "certificate", "the clocks"
+            if not_after < issued.chain[0].not_valid_after_utc:
+                expired, check = "issuer of the certificate", "the CA's chain and the clocks"
             self._failed(
                 fetch,
-                f"the certificate from CA expired at {issued.not_after:%Y-%m-%dT%H:%M:%SZ} and here it is "
-                f"{now:%Y-%m-%dT%H:%M:%SZ}: check the clocks",
+                f"the {expired} from CA expired at {not_after:%Y-%m-%dT%H:%M:%SZ} and here it is "
+                f"{now:%Y-%m-%dT%H:%M:%SZ}: check {check}",
             )
             return
         # This host's clock can be slow, and peers check validity by their own clocks. So without another
@@ -508,12 +511,12 @@ class CertificateManager:
         except ValueError as error:
             self._failed(fetch, f"the certificate from CA cannot be used: {error}")
             return
-        span = issued.not_before.timestamp(), issued.not_after.timestamp()
+        span = issued.not_before.timestamp(), not_after.timestamp()
         if not self._schedule.succeeded(fetch, *span, now.timestamp(), self._jitter()):
             return
         self._fetching.pop(fetch.identity, None)
         self.fetches["ok"] += 1
-        log.debug("certificate fetched identity=%s expires=%s", fetch.identity, issued.not_after)
+        log.debug("certificate fetched identity=%s expires=%s", fetch.identity, not_after)
         self._schedule.authority_answered()
         self._put(fetch.identity, certificate)
         self._wake(fetch.identity)
@@ -527,7 +530,7 @@ class CertificateManager:
         log.warning(
             "certificate fetch failed identity=%s valid_until=%s error=%s",
             fetch.identity,
-            certificate.issued.not_after if certificate is not None else "-",
+            certificate.not_after if certificate is not None else "-",
             error,
         )
         self._wake(fetch.identity)

@@ -65,7 +65,7 @@ class ReplicatedCertificates:
     def current(self, identity: SpiffeId) -> WorkloadCertificate | None:
         """Return the identity's certificate, if this worker has a currently valid one."""
         certificate = self._certificates.get(identity)
-        if certificate is None or certificate.issued.not_after.timestamp() <= self._clock.wall():
+        if certificate is None or certificate.not_after.timestamp() <= self._clock.wall():
             return None
         return certificate
 

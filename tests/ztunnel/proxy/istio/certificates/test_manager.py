@@ -12,7 +12,7 @@ from hbone.errors import TlsReason
 from tests.hbone import virtual_time
 from tests.hbone.certificates import Authority
 from tests.limits import WAIT_S
-from tests.ztunnel.proxy.identity.material import CART, WEB, certificate, handshake
+from tests.ztunnel.proxy.identity.material import CART, WEB, certificate, handshake, issued
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.identity.crl import RevocationLists
 from ztunnel.proxy.identity.csr import AuthorityUnreachable
@@ -25,6 +25,12 @@ from ztunnel.proxy.istio.certificates.manager import (
 )
 
 ROOT = Authority()
+MIDDLE = Authority("middle", ROOT)
+
+
+def with_issuer_until(day: float) -> IssuedCertificate:
+    """A certificate for three days, whose issuer's certificate ends sooner or later."""
+    return issued(MIDDLE.reissued(day).issue(str(WEB), to_day=3), ROOT.pem)
 
 
 class Desk:
@@ -103,15 +109,15 @@ def test_a_certificate_is_not_used_in_its_last_second() -> None:
     """RFC 5280 permits it, but OpenSSL at the other end refuses it from notAfter on."""
 
     async def main() -> None:
-        issued = certificate(ROOT)
-        now = [issued.not_after - datetime.timedelta(seconds=1)]
+        made = certificate(ROOT)
+        now = [made.not_after - datetime.timedelta(seconds=1)]
         desk = Desk()
         manager = CertificateManager(desk, now=lambda: now[0], jitter=lambda: 0.0)
         async with asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(manager.fetch(WEB))
-            (await desk.next())[1].set_result(issued)
+            (await desk.next())[1].set_result(made)
         assert manager.current(WEB) is waiting.result()
-        now[0] = issued.not_after
+        now[0] = made.not_after
         assert manager.current(WEB) is None
         await manager.close()
 
@@ -294,13 +300,14 @@ def test_renewal_changes_the_generation_and_a_failed_renewal_does_not() -> None:
     ("renewed", "words"),
     [
         (lambda: certificate(ROOT, from_day=1, to_day=3), "is valid from"),
+        (lambda: with_issuer_until(-0.1), "the issuer of the certificate from CA expired"),
         (lambda: certificate(ROOT, CART, to_day=3), "is of spiffe://cluster.local/ns/shop/sa/cart"),
         (
             lambda: replace(certificate(ROOT, to_day=3), key_pem=certificate(ROOT).key_pem),
             "cannot be used: OpenSSL refused",
         ),
     ],
-    ids=["not yet valid", "another identity", "another key"],
+    ids=["not yet valid", "expired issuer", "another identity", "another key"],
 )
 def test_a_bad_renewal_does_not_replace_a_good_certificate(
     renewed: Callable[[], IssuedCertificate], words: str, caplog: pytest.LogCaptureFixture
@@ -318,6 +325,26 @@ def test_a_bad_renewal_does_not_replace_a_good_certificate(
         assert f.manager.current(WEB) is good
         (await f.desk.next())[1].set_result(certificate(ROOT, to_day=3))  # the retry
         while f.manager.current(WEB) is good:
+            await asyncio.sleep(0)
+
+    run(body)
+
+
+def test_certificate_is_renewed_and_dropped_in_time_if_its_issuer_expires_sooner() -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB])
+        (await f.desk.next())[1].set_result(first := with_issuer_until(0.5))
+        while f.manager.current(WEB) is None:
+            await asyncio.sleep(0)
+        issuer = first.chain[1]
+        assert f.manager.moments().ends == {str(WEB): issuer.not_valid_after_utc.timestamp()}
+        f.ahead = datetime.timedelta(hours=1)  # the leaf's half life is a day later
+        f.manager.prefetch([])
+        _, renewal = await f.desk.next()
+        f.ahead = datetime.timedelta(hours=13)
+        assert f.manager.current(WEB) is None, "peers refuse the chain"
+        renewal.set_result(with_issuer_until(2))
+        while f.manager.current(WEB) is None:
             await asyncio.sleep(0)
 
     run(body)
@@ -431,20 +458,20 @@ def test_cancelled_caller_does_not_cancel_the_fetch() -> None:
 def test_new_revocation_lists_renew_contexts_but_not_certificates(caplog: pytest.LogCaptureFixture) -> None:
     async def body(f: Fixture) -> None:
         f.manager.prefetch([WEB])
-        issued = certificate(ROOT)
-        (await f.desk.next())[1].set_result(issued)
+        made = certificate(ROOT)
+        (await f.desk.next())[1].set_result(made)
         while (before := f.manager.current(WEB)) is None:
             await asyncio.sleep(0)
         seen: list[WorkloadCertificate] = []
         f.manager.watch(lambda identity, certificate: seen.append(certificate))
-        f.lists.current = RevocationLists([x509.load_pem_x509_crl(ROOT.revoke(issued.chain[0]))])
+        f.lists.current = RevocationLists([x509.load_pem_x509_crl(ROOT.revoke(made.chain[0]))])
         f.lists.changed()
         after = f.manager.current(WEB)
         assert after is not None
         assert seen == [after]
         assert after.issued is before.issued
         assert after.generation > before.generation
-        peer = WorkloadCertificate(issued, 1, TlsPolicy())
+        peer = WorkloadCertificate(made, 1, TlsPolicy())
         assert handshake(peer.client_context((str(WEB),)), before.server_context())[1].error is None
         refused = handshake(peer.client_context((str(WEB),)), after.server_context())[1].error
         assert refused is not None
