@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.apiserver.server import ADMIN, ApiServer
-from tests.istiod.server import HOST, Istiod
+from tests.istiod.server import HOST, Istiod, root_file
 from tests.netns.hbone_ends import HboneEnds
 from tests.netns.istio import AmbientMesh, NodeProxy, eventually
 from tproxy.aio.sockets import listen
@@ -44,7 +44,7 @@ class MeshOfIstiod(AmbientMesh):
         settings: Mapping[str, str] | None = None,
         network: str = "",
     ) -> None:
-        address, root = f"https://127.0.0.1:{PORT}", str(folder / "istiod-root.pem")
+        address, root = f"https://127.0.0.1:{PORT}", str(root_file(folder))
         given = {
             "XDS_ADDRESS": address,
             "CA_ADDRESS": address,

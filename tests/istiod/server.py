@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import subprocess
+import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,13 @@ _DEFINITION = Kind(
     "CustomResourceDefinition", "apiextensions.k8s.io/v1", "customresourcedefinitions", namespaced=False
 )
 _START_S = 60.0
+#: The setting with the folder of a plugged-in certificate authority: the files of the secret ``cacerts``.
+PLUGGED_IN = "ROOT_CA_DIR"
+
+
+def root_file(folder: Path) -> Path:
+    """Return the file with istiod's root certificates, for proxies whose configuration is made before istiod."""
+    return folder / "istio-ca-root-cert" / "root-cert.pem"
 
 
 class Istiod:
@@ -46,7 +54,8 @@ class Istiod:
 
     Attributes:
         port: the port of xDS and of the certificate authority, with TLS, on loopback.
-        root: the file with the root certificate, once it has started.
+        root: the file with the root certificates, once it has started. It is replaced like kubelet replaces the
+            files of a mounted ConfigMap.
     """
 
     def __init__(
@@ -54,7 +63,7 @@ class Istiod:
     ) -> None:
         self.client = client
         self.port = free_port()
-        self.root = folder / "istiod-root.pem"
+        self.root = root_file(folder)
         self._program = needed(PROGRAM, "`make istiod`")
         self._cluster = cluster
         self._folder = folder
@@ -106,8 +115,23 @@ class Istiod:
                     await asyncio.sleep(0.1)
         except TimeoutError:
             raise AssertionError(f"istiod is not ready: {self.log()}") from None
-        secret = await self.client.get(SECRET, SYSTEM, "istio-ca-secret")
-        self.root.write_bytes(base64.b64decode(secret["data"]["ca-cert.pem"]))
+        plugged_in = self._settings.get(PLUGGED_IN)
+        if plugged_in is None:
+            secret = await self.client.get(SECRET, SYSTEM, "istio-ca-secret")
+            self._publish_root(base64.b64decode(secret["data"]["ca-cert.pem"]))
+        else:
+            self._publish_root(Path(plugged_in, "root-cert.pem").read_bytes())
+
+    def _publish_root(self, pem: bytes) -> None:
+        volume = self.root.parent
+        volume.mkdir(exist_ok=True)
+        data = Path(tempfile.mkdtemp(prefix="..", dir=volume))
+        (data / self.root.name).write_bytes(pem)
+        link = volume / "..data_tmp"
+        link.symlink_to(data.name)
+        link.rename(volume / "..data")
+        if not self.root.is_symlink():
+            self.root.symlink_to(f"..data/{self.root.name}")
 
     def kill(self) -> None:
         """End it like a crash; idempotent."""
