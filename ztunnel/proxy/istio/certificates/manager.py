@@ -310,6 +310,7 @@ class CertificateManager:
         self._revocations = revocations
         self._schedule = Schedule(concurrency=concurrency)
         self._certificates: dict[SpiffeId, WorkloadCertificate] = {}
+        self._upcoming: dict[SpiffeId, IssuedCertificate] = {}  # renewed, but not valid yet by this host's clock
         self._fetching: dict[SpiffeId, asyncio.Task[None]] = {}
         self._waiting: dict[SpiffeId, asyncio.Event] = {}
         self._prefetched: set[SpiffeId] = set()
@@ -342,8 +343,9 @@ class CertificateManager:
         certificate = self.at_once(identity)
         if certificate is None:
             self._fetched_at_s[identity] = asyncio.get_running_loop().time()
+            waiting = self._waiting.setdefault(identity, asyncio.Event())
             self._want((identity,), Priority.REAL_TIME)
-            await self._waiting.setdefault(identity, asyncio.Event()).wait()
+            await waiting.wait()
             certificate = self.current(identity)
         if certificate is None:
             raise IdentityError(self._schedule.error(identity) or _FORGOTTEN)
@@ -398,6 +400,7 @@ class CertificateManager:
             self._prefetched.discard(identity)
             self._fetched_at_s.pop(identity, None)
             self._certificates.pop(identity, None)
+            self._upcoming.pop(identity, None)
             task = self._fetching.pop(identity, None)
             if task is not None:
                 task.cancel()
@@ -455,18 +458,21 @@ class CertificateManager:
         self._proceed()
 
     def _proceed(self) -> None:
-        """Start the fetches that are due, and set the timer for the next ones."""
+        """Start to use certificates that have become valid, start due fetches, and set the timer for both."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         if self._closed:
             return
+        self._use_upcoming()
         for fetch in self._schedule.start(self._now_s()):
             self._fetching[fetch.identity] = self._tasks.start(self._fetch(fetch), str(fetch.identity))
         now_s = self._now_s()
-        due_s = self._schedule.next_due_s(now_s)
-        if due_s is not None:
-            delay_s = min(due_s - now_s, _LONGEST_SLEEP_S)
+        due_s = [] if (first_s := self._schedule.next_due_s(now_s)) is None else [first_s]
+        for identity, issued in self._upcoming.items():
+            due_s += [issued.not_before.timestamp(), self._certificates[identity].not_after.timestamp()]
+        if due_s:
+            delay_s = min(max(0.0, min(due_s) - now_s), _LONGEST_SLEEP_S)
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._proceed)
 
     async def _fetch(self, fetch: Fetch) -> None:
@@ -493,9 +499,9 @@ class CertificateManager:
             )
             return
         # This host's clock can be slow, and peers check validity by their own clocks. So without another
-        # certificate, a certificate that is not valid for some minutes yet is used at once.
+        # certificate, a certificate that becomes valid in some minutes is used at once.
         current = self.current(fetch.identity)
-        if issued.not_before > now + (timedelta() if current is not None else _CLOCK_SKEW):
+        if issued.not_before > now + _CLOCK_SKEW:
             self._failed(
                 fetch,
                 f"the certificate from CA is valid from {issued.not_before:%Y-%m-%dT%H:%M:%SZ} and here it is "
@@ -518,8 +524,26 @@ class CertificateManager:
         self.fetches["ok"] += 1
         log.debug("certificate fetched identity=%s expires=%s", fetch.identity, not_after)
         self._schedule.authority_answered()
+        if current is not None and issued.not_before > now:
+            self._upcoming[fetch.identity] = issued
+            log.warning(
+                "renewed certificate not valid yet, the current one stays in use identity=%s valid_from=%s: this "
+                "host's clock or the authority's is wrong",
+                fetch.identity,
+                issued.not_before,
+            )
+            return
+        self._upcoming.pop(fetch.identity, None)
         self._put(fetch.identity, certificate)
         self._wake(fetch.identity)
+
+    def _use_upcoming(self) -> None:
+        """Start to use renewed certificates that have become valid, or whose predecessor has expired."""
+        for identity, issued in list(self._upcoming.items()):
+            if issued.not_before <= self._now() or self.current(identity) is None:
+                del self._upcoming[identity]
+                self._put(identity, self._made(issued))
+                self._wake(identity)
 
     def _failed(self, fetch: Fetch, error: str, *, unreachable: bool = False) -> None:
         if not self._schedule.failed(fetch, error, self._now_s(), self._jitter(), unreachable=unreachable):

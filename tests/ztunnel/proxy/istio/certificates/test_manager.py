@@ -365,6 +365,61 @@ def test_first_certificate_can_become_valid_minutes_later() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("first", ["the new one becomes valid", "the old one ends"])
+def test_renewed_certificate_of_an_authority_whose_clock_is_ahead_is_used_in_time(first: str) -> None:
+    """If this host's clock is slow, each new certificate begins in the future. The old one ends for peers with
+    right clocks before it ends here.
+    """
+    minute = 1 / 24 / 60
+
+    async def body(f: Fixture) -> None:
+        old = certificate(ROOT, to_day=1)
+        if first == "the old one ends":
+            old = certificate(ROOT, to_day=61 * minute)
+        f.manager.prefetch([WEB])
+        (await f.desk.next())[1].set_result(old)
+        while (good := f.manager.current(WEB)) is None:
+            await asyncio.sleep(0)
+        f.ahead = datetime.timedelta(hours=1)
+        f.manager.prefetch([])
+        new = certificate(ROOT, from_day=65 * minute, to_day=3)
+        (await f.desk.next())[1].set_result(new)
+        while f.manager.fetches["ok"] < 2:
+            await asyncio.sleep(0)
+        assert f.manager.current(WEB) is good
+        assert f.manager.fetches["failed"] == 0
+        if first == "the old one ends":
+            f.ahead = datetime.timedelta(minutes=62)
+        else:
+            f.ahead = datetime.timedelta(minutes=66)
+            f.manager.prefetch([])
+        assert (await f.manager.fetch(WEB)).issued is new
+        assert f.desk.asked.empty()
+
+    run(body)
+
+
+def test_upcoming_certificate_is_forgotten_with_its_identity() -> None:
+    minute = 1 / 24 / 60
+
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB])
+        (await f.desk.next())[1].set_result(certificate(ROOT))
+        while f.manager.current(WEB) is None:
+            await asyncio.sleep(0)
+        f.ahead = datetime.timedelta(hours=1)
+        f.manager.prefetch([])
+        (await f.desk.next())[1].set_result(certificate(ROOT, from_day=65 * minute, to_day=3))
+        while f.manager.fetches["ok"] < 2:
+            await asyncio.sleep(0)
+        f.manager.forget([WEB])
+        f.ahead = datetime.timedelta(hours=2)
+        f.manager.prefetch([])
+        assert f.manager.current(WEB) is None
+
+    run(body)
+
+
 def test_expired_certificate_is_not_used() -> None:
     async def body(f: Fixture) -> None:
         f.manager.prefetch([WEB])
