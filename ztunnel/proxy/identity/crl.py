@@ -136,15 +136,15 @@ class RevocationLists:
         return cls([x509.load_der_x509_crl(each) for each in encoded if each], unreadable=b"" in encoded)
 
     def is_revoked(self, chain: Sequence[x509.Certificate]) -> bool:
-        """Return whether any certificate of a verified chain, leaf first and root last, is revoked."""
+        """Return whether any certificate of a chain is revoked. The chain includes the issuers, in any order."""
         if self._unreadable:
             return True
         if not self._by_issuer:
             return False
-        for index, certificate in enumerate(chain):
-            issuer = chain[min(index + 1, len(chain) - 1)]
+        for certificate in chain:
             lists = self._by_issuer.get(certificate.issuer.public_bytes(), ())
-            if any(listed.names(certificate, issuer) for listed in lists):
+            issuers = [each for each in chain if each.subject == certificate.issuer] if lists else ()
+            if any(listed.names(certificate, issuer) for listed in lists for issuer in issuers):
                 return True
         return False
 

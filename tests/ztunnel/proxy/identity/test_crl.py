@@ -90,6 +90,9 @@ def test_truncated_revocation_list_is_an_error() -> None:
         ([Authority("middle", ROOT).revoke(LEAF)], CHAIN, False),  # of the same name, with another key
         ([ROOT.revoke(ROOT.certificate)], CHAIN, True),
         ([LEAF_LIST], (), False),
+        ([LEAF_LIST], (LEAF, ROOT.certificate, MIDDLE.certificate), True),  # issuers in another order
+        ([MIDDLE_LIST], (LEAF, ROOT.certificate, MIDDLE.certificate), True),
+        ([LEAF_LIST, MIDDLE_LIST], (OTHER, ROOT.certificate, MIDDLE.reissued(5).certificate), False),
     ],
 )
 def test_revocation_lists_cover_the_whole_chain(
