@@ -51,16 +51,21 @@ class Credentials:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", uri_sans(self.chain[0]) if self.chain else ())
 
-    def verified(self, shown: "Credentials", shown_by: Role) -> "Verified | str":
-        """Verify the other side's chain. Return the verified chain, or why it is refused. Does not
-        check the time.
+    def verified(self, shown: "Credentials", shown_by: Role, at: datetime | None = None) -> "Verified | str":
+        """Verify the other side's chain. Return the verified chain, or why it is refused.
+
+        Args:
+            at: if an issuer has several certificates, those valid at this time are preferred. If no chain is valid
+                at this time, a chain that is not valid is returned.
         """
         by_role = self._verified.setdefault(shown, {})
-        try:
-            return by_role[shown_by]
-        except KeyError:
-            pass  # verify each pair only once, because each signature takes 0.1 ms
-        path = verified_chain(shown.chain, self.anchors or (), shown_by)
+        known = by_role.get(shown_by)
+        if isinstance(known, str) or (known is not None and (at is None or known.first <= at <= known.last)):
+            return known  # verify each pair only once, because each signature takes 0.1 ms
+        anchors = self.anchors or ()
+        path = None if at is None else verified_chain(shown.chain, anchors, shown_by, at=at)
+        if path is None:
+            path = verified_chain(shown.chain, anchors, shown_by)
         found: Verified | str
         if path is None:
             found = "is not of a trusted root"
@@ -124,7 +129,7 @@ def _refusal(judge: Party, shown: Credentials, shown_by: Role, second: datetime)
     """Return why the party ``judge`` refuses the other side's certificate, or the empty string if it accepts."""
     if judge.credentials.anchors is None:
         return ""
-    found = judge.credentials.verified(shown, shown_by)
+    found = judge.credentials.verified(shown, shown_by, second)
     if isinstance(found, str):
         return found
     if not found.first <= second <= found.last:

@@ -106,6 +106,18 @@ def test_either_root_is_accepted_during_rotation() -> None:
     assert agree(shown(CLIENT, OTHER, both), shown(SERVER, ROOT, both))
 
 
+@pytest.mark.parametrize("order", [1, -1], ids=["expired first", "expired last"])
+def test_certificates_agree_if_only_the_earlier_certificate_of_an_issuer_has_expired(order: int) -> None:
+    middle = Authority("middle", parent=ROOT)
+    leaf = shown(CLIENT, middle).chain[0]
+    middles = (middle.reissued(0.2).certificate, middle.certificate)[::order]
+    roots = (ROOT.reissued(0.1).certificate, ROOT.certificate)[::order]
+    client, server = Credentials((leaf, *middles), roots), Credentials(shown(SERVER).chain, roots)
+    for hours in (0, 4, 6, 0):
+        assert agree(client, server, NOW + timedelta(hours=hours)), f"after {hours} h"
+    assert not agree(client, server, NOW + timedelta(days=1, hours=1)), "the leaf has expired"
+
+
 def test_names_are_checked_on_both_sides() -> None:
     assert not agree(shown("spiffe://elsewhere/ns/a/sa/client"), shown(SERVER))
     assert not agree(shown(CLIENT), shown("spiffe://elsewhere/ns/a/sa/server"))
