@@ -90,9 +90,10 @@ class RevocationLists:
 
     def __init__(self, crls: Sequence[x509.CertificateRevocationList] = (), *, unreadable: bool = False) -> None:
         self._unreadable = unreadable
-        self._by_issuer: dict[bytes, list[_List]] = {}
+        # The keys are parsed names: lists and certificates can encode the same name as different types of strings.
+        self._by_issuer: dict[x509.Name, list[_List]] = {}
         for crl in crls:
-            self._by_issuer.setdefault(crl.issuer.public_bytes(), []).append(_List(crl))
+            self._by_issuer.setdefault(crl.issuer, []).append(_List(crl))
 
     @property
     def unreadable(self) -> bool:
@@ -142,7 +143,7 @@ class RevocationLists:
         if not self._by_issuer:
             return False
         for certificate in chain:
-            lists = self._by_issuer.get(certificate.issuer.public_bytes(), ())
+            lists = self._by_issuer.get(certificate.issuer, ())
             issuers = [each for each in chain if each.subject == certificate.issuer] if lists else ()
             if any(listed.names(certificate, issuer) for listed in lists for issuer in issuers):
                 return True

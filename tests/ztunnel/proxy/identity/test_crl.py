@@ -14,6 +14,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509.name import _ASN1Type
+from cryptography.x509.oid import NameOID
 
 from tests.hbone.certificates import Authority, of_unknown_version
 from tests.limits import WAIT_S
@@ -99,6 +101,22 @@ def test_revocation_lists_cover_the_whole_chain(
     crls: list[bytes], chain: Sequence[x509.Certificate], revoked: bool
 ) -> None:
     assert RevocationLists.parse(b"".join(crls)).is_revoked(chain) is revoked
+
+
+def test_name_of_an_issuer_in_another_string_type_is_the_same_name() -> None:
+    """The tool that makes the list can encode the name otherwise than the tool that made the certificate."""
+    (text,) = (str(attribute.value) for attribute in MIDDLE.name)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text, _ASN1Type.PrintableString)])
+    assert name.public_bytes() != LEAF.issuer.public_bytes()
+    entry = x509.RevokedCertificateBuilder().serial_number(LEAF.serial_number).revocation_date(NOW).build()
+    made = (
+        x509.CertificateRevocationListBuilder(name, NOW, NOW)
+        .add_revoked_certificate(entry)
+        .sign(MIDDLE.key, hashes.SHA256())
+    )
+    lists = RevocationLists.parse(made.public_bytes(Encoding.PEM))
+    assert lists.is_revoked(CHAIN)
+    assert RevocationLists.decoded(lists.encoded()).is_revoked(CHAIN)
 
 
 def follow(path: Path, body: Callable[[RevocationFile, asyncio.Event], Awaitable[None]]) -> None:
