@@ -48,6 +48,12 @@ class Authority:
         other.certificate = self._certificate(to_day)
         return other
 
+    def signed_by(self, parent: Authority) -> Authority:
+        """Return the same authority with a certificate of another authority for its key."""
+        other = copy.copy(self)
+        other.parent = parent
+        return other.reissued(to_day=10)
+
     @property
     def pem(self) -> bytes:
         return self.certificate.public_bytes(Encoding.PEM)

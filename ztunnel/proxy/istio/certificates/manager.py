@@ -15,8 +15,11 @@ from datetime import datetime, timedelta
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
+from cryptography import x509
+
 from hbone.settings import Role
 from hbone.tls_context import ClientCertificate, TlsContext, TlsSettings, TlsVersion, Verify
+from hbone.verification import verified_chain
 from xds.model.identity import SpiffeId
 from ztunnel.proxy.dataplane import agreement
 from ztunnel.proxy.dataplane.agreement import Credentials, Party, none_revoked
@@ -153,6 +156,7 @@ class WorkloadCertificate:
         "_clients",
         "_credentials",
         "_first_client",
+        "_path",
         "_policy",
         "_revoked",
         "_server",
@@ -173,6 +177,7 @@ class WorkloadCertificate:
         self._first_client: TlsContext | None = None
         self._clients: OrderedDict[tuple[str, ...], TlsContext] = OrderedDict()
         self._credentials: Credentials | None = None
+        self._path: tuple[x509.Certificate, ...] | None = None
 
     @property
     def credentials(self) -> Credentials:
@@ -189,8 +194,11 @@ class WorkloadCertificate:
         return self._credentials
 
     def is_revoked_by(self, lists: RevocationLists) -> bool:
-        """Return whether a peer that uses these revocation lists would refuse this certificate."""
-        return any(lists.is_revoked((*self.issued.chain, root)) for root in self.issued.roots)
+        """Return whether a peer with the same roots and these revocation lists would refuse this certificate."""
+        if self._path is None:
+            chain, roots = self.issued.chain, self.issued.roots
+            self._path = verified_chain(chain, roots, Role.SERVER) or (*chain, *roots)
+        return lists.is_revoked(self._path)
 
     def server_context(self) -> TlsContext:
         """Return the TLS context for incoming tunnels, which accepts peers of the certificate's own trust domain.

@@ -536,6 +536,23 @@ def test_new_revocation_lists_renew_contexts_but_not_certificates(caplog: pytest
     assert "our own certificate is revoked" in caplog.text
 
 
+@pytest.mark.parametrize("trusted", ["both roots", "old root"])
+def test_list_counts_only_for_the_chain_that_a_handshake_would_verify(trusted: str) -> None:
+    """After a rotation with a certificate of the old root for the new root's key, this certificate is revoked."""
+    new = Authority("new root")
+    cross = new.signed_by(ROOT)
+    roots = new.pem + ROOT.pem if trusted == "both roots" else ROOT.pem
+    leaf = new.issue(str(WEB), intermediates=False)
+    lists = RevocationLists([x509.load_pem_x509_crl(ROOT.revoke(cross.certificate))])
+    made = issued(replace(leaf, chain_pem=leaf.chain_pem + cross.pem), roots)
+    ours = WorkloadCertificate(made, 1, TlsPolicy(), lists)
+    peer = WorkloadCertificate(certificate(new), 1, TlsPolicy())
+    client, _ = handshake(ours.client_context((str(WEB),)), ours.server_context())
+    assert (client.error is not None) is (trusted == "old root")
+    assert ours.is_revoked_by(lists) is (trusted == "old root")
+    assert not peer.is_revoked_by(lists)
+
+
 def test_closed_manager_fetches_no_certificates() -> None:
     async def body(f: Fixture) -> None:
         async with asyncio.TaskGroup() as tasks:
