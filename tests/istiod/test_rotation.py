@@ -137,7 +137,7 @@ def test_replaced_root_of_the_mesh_fails_no_connection(tmp_path: Path) -> None:
             await renewals.at(mesh, "w1", [old, new])
             await check()
             # The proxy of w3 has not learned the new root: it refuses new tunnel connections with the new issuer's
-            # certificates. The tunnel connection that is open carries further connections until either end renews.
+            # certificates. The tunnel connection that is open carries further connections until the client renews.
             assert (await ask(pods["three"], pods["one"].ipv4, 8080)).endswith(HELLO)
             assert await refused(pods["three"], pods["near"].ipv4, 8080)
             assert await refused(pods["one"], pods["three"].ipv4, 8080)
