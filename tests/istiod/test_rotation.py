@@ -18,7 +18,7 @@ from tests.istiod.mesh import MeshOfIstiod
 from tests.istiod.server import PLUGGED_IN
 from tests.netns.istio import HELLO, ask, eventually, mesh_of, refused
 from tests.netns.test_istio_exhaustion import WallClock
-from tests.netns.test_istio_policy import held, lives
+from tests.netns.test_istio_policy import ends, held, lives
 from tests.netns.toys import app
 
 pytestmark = [
@@ -90,6 +90,53 @@ class Renewals:
 
         await eventually(renewed, f"renewed certificates in {node}")
         self._clocks[node].jump(0)
+
+
+def test_revoked_issuer_is_replaced_at_once(tmp_path: Path) -> None:
+    root = Authority("root")
+    stolen, issuer = Authority("stolen issuer", root), Authority("issuer", root)
+    plugged_in, lists = tmp_path / "cacerts", tmp_path / "ca-crl.pem"
+    plug_in(plugged_in, stolen, [root])
+    lists.write_bytes(root.revoke())
+
+    async def main(cluster: ApiServer) -> None:
+        settings = {PLUGGED_IN: str(plugged_in)}
+        async with (
+            mesh_of(
+                {"w1": ["one", "near"], "w2": ["two"]},
+                tmp_path,
+                cluster,
+                kind=MeshOfIstiod,
+                env={"CRL_PATH": str(lists)},
+                settings=settings,
+            ) as mesh,
+            app(mesh.lab.pod("two")),
+            app(mesh.lab.pod("near")),
+        ):
+            one, addresses = mesh.lab.pod("one"), [mesh.lab.pod(pod).ipv4 for pod in ("two", "near")]
+            for address in addresses:
+                assert (await ask(one, address, 8080)).endswith(HELLO)
+            async with held(mesh, "one", "two") as far, held(mesh, "one", "near") as near:
+                mesh.istiod.kill()
+                plug_in(plugged_in, issuer, [root])
+                await mesh.istiod.start()
+                new = tmp_path / "new.pem"
+                new.write_bytes(root.revoke(stolen.certificate))
+                new.rename(lists)
+                await ends(far)
+                await ends(near)
+
+            def renewed() -> bool:
+                shown = [entry for proxy in mesh.proxies.values() for entry in proxy.dump()["certificates"]]
+                wanted = str(issuer.certificate.serial_number)
+                return all(entry["certChain"][1]["serialNumber"] == wanted for entry in shown)
+
+            await eventually(renewed, "certificates of the other issuer")
+            for address in addresses:
+                assert (await ask(one, address, 8080)).endswith(HELLO)
+
+    with api_server(tmp_path) as cluster:
+        asyncio.run(main(cluster))
 
 
 def test_replaced_root_of_the_mesh_fails_no_connection(tmp_path: Path) -> None:

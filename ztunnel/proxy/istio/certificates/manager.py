@@ -195,10 +195,17 @@ class WorkloadCertificate:
 
     def is_revoked_by(self, lists: RevocationLists) -> bool:
         """Return whether a peer with the same roots and these revocation lists would refuse this certificate."""
+        return lists.is_revoked(self._verified_path())
+
+    def has_issuer_revoked_by(self, lists: RevocationLists) -> bool:
+        """Return whether these revocation lists contain an issuer of this certificate."""
+        return lists.is_revoked(self._verified_path()[1:])
+
+    def _verified_path(self) -> tuple[x509.Certificate, ...]:
         if self._path is None:
             chain, roots = self.issued.chain, self.issued.roots
             self._path = verified_chain(chain, roots, Role.SERVER) or (*chain, *roots)
-        return lists.is_revoked(self._path)
+        return self._path
 
     def server_context(self) -> TlsContext:
         """Return the TLS context for incoming tunnels, which accepts peers of the certificate's own trust domain.
@@ -520,6 +527,9 @@ class CertificateManager:
             self._failed(fetch, f"the certificate from CA is of {issued.identity}, not {current.issued.identity}")
             return
         certificate = self._made(issued)
+        if self._is_revoked(certificate):
+            self._failed(fetch, "the certificate from CA is revoked by the revocation lists")
+            return
         try:
             certificate.prepare()
         except ValueError as error:
@@ -600,9 +610,23 @@ class CertificateManager:
             except Exception:  # the certificate is already in use, and other watchers and callers need it
                 log.exception("a watcher of certificates broke identity=%s", identity)
 
+    def _is_revoked(self, certificate: WorkloadCertificate) -> bool:
+        """Return whether the current revocation lists contain a certificate. Unreadable lists contain none."""
+        lists = self._revocations.current if self._revocations is not None else None
+        return lists is not None and not lists.unreadable and certificate.is_revoked_by(lists)
+
     def _revocations_changed(self) -> None:
         assert self._revocations is not None
         for identity, certificate in list(self._certificates.items()):
-            if certificate.is_revoked_by(self._revocations.current):
+            if self._is_revoked(certificate):
                 log.error("our own certificate is revoked; peers will refuse it identity=%s", identity)
+                # The authority can have another issuer already. If the list contains the leaf, it is renewed as
+                # usual, because otherwise the workload would have connections again.
+                if certificate.has_issuer_revoked_by(self._revocations.current):
+                    self._schedule.renew(identity)
             self._put(identity, self._made(certificate.issued))
+        for identity, issued in list(self._upcoming.items()):
+            if self._is_revoked(self._made(issued)):
+                del self._upcoming[identity]
+                self._schedule.renew(identity)
+        self._proceed()

@@ -170,6 +170,12 @@ class Schedule:
             entry.due_s = min(entry.due_s, entry.expires_s)
         return True
 
+    def renew(self, identity: SpiffeId) -> None:
+        """Make the next fetch of an identity due at once, because peers refuse its certificate. Idempotent."""
+        entry = self._entries.get(identity)
+        if entry is not None and entry.fetch is None:
+            entry.due_s = _AT_ONCE
+
     def authority_answered(self) -> None:
         """Retry at once for all identities whose last attempt did not reach the authority, because it answers
         again.

@@ -399,7 +399,8 @@ def test_renewed_certificate_of_an_authority_whose_clock_is_ahead_is_used_in_tim
     run(body)
 
 
-def test_upcoming_certificate_is_forgotten_with_its_identity() -> None:
+@pytest.mark.parametrize("event", ["forgotten", "revoked"])
+def test_upcoming_certificate_is_not_used_if_it_is_no_longer_good(event: str) -> None:
     minute = 1 / 24 / 60
 
     async def body(f: Fixture) -> None:
@@ -409,13 +410,21 @@ def test_upcoming_certificate_is_forgotten_with_its_identity() -> None:
             await asyncio.sleep(0)
         f.ahead = datetime.timedelta(hours=1)
         f.manager.prefetch([])
-        (await f.desk.next())[1].set_result(certificate(ROOT, from_day=65 * minute, to_day=3))
+        upcoming = certificate(ROOT, from_day=65 * minute, to_day=3)
+        (await f.desk.next())[1].set_result(upcoming)
         while f.manager.fetches["ok"] < 2:
             await asyncio.sleep(0)
-        f.manager.forget([WEB])
+        if event == "forgotten":
+            f.manager.forget([WEB])
+        else:
+            f.lists.current = revoking(ROOT, upcoming.chain[0])
+            f.lists.changed()
+            await f.desk.next()
         f.ahead = datetime.timedelta(hours=2)
         f.manager.prefetch([])
-        assert f.manager.current(WEB) is None
+        current = f.manager.current(WEB)
+        assert (current is None) is (event == "forgotten")
+        assert current is None or current.issued is not upcoming
 
     run(body)
 
@@ -510,7 +519,7 @@ def test_cancelled_caller_does_not_cancel_the_fetch() -> None:
     run(body)
 
 
-def test_new_revocation_lists_renew_contexts_but_not_certificates(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_revocation_lists_renew_the_contexts_of_all_certificates(caplog: pytest.LogCaptureFixture) -> None:
     async def body(f: Fixture) -> None:
         f.manager.prefetch([WEB])
         made = certificate(ROOT)
@@ -531,9 +540,84 @@ def test_new_revocation_lists_renew_contexts_but_not_certificates(caplog: pytest
         refused = handshake(peer.client_context((str(WEB),)), after.server_context())[1].error
         assert refused is not None
         assert refused.reason is TlsReason.REVOKED
+        assert f.desk.asked.empty(), "a workload whose own certificate is revoked gets no other one in exchange"
 
     run(body)
     assert "our own certificate is revoked" in caplog.text
+
+
+def revoking(issuer: Authority, revoked: x509.Certificate) -> RevocationLists:
+    return RevocationLists([x509.load_pem_x509_crl(issuer.revoke(revoked))])
+
+
+def test_certificate_of_a_revoked_issuer_is_renewed_at_once_and_until_the_authority_has_another() -> None:
+    """The authority can have a new issuer for long, while renewals are due in half of a lifetime."""
+
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB, CART])
+        for _ in range(2):
+            identity, answer = await f.desk.next()
+            answer.set_result(certificate(ROOT, CART) if identity == CART else with_issuer_until(3))
+        while f.manager.fetches["ok"] < 2:
+            await asyncio.sleep(0)
+        before = f.manager.current(WEB)
+        assert before is not None
+        f.lists.current = revoking(ROOT, before.issued.chain[1])
+        f.lists.changed()
+        identity, answer = await f.desk.next()
+        assert identity == WEB
+        assert f.desk.asked.empty(), "only the revoked certificate"
+        answer.set_result(replace(before.issued))
+        while not f.manager.fetches["failed"]:
+            await asyncio.sleep(0)
+        _, answer = await f.desk.next()
+        answer.set_result(with_issuer_until(4))
+        while f.manager.fetches["ok"] < 3:
+            await asyncio.sleep(0)
+        after = f.manager.current(WEB)
+        assert after is not None
+        assert not after.is_revoked_by(f.lists.current)
+
+    run(body)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_revoked_certificate_from_the_authority_is_refused(first: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(f: Fixture) -> None:
+        f.manager.prefetch([WEB])
+        good = None
+        if not first:
+            (await f.desk.next())[1].set_result(certificate(ROOT))
+            while (good := f.manager.current(WEB)) is None:
+                await asyncio.sleep(0)
+        revoked = with_issuer_until(3)
+        f.lists.current = revoking(ROOT, revoked.chain[1])
+        f.lists.changed()
+        good = f.manager.current(WEB)
+        f.ahead = datetime.timedelta(hours=1)
+        f.manager.prefetch([])
+        (await f.desk.next())[1].set_result(revoked)
+        while not f.manager.fetches["failed"]:
+            await asyncio.sleep(0)
+        assert f.manager.current(WEB) is good
+
+    run(body)
+    assert "the certificate from CA is revoked by the revocation lists" in caplog.text
+
+
+def test_unreadable_lists_revoke_no_certificate_of_our_own(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(f: Fixture) -> None:
+        f.lists.current = RevocationLists(unreadable=True)
+        f.manager.prefetch([WEB])
+        (await f.desk.next())[1].set_result(certificate(ROOT))
+        while f.manager.current(WEB) is None:
+            await asyncio.sleep(0)
+        f.lists.changed()
+        await asyncio.sleep(0)
+        assert f.desk.asked.empty()
+
+    run(body)
+    assert "revoked" not in caplog.text
 
 
 @pytest.mark.parametrize("trusted", ["both roots", "old root"])

@@ -110,6 +110,24 @@ def test_an_authority_that_answers_again_is_asked_at_once() -> None:
     assert names(schedule.start(NOW)) == [A]
 
 
+def test_renewal_on_request_is_due_at_once_and_then_backs_off() -> None:
+    schedule = Schedule()
+    for identity in (A, B):
+        schedule.want(identity, Priority.REAL_TIME)
+    for fetch in schedule.start(NOW):
+        schedule.succeeded(fetch, NOW, NOW + DAY, NOW, 0.0)
+    schedule.renew(A)
+    (fetch,) = schedule.start(NOW)
+    assert fetch.identity == A
+    schedule.renew(A)
+    assert schedule.start(NOW) == [], "one fetch at a time"
+    schedule.failed(fetch, "revoked", NOW, 0.5)
+    assert schedule.start(NOW) == []
+    assert names(schedule.start(NOW + 1)) == [A]
+    schedule.renew(C)
+    assert schedule.phase(C, NOW) is None
+
+
 def test_result_of_a_forgotten_fetch_is_ignored() -> None:
     schedule = Schedule()
     schedule.want(A, Priority.REAL_TIME)
