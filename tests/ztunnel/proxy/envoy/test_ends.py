@@ -13,6 +13,7 @@ import h2.config
 import h2.connection
 import h2.events
 import pytest
+from hyperframe.frame import GoAwayFrame
 
 from tests.ztunnel.proxy.envoy.harness import (
     SERVER,
@@ -32,6 +33,7 @@ from tests.ztunnel.proxy.envoy.harness import (
     tcp,
     tls,
 )
+from ztunnel.proxy.envoy.admin.server import AdminServer
 from ztunnel.proxy.envoy.listeners.connections import LiveConnection
 from ztunnel.proxy.envoy.path.tcp_proxy import TcpProxies
 
@@ -83,6 +85,17 @@ class Tunnels:
                 data = await self._reader.read(65536)
                 assert data, "the connection ended"
                 self.events += self.http2.receive_data(data)
+                self.send()
+
+    async def terminated(self) -> None:
+        """Wait for GOAWAY, after which h2 accepts no frame. Until then, answer the server's PING."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                head = await self._reader.readexactly(9)
+                if head[3] == GoAwayFrame.type:
+                    return
+                body = await self._reader.readexactly(int.from_bytes(head[:3]))
+                self.events += self.http2.receive_data(head + body)
                 self.send()
 
 
@@ -273,5 +286,31 @@ def test_the_names_of_an_upstream_over_tls_are_logged(tmp_path: Path) -> None:
             writer.close()
             (line,) = await harness.log()
             assert line["san"] == SERVER
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("moment", ["before", "while it drains", "in the queue"])
+def test_drained_listeners_ask_tunnel_connections_to_leave(tmp_path: Path, moment: str) -> None:
+    """Connections that come during a graceful drain, or wait in the queue when the socket closes, are asked, too.
+    Otherwise their peers would open tunnels here until the process ends.
+    """
+
+    async def body(harness: Harness) -> None:
+        async with application() as port:
+            await harness.published(terminating(tmp_path), cluster(port))
+            admin, listening = AdminServer(harness.proxy), harness.port("l")
+            if moment == "while it drains":
+                admin.drain(inbound_only=False, graceful=True, skip_exit=False)
+            sock = socket.create_connection(("127.0.0.1", listening), WAIT_S)
+            if moment == "in the queue":
+                admin.drain(inbound_only=False, graceful=False, skip_exit=False)
+            client = Tunnels(*await asyncio.open_connection(sock=sock))
+            client.connect(1)
+            if moment == "before":
+                await client.until(h2.events.ResponseReceived, 1)
+                admin.drain(inbound_only=False, graceful=False, skip_exit=False)
+            await client.terminated()
+            client.writer.close()
 
     run(tmp_path, body)

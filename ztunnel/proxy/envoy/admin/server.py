@@ -117,7 +117,8 @@ class AdminServer:
     def drain(self, *, inbound_only: bool, graceful: bool, skip_exit: bool) -> None:
         """Drain listeners. They stop accepting now, after the drain time (``graceful``) or never (``skip_exit``).
 
-        A graceful drain begins by sending GOAWAY to the peers. Until its end, new connections are accepted.
+        GOAWAY is sent to the peers when a graceful drain begins, and when listeners stop accepting. Until then,
+        new connections are accepted.
         """
 
         def concerns(listener: object) -> bool:
@@ -128,9 +129,7 @@ class AdminServer:
         if not graceful and not skip_exit:
             self._stop(concerns)
             return
-        for connection in self._proxy.connections:
-            if concerns(connection.owner):
-                connection.leave()
+        self._leave(concerns)
         if not skip_exit:
             self._tasks.start(self._stop_later(concerns), "graceful drain")
 
@@ -140,3 +139,16 @@ class AdminServer:
 
     def _stop(self, concerns: Concerns) -> None:
         self._proxy.listeners.stop(keep=lambda listener: not concerns(listener))
+        self._tasks.start(self._leave_soon(concerns), "peers leave")
+
+    async def _leave_soon(self, concerns: Concerns) -> None:
+        """Send GOAWAY also to the peers of connections that were accepted when the sockets closed, or during a
+        graceful drain. Otherwise these peers could open tunnels here until the process ends.
+        """
+        await asyncio.sleep(0)  # connections accepted just now enter the table
+        self._leave(concerns)
+
+    def _leave(self, concerns: Concerns) -> None:
+        for connection in self._proxy.connections:
+            if concerns(connection.owner):
+                connection.leave()
