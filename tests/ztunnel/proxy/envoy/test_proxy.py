@@ -341,6 +341,7 @@ def test_a_change_of_chains_keeps_connections_of_unchanged_ones(tmp_path: Path) 
             other = {"name": "two", "filters": [tcp()]}
             await harness.published(listener(chain(**ours), other), cluster(port))
             await harness.until(lambda: harness.count("listener_manager.listener_in_place_updated") == 1)
+            assert harness.count("listener_manager.listener_modified") == 1  # both count, like in Envoy
             assert harness.port("l") == before
             assert await first.say(b"b") == b"b"
             await asyncio.sleep(1.2)  # past the drain time: it was not draining

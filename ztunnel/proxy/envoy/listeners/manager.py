@@ -536,6 +536,7 @@ class ListenerManager:
                 sock.accept_queued()
                 sock.close()
         old.sockets = []
+        self._modified.value += 1
         if old.model.content == new.model.content:
             self._in_place.value += 1
             kept = set(map(id, new.live_chains))
@@ -545,7 +546,6 @@ class ListenerManager:
             old.scope.close()
             log.info("listener %s updated in place, %d chains drain", new.name, len(changed))
         else:
-            self._modified.value += 1
             self._connections.review_all(Event.CONFIGURATION, concerned=lambda hop: hop.owner.latest is new)
             self._drain_listener(old)
             log.info("listener %s replaced, the old one drains", new.name)
