@@ -121,6 +121,22 @@ def test_ack_of_clusters_waits_until_they_are_warm(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def test_a_file_without_endpoints_ends_the_wait_for_them(tmp_path: Path) -> None:
+    """Like in Envoy. A start would otherwise last until the time limit of the first fetch, 15 s by default."""
+    path = tmp_path / "eds.json"
+    path.write_text('{"version_info": "1", "resources": []}')
+    source = {**ADS, "path_config_source": {"path": str(path)}}
+    del source["ads"]
+    document = {"name": "app", "type": "EDS", "eds_cluster_config": {"eds_config": source}}
+
+    async def body(harness: Harness) -> None:
+        assert await harness.published(listener(), ("cluster", document)) is None
+        assert await ask(harness.port("l")) == b""
+        assert harness.count("cluster.app.upstream_cx_none_healthy") == 1
+
+    run(tmp_path, body)
+
+
 def by_rds() -> Json:
     routes = {"rds": {"route_config_name": "never", "config_source": ADS}}
     return chain(connection_manager(routes))

@@ -310,9 +310,11 @@ class LiveCluster:
             self._make_hosts()  # hosts of the previous assignment, if they do not exist yet
             self._assigned = resource.body
             self._assign(assignment)
-        self.empty_updates += not update.resources
-        if self.model.eds_name in update.removed:
-            self._have_endpoints.set()  # stop waiting, because the control plane does not know this cluster
+        if not update.resources:
+            # The control plane does not know this cluster, or a file does not have its endpoints. The hosts of an
+            # earlier assignment stay.
+            self.empty_updates += 1
+            self._have_endpoints.set()
 
     def _leaves_unmade(self, message: endpoint_pb2.ClusterLoadAssignment, body: AnyMessage) -> bool:
         """Accept an assignment without creating its hosts, if possible. Return whether it was accepted.

@@ -248,7 +248,8 @@ def test_replaced_listener_is_shown_draining_while_it_has_connections(reference:
 
 def test_awaited_cluster_is_warming_and_named_by_readiness(reference: Reference) -> None:
     eds = reference.folder / "w2" / "eds.yaml"
-    rewrite(eds, (f"cluster_name: {SERVICE_CLUSTER}", "cluster_name: another"))
+    name = f"cluster_name: {SERVICE_CLUSTER}"
+    rewrite(eds, (name, f"{name}\n  policy: {{overprovisioning_factor: 0}}"))  # refused
 
     def check(running: Running) -> None:
         ready = running.readiness.get("/healthz/ready")
