@@ -92,14 +92,18 @@ def test_cluster_that_never_warms_delays_no_other_cluster_and_no_later_update(tm
 
 def test_old_version_serves_while_the_new_one_never_warms_and_a_third_replaces_both(tmp_path: Path) -> None:
     async def body(harness: Harness) -> None:
-        async with application(b"1") as one, application(b"3") as three:
+        async with application(b"1") as one, application(b"3") as three, application(b"3") as four:
             assert await harness.published(listener(), cluster(one)) is None
             harness.publish(listener(), by_eds("app"))
             await harness.until(lambda: harness.proxy.clusters.warming)
             assert await ask(harness.port("l"), b"") == b"1"
-            harness.publish(listener(), cluster(three))
+            assert harness.count("cluster.app.membership_healthy") == 1  # the hosts in use
+            assert harness.count("cluster.app.warming_state") == 1
+            harness.publish(listener(), cluster(three, four))
             await harness.until(lambda: not harness.proxy.clusters.warming)
             assert await ask(harness.port("l"), b"") == b"3"
+            assert harness.count("cluster.app.membership_healthy") == 2
+            assert harness.count("cluster.app.warming_state") == 0
 
     run(tmp_path, body)
 

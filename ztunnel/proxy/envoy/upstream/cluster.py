@@ -45,7 +45,7 @@ from ztunnel.proxy.envoy.stream.outcome import NoHealthyHost
 from ztunnel.proxy.envoy.stream.stream_info import StreamInfo
 from ztunnel.proxy.envoy.upstream.assignments import resolved, with_hosts
 from ztunnel.proxy.envoy.upstream.balancer import Balancer, in_subset, source_hash
-from ztunnel.proxy.envoy.upstream.cluster_stats import STATE, UPDATES, Breaker, ClusterStats, remaining
+from ztunnel.proxy.envoy.upstream.cluster_stats import STATE, UPDATES, WARMING, Breaker, ClusterStats, remaining
 from ztunnel.proxy.envoy.upstream.health_checker import HealthChecker
 from ztunnel.proxy.envoy.upstream.health_state import CheckResult
 from ztunnel.proxy.envoy.upstream.host import Host, HostSet
@@ -195,14 +195,20 @@ class LiveCluster:
                 chance=surround.rng.random,
                 scope=self.stats.scope,
             )
-        self.stats.scope.declare(STATE, self)
-        for priority, limits in zip(("default", "high"), model.breakers, strict=True):
-            if limits.track_remaining:
-                self.stats.scope.declare(remaining(priority), self)
+        self.stats.scope.declare(WARMING, self)
         self.empty_updates = self.unchanged_updates = 0
         self.updates = _NO_UPDATES
         if model.discovery in (Discovery.STRICT_DNS, Discovery.LOGICAL_DNS):
             self.updates = SubscriptionStats()
+
+    def show_state(self) -> None:
+        """Make pages show this version's hosts and limits, in place of an earlier version's. While a new version
+        warms, pages show the version in use.
+        """
+        self.stats.scope.declare(STATE, self)
+        for priority, limits in zip(("default", "high"), self.model.breakers, strict=True):
+            if limits.track_remaining:
+                self.stats.scope.declare(remaining(priority), self)
 
     def _build_contexts(self, surround: Surround) -> None:
         try:

@@ -117,8 +117,10 @@ class Breaker:
         return self.requests >= self.limits.max_requests
 
 
+#: Statistics of the version that was created last.
+WARMING = (Declared("warming_state", Gauge, lambda cluster: int(not cluster.warm.is_set())),)
+#: Statistics of the version in use.
 STATE = (
-    Declared("warming_state", Gauge, lambda cluster: int(not cluster.warm.is_set())),
     Declared("membership_change", Counter, lambda cluster: cluster.host_changes),
     Declared("membership_total", Gauge, lambda cluster: cluster.host_count),
     Declared("membership_healthy", Gauge, lambda cluster: cluster.healthy_count),

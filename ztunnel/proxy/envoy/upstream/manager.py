@@ -102,6 +102,7 @@ class ClusterManager:
         cluster = LiveCluster(model, body, self._surround, added_via_api=False)
         self._static.add(model.name)
         self._active[model.name] = cluster
+        cluster.show_state()
         self._added.value += 1
         cluster.start()
 
@@ -199,6 +200,8 @@ class ClusterManager:
         if superseded is not None:
             self._discard(superseded)
         self._warming[model.name] = cluster
+        if model.name not in self._active:
+            cluster.show_state()
         (self._modified if model.name in self._active else self._added).value += 1
         cluster.warm.then(partial(self._promote, cluster))
         return cluster
@@ -211,6 +214,7 @@ class ClusterManager:
         old = self._active.get(name)
         self._active[name] = cluster
         if old is not None:
+            cluster.show_state()
             self._retire(old)
 
     def _discard(self, cluster: LiveCluster) -> None:

@@ -110,6 +110,7 @@ def test_a_name_that_does_not_resolve(
         monkeypatch.setattr("ztunnel.proxy.envoy.upstream.cluster.asyncio.sleep", slept)
         surround = surround_of(rng, names)
         cluster = LiveCluster(model, AnyMessage(), surround)
+        cluster.show_state()
         cluster.start()
         turn = asyncio.Event()
         while len(slept) < 8:
