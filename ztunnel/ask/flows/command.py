@@ -238,11 +238,13 @@ def _given(**values: str) -> dict[str, str]:
 
 
 def clause_of(answer: Any) -> str | None:
-    """Return the policy clause that caused a refusal: the matching DENY clause, or why no ALLOW policy matches."""
+    """Return the policy clause that causes a refusal: the matching DENY clause, or why no ALLOW policy matches.
+    None if the current policies do not refuse the connection.
+    """
     inbound = answer.get("inbound") or {} if isinstance(answer, Mapping) else {}
-    policies = inbound.get("policies") or ()
+    policies = (inbound.get("policies") or ()) if inbound.get("refused") else ()
     denies = [each for each in policies if each.get("action") == "Deny" and each.get("holds")]
-    for each in denies or [each for each in policies if not each.get("holds")]:
+    for each in denies or [each for each in policies if each.get("action") == "Allow" and not each.get("holds")]:
         return f"{each.get('policy')}: {each.get('because')}"
     return None
 

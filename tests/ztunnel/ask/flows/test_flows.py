@@ -192,7 +192,8 @@ class Recorder:
         )
 
     def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
-        return {"inbound": {"policies": [{"policy": "bank/p", "action": "Deny", "holds": True, "because": "all"}]}}
+        policy = {"policy": "bank/p", "action": "Deny", "holds": True, "because": "all"}
+        return {"inbound": {"policies": [policy], "refused": "explicitly denied by: bank/p"}}
 
 
 def followed(
@@ -242,6 +243,28 @@ def test_following_adds_clauses_and_ends_at_a_time(capsys: Output, monkeypatch: 
     followed({"": Recorder(*LINES)}, [], ["--why", "--until", "2026-11-26T12:00:03Z"], monkeypatch)
     found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
     assert [(each["uuid"], each["clause"]) for each in found] == [("id-1", None), ("id-2", "bank/p: all")]
+
+
+def _policy(name: str, action: str, *, holds: bool) -> dict[str, Any]:
+    return {"policy": f"bank/{name}", "action": action, "holds": holds, "because": f"{action} {holds}"}
+
+
+@pytest.mark.parametrize(
+    ("policies", "refused", "clause"),
+    [
+        # A DENY that does not match is not the reason; explain lists it before the ALLOW policies.
+        ([_policy("d", "Deny", holds=False), _policy("a", "Allow", holds=False)], True, "bank/a: Allow False"),
+        ([_policy("d", "Deny", holds=True), _policy("a", "Allow", holds=False)], True, "bank/d: Deny True"),
+        ([_policy("a", "Allow", holds=True), _policy("d", "Deny", holds=True)], True, "bank/d: Deny True"),
+        # The policies have changed since: no clause refuses the connection now.
+        ([_policy("b", "Allow", holds=True), _policy("a", "Allow", holds=False)], False, None),
+        ([_policy("d", "Deny", holds=False)], False, None),
+        ([], True, None),
+    ],
+)
+def test_the_clause_is_one_that_refuses(policies: list[dict[str, Any]], refused: bool, clause: str | None) -> None:
+    inbound = {"policies": policies, **({"refused": "for a reason"} if refused else {"allowed_by": "bank/b"})}
+    assert command.clause_of({"inbound": inbound}) == clause
 
 
 def test_kinds_of_filters_are_joined_and_their_values_are_alternatives() -> None:
