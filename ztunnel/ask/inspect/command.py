@@ -13,7 +13,7 @@ from xds.errors import ConfigError
 from ztunnel.ask.inspect import audit, explain, handover, kinds, nodes, tap
 from ztunnel.ask.inspect.completion import SCRIPTS
 from ztunnel.ask.inspect.envoy_tables import ENVOY_TABLES, PARAMETERS, EnvoyTable
-from ztunnel.ask.inspect.fleet import Found, gather, items_of, selected_pods
+from ztunnel.ask.inspect.fleet import Found, gather, items_of, saved_proxy, selected_pods
 from ztunnel.ask.inspect.parts import NoSuchPart, part
 from ztunnel.ask.inspect.source import (
     NOT_FOUND,
@@ -25,7 +25,6 @@ from ztunnel.ask.inspect.source import (
     failed,
     page_or_none,
     reaching,
-    read_json,
 )
 from ztunnel.ask.inspect.tables import TABLES, NotAMesh, denials, is_envoy_dump, mesh_dump
 from ztunnel.ask.inspect.watch import add_watch, watch
@@ -224,7 +223,7 @@ def _refuse_namespace(args: argparse.Namespace, pages: Pages) -> None:
 def _config(args: argparse.Namespace) -> int:
     try:
         if args.file is not None:
-            found = read_json(args.file)
+            found = saved_proxy(args).json("/config_dump")
             found = part(found, args.part, args.entry) if args.part is not None else found
         else:
             found = _asked(args.address, args.part, args.entry)

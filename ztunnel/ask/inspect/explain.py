@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from ztunnel.ask.inspect.fleet import saved_proxy
 from ztunnel.ask.inspect.outline import outline
 from ztunnel.ask.inspect.seen import BadLine, Seen, line_of_flow, live, logged, told_of
-from ztunnel.ask.inspect.source import AskFailed, add_source, ask, ask_json, failed, reaching, read_json
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, ask, ask_json, failed, page_or_none, reaching
 from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
 from ztunnel.proxy.envoy.path.verdict import verdict_of
 from ztunnel.runtime.console.arguments import add_flags
@@ -103,8 +104,9 @@ class _Answers:
         self._dump: Mapping[str, Any] = {}
         self._identity_at: Mapping[str, str] = {}
         self._saved: SavedMesh | SavedEnvoy | None = None
-        if args.file is not None:
-            self._read(read_json(args.file))
+        self._pages: Pages | None = saved_proxy(args) if args.file is not None else None
+        if self._pages is not None:
+            self._read(self._pages.json("/config_dump"))
 
     def ask(self, question: Mapping[str, str]) -> Answer:
         """Return the answer to the parameters of ``/explain``.
@@ -161,6 +163,9 @@ class _Answers:
                 if error.status != _NOT_FOUND or not self._has_no_page(error):
                     raise
         assert self._saved is not None
+        page = page_or_none(self._pages, "/connections") if self._pages is not None else None
+        if page is not None:
+            return live(page, wanted, self._identity_at)
         if is_envoy_dump(self._dump):
             raise AskFailed(f"{self._file or self._address}: a dump of Envoy's dialect has no connections")
         return live(self._dump.get("workloadState") or {}, wanted, self._identity_at)
@@ -174,8 +179,8 @@ class _Answers:
         is_line = wanted.lstrip().startswith("{")
         if is_line:
             lines = [wanted]
-        elif self._saved is not None:
-            raise AskFailed(f"{self._file}: a config_dump has no flight recorder")
+        elif self._pages is not None:
+            lines = self._pages.text("/flows").splitlines()
         else:
             lines = ask(self._address, "/flows").splitlines()
         for line in lines:

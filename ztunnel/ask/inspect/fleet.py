@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 import msgspec
@@ -126,20 +127,11 @@ def ask_all(
 
 
 def _in_file(file: str, args: argparse.Namespace, look: Callable[[str, Pages], T], *, several: bool) -> Found[T]:
-    if args.pod is not None:
-        raise AskFailed("--file was saved: not with --pod")
-    try:
-        archive = None if file == "-" or not tarfile.is_tarfile(file) else Archive.read(file)
-    except OSError as error:
-        raise AskFailed(f"{file}: {error.strerror or error}") from None
-    except BadArchive as error:
-        raise AskFailed(f"{file}: {error}") from None
+    archive = archive_of(args)
     if archive is None:
         if args.node is not None or several:
             raise AskFailed("--file is a dump that was saved: not with --node, -A or -l")
         return Found({"": _answer(look, "", SavedDump(file))})
-    if args.node is not None and args.node not in archive.nodes:
-        raise AskFailed(f"{file}: there is no node {args.node}; there are {', '.join(archive.nodes) or 'none'}")
     by_node: dict[str, T] = {}
     silent = []
     for node in [args.node] if args.node is not None else archive.nodes:
@@ -148,6 +140,46 @@ def _in_file(file: str, args: argparse.Namespace, look: Callable[[str, Pages], T
         except AskFailed as error:
             silent.append(Silent(node=node, reason=str(error)))
     return Found(by_node, silent, across=args.node is None)
+
+
+def archive_of(args: argparse.Namespace) -> Archive | None:
+    """Return the archive that ``--file`` names, or ``None`` if the file is a saved dump.
+
+    Raises:
+        AskFailed: the file cannot be read, or the archive does not have the node of ``--node``.
+    """
+    if args.pod is not None:
+        raise AskFailed("--file was saved: not with --pod")
+    try:
+        # A pipe, such as a shell's <(command), can be read only once. It has a dump.
+        if not (Path(args.file).is_file() and tarfile.is_tarfile(args.file)):
+            return None
+        archive = Archive.read(args.file)
+    except OSError as error:
+        raise AskFailed(f"{args.file}: {error.strerror or error}") from None
+    except BadArchive as error:
+        raise AskFailed(f"{args.file}: {error}") from None
+    if args.node is not None and args.node not in archive.nodes:
+        nodes = ", ".join(archive.nodes) or "none"
+        raise AskFailed(f"{args.file}: there is no node {args.node}; there are {nodes}")
+    return archive
+
+
+def saved_proxy(args: argparse.Namespace) -> Pages:
+    """Return the saved pages of one proxy: of a dump, or of a node in an archive.
+
+    Raises:
+        AskFailed: the file cannot be read, or the flags do not choose one of its nodes.
+    """
+    archive = archive_of(args)
+    if archive is None:
+        if args.node is not None:
+            raise AskFailed("--file is a dump that was saved: not with --node")
+        return SavedDump(args.file)
+    if args.node is None and len(archive.nodes) != 1:
+        nodes = ", ".join(archive.nodes) or "none"
+        raise AskFailed(f"{args.file}: the archive has several nodes: --node chooses one of {nodes}")
+    return archive.pages(args.node or archive.nodes[0])
 
 
 def items_of(found: Found[Iterable[I]]) -> list[I]:

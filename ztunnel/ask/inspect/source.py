@@ -228,10 +228,9 @@ def reaching(
     """
 
     def reached(args: argparse.Namespace) -> int:
-        if args.pod is None and args.node is None:
+        # With a file, the command itself reads --node, which chooses a node of an archive.
+        if (args.pod is None and args.node is None) or getattr(args, "file", None) is not None:
             return run(args)
-        if getattr(args, "file", None) is not None:
-            return failed(args, "--file is a dump that was saved: not with --pod or --node")
         from ztunnel.ask.inspect.kubectl import AGENT, PROXY, Unreachable, kubectl_of
 
         kubectl, daemon = kubectl_of(args), AGENT if agent else PROXY

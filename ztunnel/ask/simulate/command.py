@@ -13,7 +13,8 @@ from typing import Any, Final
 from xds.dialects.istio.local_file import LocalMesh
 from xds.errors import ConfigError
 from xds.model.workload import Protocol
-from ztunnel.ask.inspect.source import AskFailed, add_source, ask_json, reaching, read_json
+from ztunnel.ask.inspect.fleet import saved_proxy
+from ztunnel.ask.inspect.source import AskFailed, add_source, ask_json, reaching
 from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
 from ztunnel.ask.simulate.changes import Change, Simulation, allowed, simulate
 from ztunnel.ask.simulate.policies import applied, mesh_of, read_policies
@@ -109,7 +110,7 @@ def add_arguments(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the simulation, and return the exit status."""
     try:
-        found = read_json(args.file) if args.file else ask_json(args.address, "/config_dump")
+        found = saved_proxy(args).json("/config_dump") if args.file else ask_json(args.address, "/config_dump")
         if is_envoy_dump(found):
             raise _Failed(f"{args.file or args.address}: {_OTHER_DIALECT}")
         dump = mesh_dump(found)

@@ -242,6 +242,73 @@ def test_dumps_of_an_archive_are_read_like_other_saved_dumps(
     assert "nested too deeply" in found["silent"][0]["reason"]
 
 
+def _two_nodes(folder: Path) -> str:
+    flow = {
+        "uuid": "id-1",
+        "IP": {"source": "10.0.0.3", "destination": "10.0.0.2", "encrypted": True},
+        "l4": {"TCP": {"source_port": 4000, "destination_port": 80}},
+        "traffic_direction": "INGRESS",
+        "extensions": {"value": {"source_identity": "spiffe://cluster.local/ns/default/sa/c"}},
+    }
+    state = {"uid-a": {"connections": {"inbound": [{"src": "10.0.0.3:4001", "actualDst": "10.0.0.2:80"}]}}}
+    files = {
+        "index.json": b"{}",
+        "nodes/n1/proxy/config_dump": json.dumps(RUST).encode(),
+        "nodes/n1/proxy/connections": json.dumps(state).encode(),
+        "nodes/n1/proxy/flows": json.dumps({"flow": flow}).encode(),
+        "nodes/n2/proxy/config_dump": json.dumps({**RUST, "services": []}).encode(),
+    }
+    return str(archived(folder, files))
+
+
+def test_commands_about_one_proxy_read_a_node_of_an_archive(tmp_path: Path, capsys: Output) -> None:
+    file = _two_nodes(tmp_path)
+    chosen = ["--file", file, "--node", "n1"]
+    assert main(["explain", "default/a", "default/c:80", *chosen]) == 1
+    assert "default/few" in capsys.readouterr().out
+    assert main(["explain", "--connection", "10.0.0.3:4001", *chosen]) == 0
+    assert main(["explain", "--flow", "id-1", *chosen]) == 0
+    capsys.readouterr()
+    assert main(["explain", "--flow", "id-1", "--file", file, "--node", "n2"]) == 2
+    assert "n2" in capsys.readouterr().err
+    assert main(["config", "services", "web", *chosen]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["name"] == "web"
+    log = tmp_path / "log"
+    log.write_text("info access connection complete src.addr=10.0.0.2:1 dst.addr=10.0.0.3:80 direction=inbound\n")
+    assert main(["simulate", "--remove", "default/few", "--from-log", str(log), *chosen, "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["summary"]["totals"]["newly allowed"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ([], "has several nodes: --node chooses one of n1, n2"),
+        (["--node", "n3"], "there is no node n3; there are n1, n2"),
+        (["--pod", "default/a"], "not with --pod"),
+    ],
+)
+def test_commands_about_one_proxy_need_one_node(
+    words: list[str], error: str, tmp_path: Path, capsys: Output
+) -> None:
+    file = _two_nodes(tmp_path)
+    for command_ in (["explain", "default/a", "default/c:80"], ["config", "services"]):
+        assert main([*command_, "--file", file, *words]) == 2
+        assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command_", [["services"], ["config", "services"]])
+def test_a_dump_is_read_from_a_pipe(command_: list[str], tmp_path: Path, capsys: Output) -> None:
+    """A shell replaces `<(command)` by the path of a pipe."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb") as file:
+        file.write(json.dumps(RUST).encode())
+    try:
+        assert main([*command_, "--file", f"/dev/fd/{reading}"]) == 0
+    finally:
+        os.close(reading)
+    assert "web" in capsys.readouterr().out
+
+
 def test_unreadable_files_of_an_archive_leave_the_other_facts(tmp_path: Path, capsys: Output) -> None:
     dump = json.dumps({"workloads": [], "certificates": []}).encode()
     files = {
