@@ -20,8 +20,8 @@ import msgspec
 
 from ztunnel.ask.check.rules.model import Facts, NodeFacts, Object
 from ztunnel.ask.inspect.archive import Archive
-from ztunnel.ask.inspect.fleet import gather
-from ztunnel.ask.inspect.source import AskFailed, Pages
+from ztunnel.ask.inspect.fleet import archive_of, gather
+from ztunnel.ask.inspect.source import AskFailed, Pages, parsed
 from ztunnel.ask.inspect.tables import is_envoy_dump
 from ztunnel.kube.errors import ApiRefused, KubeError
 from ztunnel.kube.kinds import (
@@ -286,16 +286,19 @@ def archived_facts(args: argparse.Namespace) -> Facts:
     Raises:
         AskFailed: the file cannot be read.
     """
-    found = gather(args, look)
-    if not found.across:
+    found, archive = gather(args, look), archive_of(args)
+    if archive is None:
         return Facts(
             now_s=time.time(),
             cluster_error=f"{args.file} has no objects of a cluster",
             cluster_asked=False,
             nodes={node or "node": each for node, each in found.by_node.items()},
         )
-    archive = Archive.read(args.file)
-    index = json.loads(archive.files["index.json"])
+    index = parsed(archive.files["index.json"].decode(errors="replace"), f"{args.file}: index.json")
+    if not isinstance(index, Mapping):
+        raise AskFailed(f"{args.file}: index.json: not an object")
+    listed, version = index.get("silent"), index.get("kubernetes")
+    silent = [each for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
     objects: dict[str, Sequence[Object] | str] = {kind.name: "not in the archive" for kind in KINDS}
     for name, data in archive.files.items():
         if name.startswith("objects/"):
@@ -310,10 +313,14 @@ def archived_facts(args: argparse.Namespace) -> Facts:
         now_s=_seconds(index.get("time")) or time.time(),
         cluster_error=str(index.get("clusterError") or ""),
         cluster_asked=index.get("clusterError") != _NO_CLUSTER,
-        version=index.get("kubernetes") or {},
+        version=version if isinstance(version, Mapping) else {},
         objects=objects,
         nodes=nodes,
-        silent={str(each.get("node")): str(each.get("reason")) for each in index.get("silent") or ()},
+        silent={
+            str(each.get("node")): str(each.get("reason"))
+            for each in silent
+            if args.node in (None, each.get("node"))
+        },
     )
 
 

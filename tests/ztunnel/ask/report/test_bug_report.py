@@ -17,6 +17,7 @@ import pytest
 from tests.ztunnel.ask.inspect.harness import RUST, pages
 from tests.ztunnel.ask.inspect.test_kubectl import pod
 from tests.ztunnel.ask.report.test_scrub import KEY, TOKEN
+from ztunnel.ask.check.gather import KINDS
 from ztunnel.ask.inspect.archive import Archive, BadArchive
 from ztunnel.ask.report import collect, command
 from ztunnel.cli import main
@@ -323,6 +324,39 @@ def test_unreadable_files_of_an_archive_leave_the_other_facts(tmp_path: Path, ca
     found = {each["id"]: each["fact"] for each in json.loads(capsys.readouterr().out)["items"]}
     assert "no node agent of this project has answered" in found["KRN1"]
     assert "its file in the archive has an unexpected form" in found["XDS4"]
+
+
+def test_checks_of_one_node_of_an_archive_have_the_clusters_objects(tmp_path: Path, capsys: Output) -> None:
+    dump = json.dumps({"workloads": [], "certificates": []}).encode()
+    files = {
+        "index.json": b'{"time": "2026-11-26T12:00:00Z", "silent": [{"node": "n3", "reason": "gone"}]}',
+        "nodes/n1/proxy/config_dump": dump,
+        "nodes/n2/proxy/config_dump": dump,
+        **{f"objects/{kind.name}.json": b'{"items": []}' for kind in KINDS},
+    }
+    file = str(archived(tmp_path, files))
+    assert main(["check", "--file", file, "--only", "POL1,POL3", "-o", "json"]) == 2
+    everywhere = json.loads(capsys.readouterr().out)
+    assert [each["node"] for each in everywhere.pop("silent")] == ["n3"]
+    assert main(["check", "--file", file, "--node", "n2", "--only", "POL1,POL3", "-o", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == everywhere
+    assert everywhere["summary"]["ok"] == 2
+
+
+@pytest.mark.parametrize("index", [b"{cut", b"[]", b"1"])
+def test_checks_name_an_unreadable_index_of_an_archive(index: bytes, tmp_path: Path, capsys: Output) -> None:
+    dump = json.dumps({"workloads": [], "certificates": []}).encode()
+    file = str(archived(tmp_path, {"index.json": index, "nodes/n1/proxy/config_dump": dump}))
+    assert main(["check", "--file", file]) == 2
+    assert f"{file}: index.json: not " in capsys.readouterr().err
+
+
+def test_an_index_of_another_form_leaves_the_other_facts(tmp_path: Path, capsys: Output) -> None:
+    dump = json.dumps({"workloads": [], "certificates": []}).encode()
+    index = json.dumps({"time": 1, "silent": ["n3", 2], "kubernetes": "1.36", "clusterError": 5}).encode()
+    file = str(archived(tmp_path, {"index.json": index, "nodes/n1/proxy/config_dump": dump}))
+    assert main(["check", "--file", file, "--only", "IDN1,ACC3"]) == 0
+    assert "IDN1  ok" in capsys.readouterr().out
 
 
 def test_a_damaged_archive_is_read_or_refused(tmp_path: Path) -> None:
