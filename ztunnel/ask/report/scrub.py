@@ -13,6 +13,7 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from ztunnel.ask.check.rules.model import Object
@@ -25,6 +26,17 @@ _KEY: Final = re.compile(
 _REST_OF_KEY: Final = re.compile(r"\A[\w+/=\s\\-]{,20000}?-----END [A-Z ]*PRIVATE KEY-----")
 _TOKEN: Final = re.compile(r"eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*")
 _BEARER: Final = re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/-]{16,}=*")
+_QUOTED: Final = r'"(?:[^"\\]|\\.)*"'
+#: A string of JSON in a string of JSON, such as a message in a line of a log.
+_QUOTED_AGAIN: Final = r'\\"(?:[^"\\]|\\\\(?:\\"|.))*\\"'
+#: The headers for requests to the control plane and the CA in a proxy's configuration: as JSON, and as JSON in a
+#: log line of JSON. Each entry has patterns of all headers and of one, and the replacement of the latter.
+_HEADERS: Final = tuple(
+    (re.compile(rf"((?:ca|xds)Headers{quote}:\s*\[)((?:\s*\[\s*{text},\s*{text}\s*\],?)+)"),
+     re.compile(rf"(\[\s*{text},\s*){text}"), rf"\g<1>{quote}{REMOVED}{quote}")
+    for quote, text in (('"', _QUOTED), (r'\\"', _QUOTED_AGAIN))
+)  # fmt: skip
+_HEADERS_YAML: Final = re.compile(r"((?:ca|xds)Headers:\n)((?:- - .*\n  - .*\n?)+)")
 _SECRET_KEYS: Final = frozenset(("env", "envFrom", "command", "args", "data", "stringData", "token", "password"))
 _SECRET_ANNOTATIONS: Final = ("kubectl.kubernetes.io/last-applied-configuration",)
 
@@ -67,10 +79,17 @@ _FORMAT_KEY: Final = re.compile(r"[A-Za-z_]\w*")
 
 
 def scrub(text: str) -> str:
-    """Return a text without private keys and tokens."""
+    """Return a text without private keys and tokens, and without the values of headers in a configuration."""
+    for headers, header, kept in _HEADERS:
+        text = headers.sub(partial(_without_values, header, kept), text)
+    text = _HEADERS_YAML.sub(lambda found: found[1] + re.sub(r"(?m)^  - .*", f"  - {REMOVED}", found[2]), text)
     text = _REST_OF_KEY.sub(REMOVED, _KEY.sub(REMOVED, text))
     text = _TOKEN.sub(REMOVED, text)
     return _BEARER.sub(lambda found: f"{found[1]} {REMOVED}", text)
+
+
+def _without_values(header: re.Pattern[str], kept: str, found: re.Match[str]) -> str:
+    return found[1] + header.sub(kept, found[2])
 
 
 def reduced(item: Any) -> Any:

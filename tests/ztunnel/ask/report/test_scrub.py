@@ -29,6 +29,23 @@ def test_keys_and_tokens_go_by_their_form(text: str, kept: str) -> None:
     assert scrub(text) == kept
 
 
+@pytest.mark.parametrize("key", ["xdsHeaders", "caHeaders"])
+@pytest.mark.parametrize("indent", [None, 1, 2])
+def test_values_of_headers_are_removed_from_a_configuration(key: str, indent: int | None) -> None:
+    """The values are set by CA_HEADER_* and XDS_HEADER_*, and can be credentials of any form."""
+    headers = [["x-key", 'hun"ter2'], ["b", "]]hunter2"]]
+    cleaned = [["x-key", REMOVED], ["b", REMOVED]]
+    found = scrub(json.dumps({"config": {"a": [["c", "d"]], key: headers, "z": [["e", "f"]]}}, indent=indent))
+    assert json.loads(found) == {"config": {"a": [["c", "d"]], key: cleaned, "z": [["e", "f"]]}}
+    line = json.dumps({"message": f"running with config: {json.dumps({key: headers})}"})
+    assert "hunter2" not in json.loads(scrub(line))["message"]
+    assert json.loads(json.loads(scrub(line))["message"].partition(": ")[2]) == {key: cleaned}
+    for names in ({key: ["x-key"]}, {key: []}):
+        assert json.loads(scrub(json.dumps(names))) == names
+    listed = f"info config: a: x\n{key}:\n- - x-key\n  - hunter2\n- - b\n  - hunter2\nz:\n- - e\n  - f\n"
+    assert scrub(listed) == listed.replace("hunter2", REMOVED)
+
+
 def test_objects_lose_what_can_hold_secrets() -> None:
     pod = {
         "metadata": {
