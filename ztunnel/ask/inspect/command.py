@@ -163,19 +163,19 @@ def _looked(args: argparse.Namespace, pages: Pages) -> tuple[Kind[Any], list[Any
     table = ENVOY_TABLES.get(args.command)
     if table is not None and is_envoy_dump(found):
         _refuse_namespace(args, pages)
-        needed = _saved_pages(args, pages, found) if pages.saved else _asked_pages(args, pages, table, found)
+        needed = _pages_of(args, pages, table, found)
         return table.kind, list(table.items({"/config_dump": found, **needed}))
     return TABLES[args.command].kind, list(TABLES[args.command].items(mesh_dump(found), args.namespace))
 
 
-def _asked_pages(
+def _pages_of(
     args: argparse.Namespace, pages: Pages, table: EnvoyTable, dump: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Return the pages of a running proxy. For a page that an Envoy lacks, use its dump."""
+    """Return the pages of a running proxy, or of an archive. If an Envoy or a file lacks a page, use the dump."""
     try:
         needed = {path: pages.json(path, PARAMETERS.get(path)) for path in table.paths}
     except AskFailed as error:
-        if error.status != NOT_FOUND or args.command in ("connections", "denials"):
+        if error.status != NOT_FOUND or (args.command in ("connections", "denials") and not pages.saved):
             raise
         return _saved_pages(args, pages, dump)
     return needed | {path: page_or_none(pages, path, PARAMETERS.get(path)) for path in table.optional}

@@ -28,6 +28,12 @@ BETWEEN_S: Final = 10.0
 MAX_PAGE: Final = 128 << 20
 MAX_LOG: Final = 10 << 20
 _NOT_FOUND: Final = 404
+#: The query parameters for pages of Envoy's dialect: in JSON, and with the endpoints, which ``explain`` needs.
+_PARAMETERS: Final[Mapping[str, Mapping[str, str | None]]] = {
+    "/config_dump": {"include_eds": ""},
+    "/clusters": {"format": "json"},
+    "/stats": {"format": "json"},
+}
 
 
 @dataclass(slots=True)
@@ -128,9 +134,8 @@ def _pages(found: Collected, address: str, paths: tuple[str, ...], folder: str, 
         if bounds.over:
             found.missing.append(f"{folder}{path}: the time was over")
             continue
-        parameters: Mapping[str, str | None] = {"format": "json"} if path in ("/clusters", "/stats") else {}
         try:
-            text = ask(address, path, parameters)
+            text = ask(address, path, _PARAMETERS.get(path))
         except AskFailed as error:
             if error.status != _NOT_FOUND:
                 found.missing.append(f"{folder}{path}: {error}")

@@ -141,6 +141,39 @@ def test_one_proxy_without_a_cluster(quick: list[str], tmp_path: Path, capsys: O
     assert "nodes/node/proxy/metrics" in Archive.read(str(path)).files
 
 
+def test_an_archive_has_endpoints_and_pages_of_envoys_dialect(tmp_path: Path, capsys: Output) -> None:
+    """Without its endpoints, `explain` would find none. Without other pages, `status` would know no state."""
+    listener = {"name": "in", "active_state": {"listener": {"name": "in"}}}
+    kind = "type.googleapis.com/envoy.admin.v3.ListenersConfigDump"
+    dump = {"configs": [{"@type": kind, "dynamic_listeners": [listener]}]}
+    bodies = {
+        "/config_dump": dump,
+        "/server_info": {"version": "abc/1.36", "state": "LIVE", "uptime_current_epoch": "60s"},
+        "/clusters": {"cluster_statuses": [{"name": "c"}]},
+        "/certs": {"certificates": []},
+        "/init_dump": {},
+        "/connections": {"connections": [{"id": "7", "source": "10.0.0.1:1", "destination": "10.0.0.2:2"}]},
+        "/denials": [{"source": "10.0.0.9", "destination": "10.0.0.2:2", "count": 3}],
+        "/rbac": {"policies": [{"policy": "p", "action": "ALLOW", "decisions": {"allowed": 4, "denied": 5}}]},
+        "/stats": {"stats": [{"name": "control_plane.connected_state", "value": 1}]},
+    }
+    path, asked = str(tmp_path / "envoy.tar.gz"), list[str]()
+    with pages({name: json.dumps(body).encode() for name, body in bodies.items()}, asked=asked) as address:
+        assert main(["bug-report", path, "--no-cluster", "--address", address, "--quick"]) == 0
+    assert "/config_dump?include_eds=" in asked
+    capsys.readouterr()
+    assert main(["status", "--file", path]) == 0
+    said = capsys.readouterr()
+    shown = {line.split()[1]: line.split(maxsplit=2)[2].strip() for line in said.out.splitlines()}
+    assert (shown["version"], shown["state"], shown["connections"]) == ("abc/1.36", "LIVE", "1")
+    assert shown["control"] == "plane  connected to ADS"
+    assert shown["denied"].startswith("3 x 10.0.0.9")
+    assert main(["policies", "--file", path, "-o", "json"]) == 0
+    found = capsys.readouterr()
+    assert [(each["allowed"], each["denied"]) for each in json.loads(found.out)["items"]] == [(4, 5)]
+    assert (said.err, found.err) == ("", "")
+
+
 def test_no_proxy_leaves_no_archive(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     path = tmp_path / "none.tar.gz"
