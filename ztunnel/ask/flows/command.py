@@ -19,6 +19,7 @@ import msgspec
 from ztunnel.ask.flows.model import FLOW, VERDICTS, BadFilter, Filter, Flow, Test, chosen, make, read
 from ztunnel.ask.inspect.fleet import Found, gather, gather_by_node
 from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed
+from ztunnel.ask.inspect.watch import check_form
 from ztunnel.runtime.console.arguments import whole_number
 from ztunnel.runtime.console.output import Answer, Format, emit, table
 from ztunnel.runtime.console.terminal import complain, print_text
@@ -267,6 +268,7 @@ def _merged(found: Found[list[Line]]) -> list[Line]:
 
 def follow(args: argparse.Namespace, wanted: Wanted) -> int:
     """Print flows as they end, until Ctrl-C. Retries a proxy that does not answer."""
+    check_form(args.output, JSONPB)
     printer = _Printer(args.output)
     start_ns = wanted.since_ns or int(time.time() * 1e9)
     newest: dict[str, int] = {}  # by node: clocks differ, and a quiet node must not repeat the flows of others

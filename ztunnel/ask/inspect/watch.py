@@ -20,7 +20,7 @@ import msgspec
 
 from ztunnel.ask.inspect.source import AskFailed
 from ztunnel.runtime.console.arguments import some_seconds
-from ztunnel.runtime.console.output import Answer, Format, Item, Kind, table
+from ztunnel.runtime.console.output import Answer, Format, Item, Kind, ordered, table
 from ztunnel.runtime.console.terminal import complain, printable
 from ztunnel.runtime.console.text_table import aligned
 
@@ -53,17 +53,37 @@ def _interval_s(text: str) -> float:
     return value
 
 
-def changes(kind: Kind[Any], before: Sequence[Item], after: Sequence[Item]) -> Iterator[Change]:
+def check_form(form: Format, *others: str) -> None:
+    """Check that output in a form can be repeated: ``table``, ``wide``, ``json``, or one of ``others``.
+
+    Raises:
+        AskFailed: it cannot.
+    """
+    forms = ("table", "wide", "json", *others)
+    if form.form not in forms:
+        raise AskFailed(f"-o {form.form} does not repeat: without -w and -f, or as one of {', '.join(forms)}")
+
+
+def changes(
+    kind: Kind[Any], before: Sequence[Item], after: Sequence[Item], *, ignored: Sequence[str] = ()
+) -> Iterator[Change]:
     """Yield the removed items with ``-``, then the added ones with ``+``.
 
     Equal items are counted, because a dump can have two equal connections. Fields that change only because time
     passes are not compared. In Envoy's dialect, further fields of a connection change while it is being
     established.
+
+    Args:
+        kind: the items' kind.
+        before: the earlier items.
+        after: the later items.
+        ignored: further fields that are not compared.
     """
+    not_compared = {*kind.volatile, *ignored}
 
     def key(item: Item) -> bytes:
         fields = msgspec.structs.asdict(item)
-        return msgspec.msgpack.encode([value for name, value in fields.items() if name not in kind.volatile])
+        return msgspec.msgpack.encode([value for name, value in fields.items() if name not in not_compared])
 
     for sign, items, others in (("-", before, after), ("+", after, before)):
         known = Counter(map(key, others))
@@ -147,8 +167,9 @@ def watch(
         pause: waits for the given seconds.
 
     Raises:
-        AskFailed: the first read has no answer.
+        AskFailed: the first read has no answer, or the form cannot be repeated.
     """
+    check_form(form)
     out = out if out is not None else sys.stdout
     screen = None if form.is_json or not out.isatty() else _Screen(out, form, interval_s)
     lines = _Lines(out, form)
@@ -165,6 +186,8 @@ def watch(
             else:
                 reason = "; ".join(f"node {each.node}: {each.reason}" for each in answer.silent)
                 items = [*answer.items, *_of_silent(answer, before or ())]
+                if form.sort is not None:
+                    items = ordered(items, form.sort)
                 answer = replace(answer, items=items)
                 if screen is not None:
                     screen.show(answer)

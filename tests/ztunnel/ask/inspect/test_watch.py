@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from tests.ztunnel.ask.inspect.harness import pages
 from ztunnel.ask.inspect.source import AskFailed
 from ztunnel.ask.inspect.watch import changes, watch
 from ztunnel.cli import main
+from ztunnel.runtime.console import jsonpath
 from ztunnel.runtime.console.output import JSON, TABLE, Answer, Column, Format, Item, Kind, Silent
 
 ROOT = Path(__file__).parents[4]
@@ -105,6 +107,24 @@ def test_items_of_a_silent_node_stay(capsys: pytest.CaptureFixture[str]) -> None
     lines = watched([here, there], Answer(kind=ENDS, items=[here], silent=silent, across=True))
     assert not [line for line in lines if line.startswith(("-", "+"))]
     assert capsys.readouterr().err == "ztunnel connections: node n2: no answer; waiting\n"
+
+
+def test_items_are_sorted() -> None:
+    for form in (TABLE, JSON):
+        lines = watched([B, A], [C, B, A], form=replace(form, sort=jsonpath.path(".source")))
+        assert [line.partition("10.0.0.")[2][:1] for line in lines if "10.0.0." in line] == ["1", "2", "3"]
+    by_source = replace(TABLE, sort=jsonpath.path(".source"))
+    first = "\n".join(watched([B, A], form=by_source, out=Terminal())).splitlines()
+    assert [line.split()[0] for line in first[-2:]] == ["10.0.0.1:1", "10.0.0.2:2"]
+
+
+@pytest.mark.parametrize("form", ["yaml", "name", "jsonpath={.items}", "custom-columns=A:.source"])
+def test_other_forms_are_refused(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["connections", "-w"], ["nodes", "-w"], ["top"], ["stat", "-w"], ["flows", "-f"]):
+        assert main([*words, "--address", "127.0.0.1:1", "-o", form]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert f"-o {form.partition('=')[0]} does not repeat" in said.err
 
 
 class Terminal(io.StringIO):
