@@ -174,6 +174,7 @@ def watch(
     screen = None if form.is_json or not out.isatty() else _Screen(out, form, interval_s)
     lines = _Lines(out, form)
     before: Sequence[Item] | None = None
+    incomplete = False
     failure = ""
     try:
         while True:
@@ -194,8 +195,10 @@ def watch(
                 elif before is None:
                     lines.show(answer, [(" ", item) for item in items])
                 else:
-                    lines.show(answer, list(changes(answer.kind, before, items)))
-                before = items
+                    # Which nodes report an item is not known while a node is silent.
+                    ignored = ("seen_by",) if incomplete or answer.silent else ()
+                    lines.show(answer, list(changes(answer.kind, before, items, ignored=ignored)))
+                before, incomplete = items, bool(answer.silent)
             if reason and reason != failure:  # report it once, not at each read
                 complain(f"ztunnel {command}: {reason}; waiting")
             failure = reason
@@ -205,5 +208,7 @@ def watch(
 
 
 def _of_silent(answer: Answer[Any], before: Sequence[Item]) -> list[Item]:
+    """Return the earlier items that only silent nodes have reported."""
     silent = {each.node for each in answer.silent}
-    return [item for item in before if item.node in silent] if silent else []
+    reporters = ((item, getattr(item, "seen_by", None) or (item.node,)) for item in before)
+    return [item for item, nodes in reporters if silent.issuperset(nodes)] if silent else []

@@ -109,6 +109,38 @@ def test_items_of_a_silent_node_stay(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().err == "ztunnel connections: node n2: no answer; waiting\n"
 
 
+class Shared(Item, frozen=True, kw_only=True):
+    name: str
+    seen_by: tuple[str, ...] = ()
+
+
+SHARED: Kind[Shared] = Kind(
+    name="Shared",
+    several="shared",
+    item=Shared,
+    columns=(Column("NAME", "name"),),
+    identity=lambda item: item.name,
+)
+
+
+def test_a_silent_node_changes_no_item_that_nodes_report_together() -> None:
+    """While a node restarts, its view of the mesh is unknown: nothing has come or gone."""
+    everywhere, first, second = (
+        Shared(name="a"),
+        Shared(name="b", seen_by=("n1",)),
+        Shared(name="c", seen_by=("n2",)),
+    )
+    whole = Answer(kind=SHARED, items=[everywhere, first, second])
+    # Of the nodes that answer, all report "b".
+    partly = Answer(
+        kind=SHARED, items=[everywhere, Shared(name="b")], silent=[Silent(node="n2", reason="no answer")]
+    )
+    spread = Answer(kind=SHARED, items=[everywhere, Shared(name="b"), second])
+    looks, out = Looks(whole, partly, whole, spread), io.StringIO()  # type: ignore[arg-type]  # another kind
+    assert watch(looks.look, 5.0, TABLE, command="workloads", out=out, pause=looks.pause) == 0
+    assert out.getvalue().splitlines() == ["  NAME", "  a", "  b", "  c", "- b", "+ b"]
+
+
 def test_items_are_sorted() -> None:
     for form in (TABLE, JSON):
         lines = watched([B, A], [C, B, A], form=replace(form, sort=jsonpath.path(".source")))
