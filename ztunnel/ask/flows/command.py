@@ -181,14 +181,18 @@ def look(pages: Pages, wanted: Wanted) -> list[Line]:
     Raises:
         AskFailed: it does not answer, or has no flight recorder.
     """
+    found = _lines_of(pages, wanted, {"after": str(wanted.since_ns)} if wanted.since_ns else None)
+    return found if wanted.last is None else found[-wanted.last :] if wanted.last else []
+
+
+def _lines_of(pages: Pages, wanted: Wanted, parameters: Mapping[str, str | None] | None) -> list[Line]:
     try:
-        page = pages.text("/flows", {"after": str(wanted.since_ns)} if wanted.since_ns else None)
+        page = pages.text("/flows", parameters)
     except AskFailed as error:
         if error.status == 404:
             raise AskFailed(f"{pages.name}: it has no flight recorder (/flows)", 404) from None
         raise
-    found = list(_read(page, wanted, pages.name))
-    return found if wanted.last is None else found[-wanted.last :] if wanted.last else []
+    return list(_read(page, wanted, pages.name))
 
 
 def _read(page: str, wanted: Wanted, name: str) -> Iterator[Line]:
@@ -276,6 +280,12 @@ def follow(args: argparse.Namespace, wanted: Wanted) -> int:
     first = True
 
     def fresh(node: str, pages: Pages) -> list[Line]:
+        if first and not wanted.since_ns:
+            # The clock of this machine can differ from the node's: new flows are those after the newest one.
+            newest[node] = max(
+                (time_ns(flow.time) for flow, _ in _lines_of(pages, _EVERY, {"last": "1"})), default=0
+            )
+            return []
         # Also request the flows that the filters hide. Otherwise each request would return them again, and the
         # proxy would report flows as overwritten that were already read.
         lines = look(pages, Wanted(_any_flow, newest.get(node, start_ns), wanted.until_ns, None))
@@ -306,6 +316,9 @@ def follow(args: argparse.Namespace, wanted: Wanted) -> int:
 
 def _any_flow(flow: Flow) -> bool:
     return True
+
+
+_EVERY: Final = Wanted(_any_flow, 0, _NEVER_NS, None)
 
 
 class _Printer:

@@ -185,11 +185,11 @@ class Recorder:
         self.after: list[str] = []
 
     def text(self, path: str, parameters: Mapping[str, str | None] | None = None) -> str:
-        after = str((parameters or {})["after"])
+        asked = parameters or {}
+        after, last = str(asked.get("after", "0")), int(asked.get("last") or len(self.flows))
         self.after.append(after)
-        return "".join(
-            f"{json.dumps(each)}\n" for each in self.flows if command.time_ns(each["time"]) > int(after)
-        )
+        found = [each for each in self.flows if command.time_ns(each["time"]) > int(after)]
+        return "".join(f"{json.dumps(each)}\n" for each in found[-last:] if last)
 
     def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
         policy = {"policy": "bank/p", "action": "Deny", "holds": True, "because": "all"}
@@ -201,6 +201,8 @@ def followed(
     between: Sequence[Callable[[], None]],
     words: Sequence[str],
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    since: bool = True,
 ) -> None:
     """Follow these nodes, call each of ``between`` before one further request, and press Ctrl-C."""
     steps = iter(between)
@@ -216,7 +218,8 @@ def followed(
 
     monkeypatch.setattr("ztunnel.ask.flows.command.time.sleep", pause)
     monkeypatch.setattr("ztunnel.ask.flows.command.gather_by_node", gather)
-    assert main(["flows", "-f", "-o", "json", "--since", "2026-11-26T12:00:00Z", *words]) == 0
+    since = ["--since", "2026-11-26T12:00:00Z"] if since else []
+    assert main(["flows", "-f", "-o", "json", *since, *words]) == 0
 
 
 def test_following_asks_only_for_flows_after_those_that_filters_hide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,6 +240,21 @@ def test_a_quiet_node_does_not_make_requests_to_other_nodes_repeat_flows(
     assert (busy.after, quiet.after) == ([start, first, second], [start, start, start])
     found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
     assert [(each["node"], each["uuid"]) for each in found] == [("n1", "id-1"), ("n1", "id-5"), ("n2", "id-3")]
+
+
+def test_following_does_not_depend_on_the_clocks_of_nodes(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of this machine can be ahead of a node's, or behind."""
+    for now in ("2020-01-01T00:00:00Z", "2030-01-01T00:00:00Z"):
+        nodes = {"old": Recorder(line(1), line(2)), "empty": Recorder()}
+        later = [
+            lambda nodes=nodes: nodes["old"].flows.append(line(3)),
+            lambda nodes=nodes: nodes["empty"].flows.append(line(4)),
+        ]
+        now_s = command.time_ns(now) / 1e9
+        monkeypatch.setattr("ztunnel.ask.flows.command.time.time", lambda now_s=now_s: now_s)
+        followed(nodes, later, [], monkeypatch, since=False)
+        found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+        assert [(each["node"], each["uuid"]) for each in found] == [("old", "id-3"), ("empty", "id-4")]
 
 
 def test_following_adds_clauses_and_ends_at_a_time(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
