@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from ztunnel.ask.flows.model import FLOW, VERDICTS, BadFilter, Filter, Flow, Test, chosen, make, read
+from ztunnel.ask.inspect.ages import time_ns
 from ztunnel.ask.inspect.fleet import Found, gather, gather_by_node
 from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed
 from ztunnel.ask.inspect.watch import check_form
@@ -252,13 +253,6 @@ def clause_of(answer: Any) -> str | None:
     for each in denies or [each for each in policies if each.get("action") == "Allow" and not each.get("holds")]:
         return f"{each.get('policy')}: {each.get('because')}"
     return None
-
-
-def time_ns(text: str) -> int:
-    """Parse a flow's time to nanoseconds, which ``datetime`` cannot represent."""
-    whole, _, rest = text.rstrip("Z").partition(".")
-    seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
-    return int(seconds) * 1_000_000_000 + int(rest.ljust(9, "0")[:9] or 0)
 
 
 def _merged(found: Found[list[Line]]) -> list[Line]:

@@ -1,6 +1,7 @@
-"""Formats ages for tables like kubectl: ``11m6s`` where JSON has ``666.769``. Pure."""
+"""Formats ages for tables like kubectl: ``11m6s`` where JSON has ``666.769``; reads times of flows. Pure."""
 
 import re
+from datetime import datetime
 from typing import Final
 
 _SECONDS: Final = re.compile(r"(\d{1,15}(?:\.\d+)?)s", re.ASCII)
@@ -24,3 +25,10 @@ def shown_span(text: str) -> str:
     unchanged."""
     found = _SECONDS.fullmatch(text)
     return text if found is None else shown_age(float(found[1]))
+
+
+def time_ns(text: str) -> int:
+    """Parse a flow's time to nanoseconds, which ``datetime`` cannot represent."""
+    whole, _, rest = text.rstrip("Z").partition(".")
+    seconds = datetime.fromisoformat(f"{whole}+00:00").timestamp()
+    return int(seconds) * 1_000_000_000 + int(rest.ljust(9, "0")[:9] or 0)

@@ -9,9 +9,10 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
-from ztunnel.ask.inspect.fleet import Found, gather
+from ztunnel.ask.inspect.ages import time_ns
+from ztunnel.ask.inspect.fleet import Found, gather, gather_by_node
 from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, failed, query_all_by_default
 from ztunnel.ask.inspect.watch import add_watch, watch
 from ztunnel.ask.stat.graph import dot
@@ -40,6 +41,7 @@ _WINDOW: Final = "10s"
 _ARCHIVED_S: Final = 10.0
 _NOT_FOUND: Final = 404
 DOT: Final = "dot"
+T = TypeVar("T")
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -138,12 +140,17 @@ def measured(args: argparse.Namespace, window_s: float) -> tuple[dict[PairKey, C
     if args.total:
         totals = gather(args, lambda pages: NodeReadings(before={}, after=_metrics(pages), flows=_flows(pages, 0)))
         return pairs(totals.by_node.values()), 0.0, list(totals.silent)
-    first: Found[Reading] = gather(args, _metrics)
+    # The clock of this machine can differ from a node's: the window's flows are those after its newest one.
+    first: Found[tuple[Reading, int]] = gather(args, lambda pages: (_metrics(pages), _newest_ns(pages)))
     time.sleep(max(0.0, window_s - (time.time() - began_s)))
-    after_ns = int(began_s * 1e9)
-    second = gather(args, lambda pages: (_metrics(pages), _flows(pages, after_ns)))
+
+    def later(node: str, pages: Pages) -> tuple[Reading, list[CountedFlow]]:
+        before = first.by_node.get(node)
+        return _metrics(pages), _flows(pages, before[1]) if before is not None else []
+
+    second = gather_by_node(args, later)
     both = [
-        NodeReadings(before=first.by_node[node], after=after, flows=flows)
+        NodeReadings(before=first.by_node[node][0], after=after, flows=flows)
         for node, (after, flows) in second.by_node.items()
         if node in first.by_node
     ]
@@ -204,16 +211,27 @@ def _metrics(pages: Pages) -> Reading:
 
 
 def _flows(pages: Pages, after_ns: int) -> list[CountedFlow]:
+    return _read_flows(pages, {"after": str(after_ns)} if after_ns else None, flow_of)
+
+
+def _newest_ns(pages: Pages) -> int:
+    """Return the time of a proxy's newest flow; 0 if it has none."""
+    return max(_read_flows(pages, {"last": "1"}, lambda line: time_ns(str(line["flow"]["time"]))), default=0)
+
+
+def _read_flows(
+    pages: Pages, parameters: Mapping[str, str | None] | None, read: Callable[[Mapping[str, Any]], T]
+) -> list[T]:
     try:
-        page = pages.text("/flows", {"after": str(after_ns)} if after_ns else None)
+        page = pages.text("/flows", parameters)
     except AskFailed as error:
         if error.status == _NOT_FOUND:
             return []
         raise
     try:
         lines = [json.loads(line) for line in page.splitlines()]
-        return [flow_of(line) for line in lines if isinstance(line.get("flow"), Mapping)]
-    except (ValueError, TypeError, AttributeError):
+        return [read(line) for line in lines if isinstance(line.get("flow"), Mapping)]
+    except (ValueError, TypeError, AttributeError, KeyError):
         raise AskFailed(f"{pages.name}: /flows has a line that is no flow") from None
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.ztunnel.ask.inspect.harness import pages
 from ztunnel.ask.flows import command
 from ztunnel.ask.flows.model import BadFilter, Filter, chosen, make, read
+from ztunnel.ask.inspect.ages import time_ns
 from ztunnel.ask.inspect.fleet import Found
 from ztunnel.ask.inspect.source import Pages
 from ztunnel.cli import main
@@ -188,7 +189,7 @@ class Recorder:
         asked = parameters or {}
         after, last = str(asked.get("after", "0")), int(asked.get("last") or len(self.flows))
         self.after.append(after)
-        found = [each for each in self.flows if command.time_ns(each["time"]) > int(after)]
+        found = [each for each in self.flows if time_ns(each["time"]) > int(after)]
         return "".join(f"{json.dumps(each)}\n" for each in found[-last:] if last)
 
     def json(self, path: str, parameters: Mapping[str, str | None] | None = None) -> Any:
@@ -225,7 +226,7 @@ def followed(
 def test_following_asks_only_for_flows_after_those_that_filters_hide(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Recorder(*LINES)
     followed({"": here}, [lambda: None], ["--port", "4001"], monkeypatch)
-    assert here.after[1] == str(command.time_ns("2026-11-26T12:00:04.000000001Z"))
+    assert here.after[1] == str(time_ns("2026-11-26T12:00:04.000000001Z"))
 
 
 def test_a_quiet_node_does_not_make_requests_to_other_nodes_repeat_flows(
@@ -235,7 +236,7 @@ def test_a_quiet_node_does_not_make_requests_to_other_nodes_repeat_flows(
     later = [lambda: busy.flows.append(line(5)), lambda: quiet.flows.append(line(3))]  # its clock is behind
     followed({"n1": busy, "n2": quiet}, later, [], monkeypatch)
     start, first, second = (
-        str(command.time_ns(f"2026-11-26T12:00:{time}Z")) for time in ("00", "01.000000001", "05.000000001")
+        str(time_ns(f"2026-11-26T12:00:{time}Z")) for time in ("00", "01.000000001", "05.000000001")
     )
     assert (busy.after, quiet.after) == ([start, first, second], [start, start, start])
     found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
@@ -250,7 +251,7 @@ def test_following_does_not_depend_on_the_clocks_of_nodes(capsys: Output, monkey
             lambda nodes=nodes: nodes["old"].flows.append(line(3)),
             lambda nodes=nodes: nodes["empty"].flows.append(line(4)),
         ]
-        now_s = command.time_ns(now) / 1e9
+        now_s = time_ns(now) / 1e9
         monkeypatch.setattr("ztunnel.ask.flows.command.time.time", lambda now_s=now_s: now_s)
         followed(nodes, later, [], monkeypatch, since=False)
         found = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
@@ -292,4 +293,4 @@ def test_kinds_of_filters_are_joined_and_their_values_are_alternatives() -> None
     assert chosen(filters)(flow)
     assert not chosen([*filters, make("plain", "")])(flow)
     assert not chosen([*filters, make("pod", "bank/", negated=True)])(flow)
-    assert command.time_ns("2026-11-26T12:00:02.000000001Z") % 1_000_000_000 == 1
+    assert time_ns("2026-11-26T12:00:02.000000001Z") % 1_000_000_000 == 1

@@ -151,7 +151,8 @@ def named(found: Record) -> Record:
     return found
 
 
-def test_a_real_proxy_is_measured(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead_s", [0, 3600, -3600])  # the clock of this machine can differ from the node's
+def test_a_real_proxy_is_measured(ahead_s: float, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(harness: Harness) -> None:
         harness.proxy.mesh.apply(NAMED)
         address = str(harness.addresses["admin"][0])
@@ -179,7 +180,9 @@ def test_a_real_proxy_is_measured(capsys: Output, monkeypatch: pytest.MonkeyPatc
         def between(_wait_s: float) -> None:
             asyncio.run_coroutine_threadsafe(traffic(), loop).result(WAIT_S)
 
-        clock = SimpleNamespace(time=time.time, sleep=between)  # called between the two readings
+        await traffic()  # not in the window
+        # Its sleep is called between the two readings.
+        clock = SimpleNamespace(time=lambda: time.time() + ahead_s, sleep=between)
         monkeypatch.setattr("ztunnel.ask.stat.command.time", clock)
         assert await ask("edges", "-t", "1s", "--fail-on", "plain") == 1
         found = printed_json(capsys)
