@@ -71,8 +71,15 @@ def _run(args: argparse.Namespace) -> int:
         before, after = gather(earlier, state_of), gather(args, state_of)
     except AskFailed as error:
         return failed(args, str(error))
-    items = list(differences(merged(before.by_node), merged(after.by_node)))
-    return emit(Answer(kind=DIFFERENCE, items=items, silent=after.silent, bad=bool(items)), args.output)
+    # The state of a node that is silent once is unknown: its pods were neither added nor removed.
+    silent = {each.node: each for each in (*before.silent, *after.silent)}
+    earlier_state, later_state = (
+        merged({node: state for node, state in found.by_node.items() if node not in silent})
+        for found in (before, after)
+    )
+    items = list(differences(earlier_state, later_state))
+    answer = Answer(kind=DIFFERENCE, items=items, silent=list(silent.values()), bad=bool(items))
+    return emit(answer, args.output)
 
 
 def state_of(pages: Pages) -> dict[tuple[str, str], dict[str, Any]]:

@@ -253,6 +253,26 @@ def test_what_changed_since_an_archive(cluster: Path, capsys: Output) -> None:
     }
 
 
+def test_objects_of_a_silent_node_are_not_removed(tmp_path: Path, cluster: Path, capsys: Output) -> None:
+    """A node that does not answer, now or in the archive, says nothing about its pods."""
+
+    def dump(node: str) -> bytes:
+        pods = {f"uid-{node}": {"info": {"name": f"pod-{node}", "namespace": "shop"}, "state": "Up"}}
+        return json.dumps({**RUST, "config": {"localNode": node}, "workloadState": pods}).encode()
+
+    files = {f"nodes/{node}/proxy/config_dump": dump(node) for node in ("n1", "n2", "n3")}
+    whole = str(archived(tmp_path, {"index.json": b"{}", **files}))
+    (tmp_path / "later").mkdir()
+    for broken in ("n2", "n3"):
+        partly = files | {f"nodes/{broken}/proxy/config_dump": b"503 not now"}
+        later = str(archived(tmp_path / "later", {"index.json": b"{}", **partly}))
+        for before, after in ((whole, later), (later, whole)):
+            assert main(["changes", before, "--file", after]) == 2
+            said = capsys.readouterr()
+            assert said.out == ""
+            assert f"no answer from node {broken}" in said.err
+
+
 def archived(folder: Path, files: dict[str, bytes]) -> Path:
     path = folder / "report.tgz"
     with tarfile.open(path, "w:gz") as tar:
