@@ -47,6 +47,7 @@ DIFFERENCE: Final[Kind[Difference]] = Kind(
 
 #: The compared fields of every object, by kind and name.
 State = Mapping[tuple[str, str], Mapping[str, Any]]
+ByNode = Mapping[str, Mapping[tuple[str, str], dict[str, Any]]]
 #: Fields of tables that traffic or time alone changes. They are not compared.
 _MOVING: Final = frozenset(("node", "seen_by", "allowed", "denied", "ended", "last_time"))
 
@@ -69,17 +70,24 @@ def _run(args: argparse.Namespace) -> int:
     query_all_by_default(args)
     try:
         before, after = gather(earlier, state_of), gather(args, state_of)
+        compared = before.by_node if after.across else _of_proxy(before.by_node, after.by_node)
     except AskFailed as error:
         return failed(args, str(error))
     # The state of a node that is silent once is unknown: its pods were neither added nor removed.
     silent = {each.node: each for each in (*before.silent, *after.silent)}
     earlier_state, later_state = (
-        merged({node: state for node, state in found.by_node.items() if node not in silent})
-        for found in (before, after)
+        merged({node: state for node, state in states.items() if node not in silent})
+        for states in (compared, after.by_node)
     )
     items = list(differences(earlier_state, later_state))
     answer = Answer(kind=DIFFERENCE, items=items, silent=list(silent.values()), bad=bool(items))
     return emit(answer, args.output)
+
+
+def _of_proxy(before: ByNode, after: ByNode) -> ByNode:
+    """Return the earlier state of the one proxy whose later state is known, or of all if its node is not there."""
+    proxies = {key for state in after.values() for key in state if key[0] == "proxy"}
+    return {node: state for node, state in before.items() if not proxies.isdisjoint(state)} or before
 
 
 def state_of(pages: Pages) -> dict[tuple[str, str], dict[str, Any]]:
@@ -126,9 +134,7 @@ def _objects(dump: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[st
         yield ("pod", f"{info.get('namespace')}/{info.get('name')}"), {"node": node, "state": state.get("state")}
 
 
-def merged(
-    by_node: Mapping[str, Mapping[tuple[str, str], dict[str, Any]]],
-) -> dict[tuple[str, str], dict[str, Any]]:
+def merged(by_node: ByNode) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the state of all nodes, merged into one."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for state in by_node.values():

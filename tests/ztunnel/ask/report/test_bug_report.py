@@ -253,14 +253,26 @@ def test_what_changed_since_an_archive(cluster: Path, capsys: Output) -> None:
     }
 
 
-def test_objects_of_a_silent_node_are_not_removed(tmp_path: Path, cluster: Path, capsys: Output) -> None:
+def dump_of(node: str, *pods: str) -> bytes:
+    state = {f"uid-{pod}": {"info": {"name": pod, "namespace": "shop"}, "state": "Up"} for pod in pods}
+    return json.dumps({**RUST, "config": {"localNode": node}, "workloadState": state}).encode()
+
+
+def test_one_proxy_is_compared_with_its_own_node(tmp_path: Path, capsys: Output) -> None:
+    files = {f"nodes/{node}/proxy/config_dump": dump_of(node, f"pod-{node}") for node in ("n1", "n2")}
+    archive = str(archived(tmp_path, {"index.json": b"{}", **files}))
+    with pages({"/config_dump": dump_of("n2", "pod-n2")}) as address:
+        assert main(["changes", archive, "--address", address]) == 0
+        assert capsys.readouterr().out == "No differences found.\n"
+    with pages({"/config_dump": dump_of("n2", "new")}) as address:
+        assert main(["changes", archive, "--address", address, "-o", "name"]) == 1
+        assert capsys.readouterr().out.split() == ["difference/pod/shop/new", "difference/pod/shop/pod-n2"]
+
+
+def test_objects_of_a_silent_node_are_not_removed(tmp_path: Path, capsys: Output) -> None:
     """A node that does not answer, now or in the archive, says nothing about its pods."""
-
-    def dump(node: str) -> bytes:
-        pods = {f"uid-{node}": {"info": {"name": f"pod-{node}", "namespace": "shop"}, "state": "Up"}}
-        return json.dumps({**RUST, "config": {"localNode": node}, "workloadState": pods}).encode()
-
-    files = {f"nodes/{node}/proxy/config_dump": dump(node) for node in ("n1", "n2", "n3")}
+    nodes = ("n1", "n2", "n3")
+    files = {f"nodes/{node}/proxy/config_dump": dump_of(node, f"pod-{node}") for node in nodes}
     whole = str(archived(tmp_path, {"index.json": b"{}", **files}))
     (tmp_path / "later").mkdir()
     for broken in ("n2", "n3"):
