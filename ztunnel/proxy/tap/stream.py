@@ -23,6 +23,8 @@ _WINDOW_SCALE: Final = 14  # the largest (RFC 7323, 2.3): a window of 1 GiB
 #: The payload of an Ethernet frame, 1,500 bytes, without the IP and TCP headers.
 _MSS4, _MSS6 = 1460, 1440
 _SEQUENCE: Final = 1 << 32
+#: The longest gap in sequence numbers. Readers take a jump of half of the numbers as data that was sent before.
+_LONGEST_GAP: Final = 1 << 30
 
 _HEADER4: Final = struct.Struct("!BBHHHBBH4s4s")
 _HEADER6: Final = struct.Struct("!IHBB16s16s")
@@ -59,15 +61,17 @@ class _End:
     Attributes:
         next: the sequence number of the next byte.
         ended: whether it has sent FIN or RST.
+        skipped: the number of skipped sequence numbers since its last data.
     """
 
-    __slots__ = ("address", "ended", "next", "port")
+    __slots__ = ("address", "ended", "next", "port", "skipped")
 
     def __init__(self, address: bytes, port: int, first: int) -> None:
         self.address = address
         self.port = port
         self.next = first % _SEQUENCE
         self.ended = False
+        self.skipped = 0
 
     def advance(self, size: int) -> None:
         self.next = (self.next + size) % _SEQUENCE
@@ -117,6 +121,7 @@ class SyntheticTcp:
         end = self._ends[sender]
         if end.ended or not payload:
             return
+        end.skipped = 0
         for start in range(0, len(payload), self.mss):
             part = payload[start : start + self.mss]
             last = start + len(part) == len(payload)
@@ -125,10 +130,14 @@ class SyntheticTcp:
         yield self._segment(sender.other, _ACK)
 
     def lost(self, sender: Side, size: int) -> None:
-        """Skip bytes that were sent but are missing from the capture. A reader of the capture sees the gap."""
+        """Skip bytes that were sent but are missing from the capture. A reader of the capture sees a gap, at most
+        the longest one.
+        """
         end = self._ends[sender]
         if not end.ended:
-            end.advance(size)
+            skipped = min(size, _LONGEST_GAP - end.skipped)
+            end.advance(skipped)
+            end.skipped += skipped
 
     def end(self, sender: Side) -> list[Segment]:
         """Return the FIN of one direction and its acknowledgment, or an empty list if the direction has ended."""

@@ -53,6 +53,26 @@ def test_wireshark_follows_the_stream() -> None:
     assert "\n27\n" in shown  # the request, whole
 
 
+@pytest.mark.parametrize("size", [1 << 20, 3 << 30, 4 << 30, 9 << 30])
+def test_wireshark_follows_the_stream_behind_a_gap_of_any_size(size: int) -> None:
+    """Sequence numbers have 32 bits: a gap of 2 GiB or more would look like old or like no missing data."""
+    tcp = SyntheticTcp(*V4)
+    segments = [*tcp.opening(), *tcp.data(Side.CLIENT, b"before")]
+    for _ in range(4):
+        tcp.lost(Side.CLIENT, size // 4)
+    segments += [*tcp.data(Side.CLIENT, b"after1"), *tcp.data(Side.CLIENT, b"after2"), *tcp.end(Side.CLIENT)]
+    tcp.lost(Side.SERVER, size)
+    segments += [*tcp.data(Side.SERVER, b"answer"), *tcp.end(Side.SERVER)]
+    data = pcapng.section("ztunnel", "a test") + pcapng.interface("default/web outbound", "", "")
+    for at_us, each in enumerate(segments):
+        data += pcapng.packet(0, at_us, each.packet, inbound=each.sender is Side.SERVER, comment="")
+    lines = [line.strip() for line in tshark(data, "-q", "-z", "follow,tcp,ascii,0").splitlines()]
+    gap = f"[{min(size, 1 << 30)} bytes missing in capture file]."
+    assert [line for line in lines if line in ("before", "after1", "after2", "answer", gap)] == [
+        *("before", gap, "after1", "after2", gap, "answer")
+    ]
+
+
 def test_wireshark_understands_http_and_shows_names_and_comments() -> None:
     fields = ("frame.interface_name", "frame.interface_description", "frame.comment", "http.response.code")
     columns = [part for name in fields for part in ("-e", name)]
