@@ -50,6 +50,7 @@ class SavedMesh:
         self._around = Surroundings(
             mesh=found.mesh,
             network=str(config.get("network") or ""),
+            cluster_domain=str(config.get("clusterDomain") or "cluster.local"),
             illegal_ports=[port for port in config.get("illegalPorts") or () if isinstance(port, int)],
         )
         self._lacks = [_LACKS_OF_RUST, *_unread(found)]

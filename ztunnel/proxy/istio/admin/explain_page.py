@@ -35,6 +35,7 @@ def explain_page(proxy: InspectedProxy, query: Query) -> Page:
         network=proxy.config.network,
         illegal_ports=proxy.config.illegal_ports,
         avoided=proxy.node.failed_endpoints.current(proxy.clock.monotonic()),
+        cluster_domain=proxy.config.cluster_domain,
         handshake=partial(_handshake, proxy),
     )
     identity, direction = given.get("identity", ""), given.get("direction", "")

@@ -54,7 +54,6 @@ _REFUSED: Final = "refused: "
 _NO_ZTUNNEL: Final = "no ztunnel captures the workload's connections: its policies are not enforced"
 _WAYPOINTS_OWN: Final = "the waypoint decides about what goes through it"
 _WAYPOINTS_DOOR: Final = f"{_WAYPOINTS_OWN}; these are for its own door"
-_CLUSTER_SUFFIX: Final = ".svc.cluster.local"
 
 
 class BadQuestion(ValueError):
@@ -91,6 +90,7 @@ class Surroundings:
         network: the node's network.
         illegal_ports: the proxy's own ports in pods.
         avoided: recently failed endpoints, which load balancing avoids.
+        cluster_domain: the domain of Kubernetes' services.
         handshake: predicts TLS handshakes from certificates and revocation lists. ``None`` if there are none, as
             when explaining from a config dump.
     """
@@ -99,6 +99,7 @@ class Surroundings:
     network: str = ""
     illegal_ports: Collection[int] = ()
     avoided: Collection[WorkloadUid] = ()
+    cluster_domain: str = "cluster.local"
     handshake: Handshake | None = None
 
 
@@ -227,9 +228,11 @@ def _destination(name: str, namespace: str, around: Surroundings) -> str:
 
 
 def _service(name: str, namespace: str, around: Surroundings) -> tuple[Service, str]:
-    """Find a service by its full or short name. Return it with its address in this network."""
-    mesh = around.mesh
-    names = (name, f"{name}{_CLUSTER_SUFFIX}", f"{name}.{namespace}{_CLUSTER_SUFFIX}")
+    """Find a service by its full name, or by a short one, like the search list of Kubernetes. Return it with its
+    address in this network.
+    """
+    mesh, domain, given = around.mesh, around.cluster_domain, name.removesuffix(".")
+    names = (given, *(f"{given}.{rest}" for rest in (f"{namespace}.svc.{domain}", f"svc.{domain}", domain)))
     service = next(filter(None, (mesh.service_named(each, namespace or None) for each in names)), None)
     if service is None:
         raise BadQuestion(f"destination {name!r}: no service or workload of this name, and no address")

@@ -67,12 +67,20 @@ def test_parties_can_be_named_in_several_ways(source: str, destination: str) -> 
     assert (answer["destination"], answer["dialled"]) == (VIP, "service shop/cart.example")
 
 
-@pytest.mark.parametrize("name", ["cart.shop.svc.cluster.local", "cart.shop", "cart"])
+@pytest.mark.parametrize(
+    "name", ["cart.shop.svc.cluster.local", "cart.shop.svc.cluster.local.", "cart.shop.svc", "cart.shop", "cart"]
+)
 def test_service_is_found_by_short_and_full_names(name: str) -> None:
     service = Service(
         name="cart", namespace="shop", hostname="cart.shop.svc.cluster.local", vips=cart().vips, ports={80: 8080}
     )
     assert ask("shop/client", f"{name}:80", service)["dialled"] == "service shop/cart.shop.svc.cluster.local"
+    own = dataclasses.replace(service, hostname="cart.shop.svc.example.org")
+    name = name.replace("cluster.local", "example.org")
+    answer = ask("shop/client", f"{name}:80", own, cluster_domain="example.org")
+    assert answer["dialled"] == "service shop/cart.shop.svc.example.org"
+    with pytest.raises(BadQuestion, match="no service or workload of this name"):
+        ask("shop/client", "cart.shop:80", own)
 
 
 @pytest.mark.parametrize(
