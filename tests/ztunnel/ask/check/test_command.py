@@ -1,18 +1,22 @@
 """``ztunnel check`` from end to end: objects of an API server, a running proxy, the handshake of port 15008."""
 
+import argparse
 import asyncio
 import base64
 import contextlib
 import json
 import ssl
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
 import pytest
 
 from tests.hbone.certificates import Authority
+from tests.limits import WAIT_S
 from tests.ports import free_port
 from tests.ztunnel.kube.fake_api import FakeApi
 from tests.ztunnel.proxy.istio.admin.test_server import Harness, served
@@ -22,8 +26,9 @@ from xds.dialects.istio.local_file import parse_local_file
 from xds.model.authorization import Action, AuthorizationPolicy
 from xds.model.policy import Never
 from xds.model.workload import GatewayAddress, NetworkAddress, WorkloadUid
+from ztunnel.ask.check import gather
 from ztunnel.ask.check.gather import Shared, clock, look, targets
-from ztunnel.ask.check.rules.model import NodeFacts
+from ztunnel.ask.check.rules.model import Facts, NodeFacts
 from ztunnel.cli import main
 from ztunnel.proxy.istio.admin import check_page
 from ztunnel.proxy.istio.admin.check_page import fingerprint, reach, token_facts
@@ -65,6 +70,25 @@ def test_a_cluster_before_installation(tmp_path: Path, capsys: Output) -> None:
     assert found["POL1"]["object"] == "authorizationpolicy shop/no-get"
     assert found["OBJ4"]["object"] == "sidecar shop/default"
     assert "IDN1" not in found
+
+
+@pytest.mark.parametrize("ahead_s", [-1e6, 1e6])
+def test_ages_are_measured_with_the_clock_of_the_api_server(
+    ahead_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the clock of this machine, each certificate could look expired."""
+    monkeypatch.setattr(gather, "time", SimpleNamespace(time=lambda: time.time() + ahead_s))
+
+    async def run() -> Facts:
+        api = FakeApi()
+        async with api.serve():
+            words = {"kubeconfig": str(api.kubeconfig(tmp_path)), "context": "", "as_user": ""}
+            args = argparse.Namespace(**words, request_timeout=WAIT_S)
+            return await asyncio.to_thread(gather.cluster_facts, args)
+
+    facts = asyncio.run(run())
+    assert facts.cluster_error == ""
+    assert facts.now_s == pytest.approx(time.time(), abs=1e5)
 
 
 def test_a_refusal_of_the_api_server_is_the_finding(tmp_path: Path, capsys: Output) -> None:
