@@ -83,7 +83,7 @@ def run_command(args: argparse.Namespace) -> int:
     path = Path(args.archive or f"ztunnel-report-{moment:%Y%m%d-%H%M%S}.tar.gz")
     try:
         with Writer(path, redact=args.redact) as writer:
-            silent = write(args, bounds, writer, moment)
+            silent = write(args, bounds, writer)
     except AskFailed as error:
         return failed(args, str(error))
     except OSError as error:
@@ -94,7 +94,7 @@ def run_command(args: argparse.Namespace) -> int:
     return 2 if silent else 0
 
 
-def write(args: argparse.Namespace, bounds: Bounds, writer: Writer, moment: datetime) -> dict[str, str]:
+def write(args: argparse.Namespace, bounds: Bounds, writer: Writer) -> dict[str, str]:
     """Collect and write the archive. Return the nodes that did not answer, with the reason."""
     facts = gather_facts(args, before=False)
     cluster: Mapping[str, Any] = {
@@ -110,7 +110,7 @@ def write(args: argparse.Namespace, bounds: Bounds, writer: Writer, moment: date
         "index.json",
         json.dumps(
             {
-                "time": f"{moment:%Y-%m-%dT%H:%M:%SZ}",
+                "time": f"{datetime.fromtimestamp(facts.now_s, UTC):%Y-%m-%dT%H:%M:%SZ}",
                 "program": {"version": __version__},
                 "kubernetes": facts.version,
                 "clusterError": facts.cluster_error,

@@ -18,6 +18,7 @@ from tests.ztunnel.ask.inspect.harness import RUST, pages
 from tests.ztunnel.ask.inspect.test_kubectl import pod
 from tests.ztunnel.ask.report.test_scrub import KEY, TOKEN
 from ztunnel.ask.check.gather import KINDS
+from ztunnel.ask.check.rules.model import Facts
 from ztunnel.ask.inspect.archive import Archive, BadArchive
 from ztunnel.ask.report import collect, command
 from ztunnel.cli import main
@@ -172,6 +173,14 @@ def test_an_archive_has_endpoints_and_pages_of_envoys_dialect(tmp_path: Path, ca
     found = capsys.readouterr()
     assert [(each["allowed"], each["denied"]) for each in json.loads(found.out)["items"]] == [(4, 5)]
     assert (said.err, found.err) == ("", "")
+
+
+def test_an_archive_has_the_time_of_the_cluster(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Checks of the archive compare this time with those of certificates and denials."""
+    monkeypatch.setattr(command, "gather_facts", lambda args, before: Facts(now_s=1e9))
+    assert json.loads(made(cluster, "--quick").files["index.json"])["time"] == "2001-09-09T01:46:40Z"
 
 
 def test_no_proxy_leaves_no_archive(tmp_path: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
