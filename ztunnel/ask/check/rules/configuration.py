@@ -153,6 +153,6 @@ CHECKS: Final = (
         id="XDS4", asks="pods are captured as they say", judge=capture,
         remedy="`ztunnel audit --repair`. If that does not help, delete the pod.", ), Check(
         id="XDS5", asks="named policies, waypoints and gateways are there", judge=references,
-        remedy="Create the waypoint; see allowedRoutes and the traffic type.",
+        remedy="Create the waypoint; see allowedRoutes and the traffic type. For a policy, restart istiod.",
     ),
 )  # fmt: skip
