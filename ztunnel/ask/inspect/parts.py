@@ -25,7 +25,7 @@ def parts_of(dump: Any) -> Mapping[str, Any]:
     if not isinstance(sections, list):
         return dump
     found = {}
-    for section in sections:
+    for section in (each for each in sections if isinstance(each, Mapping)):
         kind = str(section.get("@type", "")).rpartition(".")[2].removesuffix("ConfigDump")
         found[kind.lower()] = section
     return found

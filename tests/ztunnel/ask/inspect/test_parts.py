@@ -53,6 +53,7 @@ def test_a_part_is_found(dump: Any, words: list[str], found: Any) -> None:
         ({"services": [{} for _ in range(20)]}, ["services", "x"], "one without a name, ..."),
         ([], ["services"], "not a config_dump"),
         ({}, ["services"], "there are none"),
+        ({"configs": [1, None, ENVOY["configs"][0]]}, ["x"], "no part 'x'; there are bootstrap"),
     ],
 )
 def test_an_unknown_part_is_answered_with_the_existing_parts(dump: Any, words: list[str], error: str) -> None:
