@@ -20,6 +20,7 @@ from ztunnel.ask.inspect.source import (
     AskFailed,
     Pages,
     add_source,
+    answer_limit_s,
     ask,
     ask_json,
     failed,
@@ -226,7 +227,7 @@ def _config(args: argparse.Namespace) -> int:
             found = saved_proxy(args).json("/config_dump")
             found = part(found, args.part, args.entry) if args.part is not None else found
         else:
-            found = _asked(args.address, args.part, args.entry)
+            found = _asked(args.address, args.part, args.entry, answer_limit_s(args))
     except AskFailed as error:
         return failed(args, str(error))
     except NoSuchPart as error:
@@ -239,27 +240,28 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(address: str, key: str | None, entry: str) -> Any:
+def _asked(address: str, key: str | None, entry: str, limit_s: float) -> Any:
     """Return a part of a running proxy's dump. Our proxy sends only that part; other proxies send the whole dump.
 
     Raises:
         AskFailed, NoSuchPart: there is no answer, or no entry of that name.
     """
     if key is None:
-        return ask_json(address, "/config_dump")
+        return ask_json(address, "/config_dump", limit_s=limit_s)
     try:
-        return part(
-            ask_json(address, "/config_dump", {"part": key, **({"name": entry} if entry else {})}), key, entry
-        )
+        wanted = {"part": key, **({"name": entry} if entry else {})}
+        return part(ask_json(address, "/config_dump", wanted, limit_s=limit_s), key, entry)
     except (NoSuchPart, AskFailed) as error:
         if isinstance(error, AskFailed) and error.status != NOT_FOUND:
             raise
-    return part(ask_json(address, "/config_dump"), key, entry)  # the error lists the existing entries
+    return part(
+        ask_json(address, "/config_dump", limit_s=limit_s), key, entry
+    )  # the error lists the existing entries
 
 
 def _log(args: argparse.Namespace) -> int:
     def look(pages: Pages) -> str:
-        return ask(pages.name, "/logging", {"level": args.level}, method="POST")
+        return ask(pages.name, "/logging", {"level": args.level}, method="POST", limit_s=answer_limit_s(args))
 
     try:
         found = gather(args, look)

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any, Final
 from ztunnel.ask.inspect.fleet import saved_proxy
 from ztunnel.ask.inspect.outline import outline
 from ztunnel.ask.inspect.seen import BadLine, Seen, line_of_flow, live, logged, told_of
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, ask, ask_json, failed, page_or_none, reaching
+from ztunnel.ask.inspect.source import (
+    AskFailed,
+    Pages,
+    add_source,
+    answer_limit_s,
+    ask,
+    ask_json,
+    failed,
+    page_or_none,
+    reaching,
+)
 from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
 from ztunnel.proxy.envoy.path.verdict import verdict_of
 from ztunnel.runtime.console.arguments import add_flags
@@ -98,6 +108,7 @@ class _Answers:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._address = args.address
+        self._limit_s = answer_limit_s(args)
         self._file = args.file
         self._given = {"identity": args.identity, "listener": args.listener}
         self._far: Sequence[str] = args.far
@@ -125,7 +136,7 @@ class _Answers:
     def _near(self, asked: Mapping[str, str]) -> Answer:
         if self._saved is None:
             try:
-                answer: Answer = ask_json(self._address, "/explain", asked)
+                answer: Answer = ask_json(self._address, "/explain", asked, limit_s=self._limit_s)
             except AskFailed as error:
                 if error.status != _NOT_FOUND or not self._has_no_page(error):
                     raise
@@ -145,7 +156,7 @@ class _Answers:
             "identity": end["tls"]["identity"][0],
         }
         for address in self._far:
-            told = ask_json(address, "/explain", asked)
+            told = ask_json(address, "/explain", asked, limit_s=self._limit_s)
             if "tls" in told.get("hop", {}):
                 end["inbound"] = told["hop"]
                 return
@@ -158,7 +169,7 @@ class _Answers:
         """
         if self._saved is None:
             try:
-                return live(ask_json(self._address, "/connections"), wanted)
+                return live(ask_json(self._address, "/connections", limit_s=self._limit_s), wanted)
             except AskFailed as error:
                 if error.status != _NOT_FOUND or not self._has_no_page(error):
                     raise
@@ -182,7 +193,7 @@ class _Answers:
         elif self._pages is not None:
             lines = self._pages.text("/flows").splitlines()
         else:
-            lines = ask(self._address, "/flows").splitlines()
+            lines = ask(self._address, "/flows", limit_s=self._limit_s).splitlines()
         for line in lines:
             try:
                 flow = json.loads(line).get("flow") or {}
@@ -198,7 +209,7 @@ class _Answers:
 
         Our proxy in Envoy's dialect also answers 404 if the requested listener does not exist.
         """
-        dump = ask_json(self._address, "/config_dump", {"include_eds": ""})
+        dump = ask_json(self._address, "/config_dump", {"include_eds": ""}, limit_s=self._limit_s)
         if is_envoy_dump(dump) and "invalid path" not in str(error):
             return False
         self._read(dump)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ztunnel.ask.inspect import kinds
 from ztunnel.ask.inspect.fleet import gather, items_of
-from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, ask, failed
+from ztunnel.ask.inspect.source import AskFailed, Pages, add_source, answer_limit_s, ask, failed
 from ztunnel.runtime.console.output import Answer, emit
 
 
@@ -30,7 +30,7 @@ def add_arguments(subparsers: Any) -> None:
 def _run(args: argparse.Namespace) -> int:
     def look(pages: Pages) -> Iterable[kinds.HandoverFact]:
         if args.action == "now":
-            answer = ask(pages.name, "/handover", method="POST")
+            answer = ask(pages.name, "/handover", method="POST", limit_s=answer_limit_s(args))
             return [kinds.HandoverFact(name="answer", value=answer.strip())]
         return facts(pages.json("/handover"))
 

@@ -244,6 +244,11 @@ def reaching(
     return reached
 
 
+def answer_limit_s(args: argparse.Namespace) -> float:
+    """Return the time limit for one answer: that of ``--request-timeout``, or the default."""
+    return ANSWER_S if args.request_timeout is None else float(args.request_timeout)
+
+
 def failed(args: argparse.Namespace, reason: str) -> int:
     """Print why a command has no answer, and return its exit status."""
     complain(f"ztunnel {args.command}: {reason}")

@@ -13,7 +13,7 @@ from typing import Final
 from ztunnel.ask.inspect.archive import file_of
 from ztunnel.ask.inspect.fleet import MOST_AT_ONCE
 from ztunnel.ask.inspect.kubectl import AGENT, PROXY, Daemon, Kubectl, Unreachable, kubectl_of
-from ztunnel.ask.inspect.source import AskFailed, ask
+from ztunnel.ask.inspect.source import ANSWER_S, AskFailed, ask
 
 #: Pages of a proxy's admin server, of either dialect. Missing pages are left out.
 PAGES: Final = (
@@ -46,13 +46,14 @@ class Collected:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """Limits of a collection: the deadline (monotonic seconds), the age of the oldest log line, and whether to be
-    quick.
+    """Limits of a collection: the deadline (monotonic seconds), the age of the oldest log line, whether to be
+    quick, and the time for one answer.
     """
 
     until_s: float
     since: str = ""
     quick: bool = False
+    answer_s: float = ANSWER_S
 
     @property
     def over(self) -> bool:
@@ -135,7 +136,7 @@ def _pages(found: Collected, address: str, paths: tuple[str, ...], folder: str, 
             found.missing.append(f"{folder}{path}: the time was over")
             continue
         try:
-            text = ask(address, path, _PARAMETERS.get(path))
+            text = ask(address, path, _PARAMETERS.get(path), limit_s=bounds.answer_s)
         except AskFailed as error:
             if error.status != _NOT_FOUND:
                 found.missing.append(f"{folder}{path}: {error}")
@@ -151,7 +152,7 @@ def _metrics(
 ) -> None:
     """Read the metrics twice, so that the archive shows rates."""
     with _noted(found, "metrics"), reach() as address:
-        found.files["proxy/metrics"] = ask(address, "/metrics")
+        found.files["proxy/metrics"] = ask(address, "/metrics", limit_s=bounds.answer_s)
         if not bounds.quick and time.monotonic() + BETWEEN_S < bounds.until_s:
             time.sleep(BETWEEN_S)
-            found.files["proxy/metrics_later"] = ask(address, "/metrics")
+            found.files["proxy/metrics_later"] = ask(address, "/metrics", limit_s=bounds.answer_s)

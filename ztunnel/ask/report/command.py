@@ -23,7 +23,15 @@ from ztunnel.ask.check.catalogue import CATALOGUE
 from ztunnel.ask.check.command import answer_of
 from ztunnel.ask.check.gather import ask_agents, gather_facts
 from ztunnel.ask.check.rules.model import Facts, run
-from ztunnel.ask.inspect.source import ADDRESS, AskFailed, add_address, add_cluster, chose_one, failed
+from ztunnel.ask.inspect.source import (
+    ADDRESS,
+    AskFailed,
+    add_address,
+    add_cluster,
+    answer_limit_s,
+    chose_one,
+    failed,
+)
 from ztunnel.ask.report.collect import Bounds, Collected, collect
 from ztunnel.ask.report.scrub import Redaction, names_in, names_of, reduced, scrub
 from ztunnel.runtime.console.output import document
@@ -76,7 +84,8 @@ def run_command(args: argparse.Namespace) -> int:
     args.all_nodes = not chose_one(args)
     args.agents = ask_agents(args) if args.all_nodes else {}
     try:
-        bounds = Bounds(until_s=time.monotonic() + duration_s(args.limit), since=args.since, quick=args.quick)
+        until_s = time.monotonic() + duration_s(args.limit)
+        bounds = Bounds(until_s=until_s, since=args.since, quick=args.quick, answer_s=answer_limit_s(args))
     except ValueError as error:
         return failed(args, f"--limit {args.limit}: {error}")
     moment = datetime.now(UTC)

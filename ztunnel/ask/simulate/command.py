@@ -14,7 +14,7 @@ from xds.dialects.istio.local_file import LocalMesh
 from xds.errors import ConfigError
 from xds.model.workload import Protocol
 from ztunnel.ask.inspect.fleet import saved_proxy
-from ztunnel.ask.inspect.source import AskFailed, add_source, ask_json, reaching
+from ztunnel.ask.inspect.source import AskFailed, LivePages, add_source, reaching
 from ztunnel.ask.inspect.tables import NotAMesh, is_envoy_dump, mesh_dump
 from ztunnel.ask.simulate.changes import Change, Simulation, allowed, simulate
 from ztunnel.ask.simulate.policies import applied, mesh_of, read_policies
@@ -110,7 +110,8 @@ def add_arguments(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the simulation, and return the exit status."""
     try:
-        found = saved_proxy(args).json("/config_dump") if args.file else ask_json(args.address, "/config_dump")
+        pages = saved_proxy(args) if args.file else LivePages(args.address, args.request_timeout)
+        found = pages.json("/config_dump")
         if is_envoy_dump(found):
             raise _Failed(f"{args.file or args.address}: {_OTHER_DIALECT}")
         dump = mesh_dump(found)
@@ -201,7 +202,7 @@ def _watched(args: argparse.Namespace, mesh: LocalMesh) -> Log:
     began_s = time.monotonic()
     with progress("watching connections", limit_s) as advance:
         while True:
-            pods: Mapping[str, Any] = ask_json(args.address, "/connections")
+            pods: Mapping[str, Any] = LivePages(args.address, args.request_timeout).json("/connections")
             try:
                 for uid, state in pods.items():
                     for each in (state.get("connections") or {}).get("inbound") or []:

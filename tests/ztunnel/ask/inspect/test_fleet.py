@@ -251,3 +251,37 @@ def test_the_default_address_is_a_choice_as_well(words: list[str], cluster: Path
     (cluster / "dump").write_text(json.dumps(RUST))
     main([*(files.get(word, word) for word in words), "--address", ADDRESS])
     assert not (cluster / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(
+            ["status"],
+            ["flows"],
+            ["config"],
+            ["config", "services"],
+            ["log"],
+            ["log", "debug"],
+            ["addons"],
+            ["audit"],
+        ),
+        *(["handover"], ["handover", "now"], ["explain", "10.0.0.1", "10.0.0.2:80"], ["edges", "--total"]),
+        *(["explain", "--connection", "10.0.0.1:1"], ["explain", "--flow", "x"]),
+        *(["simulate", "--remove", "a/b", "--live", "1s"], ["bug-report", "x.tar.gz", "--no-cluster"]),
+    ],
+    ids=" ".join,
+)
+def test_every_request_has_the_time_limit_of_its_flag(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: set[float] = set()
+
+    def hang(url: str, *, method: str, limit_s: float) -> Any:
+        limits.add(limit_s)
+        raise TimeoutError("timed out")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ztunnel.ask.inspect.source.open_page", hang)
+    assert main([*words, "--address", "127.0.0.1:1", "--request-timeout", "7s"]) == 2
+    assert limits == {7.0}
