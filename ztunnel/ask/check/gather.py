@@ -158,7 +158,8 @@ def _with_nodes(args: argparse.Namespace, facts: Facts) -> Facts:
     try:
         found = gather(args, lambda pages: shared.of(look(pages)))
     except AskFailed as error:
-        return replace(facts, no_nodes=str(error))
+        silent = {} if args.all_nodes else {args.node or args.pod or args.address: str(error)}
+        return replace(facts, no_nodes=str(error), silent=silent)
     nodes = {node or str((each.check or {}).get("node") or "node"): each for node, each in found.by_node.items()}
     if found.across:
         nodes = {node: replace(each, **_agent(args, node)) for node, each in nodes.items()}

@@ -91,6 +91,19 @@ def test_ages_are_measured_with_the_clock_of_the_api_server(
     assert facts.now_s == pytest.approx(time.time(), abs=1e5)
 
 
+def test_a_proxy_that_does_not_answer_is_named_and_is_the_exit_status(capsys: Output) -> None:
+    """With all checks skipped and status 0, a script would take a dead proxy for a healthy one."""
+    address = f"127.0.0.1:{free_port()}"
+    for words in (["--address", address], ["--address", address, "--fail-on", "warning"]):
+        assert main(["check", "--no-cluster", *words]) == 2
+        assert f"no answer from node {address}: {address}: Connection refused" in capsys.readouterr().err
+    assert main(["check", "--no-cluster", "--address", address, "-o", "json"]) == 2
+    found = printed_json(capsys)
+    assert [each["node"] for each in found["silent"]] == [address]
+    assert {each["severity"] for each in found["items"]} == {"skipped"}
+    assert main(["check", "--no-cluster", "--pre", "--address", address]) == 0  # before the proxy is installed
+
+
 def test_a_refusal_of_the_api_server_is_the_finding(tmp_path: Path, capsys: Output) -> None:
     async def run() -> int:
         api = FakeApi()
