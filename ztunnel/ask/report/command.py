@@ -33,7 +33,7 @@ from ztunnel.ask.inspect.source import (
     failed,
 )
 from ztunnel.ask.report.collect import Bounds, Collected, collect
-from ztunnel.ask.report.scrub import Redaction, names_in, names_of, reduced, scrub
+from ztunnel.ask.report.scrub import Redaction, names_in, names_in_text, names_of, reduced, scrub
 from ztunnel.runtime.console.output import document
 from ztunnel.runtime.console.terminal import complain
 from ztunnel.runtime.settings import duration_s, plain_reason
@@ -188,6 +188,9 @@ class Writer:
 
     def node(self, name: str, found: Collected) -> None:
         """Add the files of a node."""
+        if self._redaction is not None:
+            for text in found.files.values():
+                self._redaction.learn(names_in_text(text))
         shown = self._redaction.name(name) if self._redaction is not None else name
         shown = shown.replace("/", ".") or "node"
         self.nodes.append(shown)

@@ -72,6 +72,25 @@ _COMMON: Final = frozenset(
         "name",
     ]
 )
+_LABEL: Final = "[a-z0-9-]{1,63}"
+_NAME: Final = "[a-z0-9][a-z0-9.-]{0,252}"
+#: Numbers and addresses: their pseudonyms would make times and counts unreadable.
+_NUMBER: Final = re.compile(r"[\d.]+")
+#: The forms in which pages and logs contain names.
+_NAMES: Final = tuple(
+    map(
+        re.compile,
+        (
+            rf"spiffe://[^/\s\"]+/ns/({_LABEL})/sa/({_NAME})",
+            rf"(?<![a-z0-9-])({_LABEL})\.({_LABEL})\.svc(?![a-z0-9-])",
+            rf"~([a-z][a-z0-9.-]*)\.({_LABEL})(?=~)",
+            rf"\"(?:pod_name|namespace)\":\s*\"({_NAME})\"",
+            rf"\"node_name\":\s*\"(?:[^\"/]*/)?({_NAME})\"",
+            rf"\"workloads\":\s*\[\s*{{\s*\"name\":\s*\"({_NAME})\"",
+            rf"\b(?:src|dst)\.(?:workload|namespace)\"?[=:]\s*\"?({_NAME})",
+        ),
+    )
+)
 _PEM_KEYS: Final = frozenset(("pem", "caBundle"))
 #: The form of the keys that belong to a document's format. If a key is the name of an object, it has a slash, a
 #: dot or a hyphen.
@@ -115,8 +134,15 @@ class Redaction:
 
     def __init__(self, key: bytes, names: Iterable[str]) -> None:
         self._key = key
+        self._names: set[str] = set()
+        self.learn(names)
+
+    def learn(self, names: Iterable[str]) -> None:
+        """Add names to be replaced from now on."""
         parts = {part for name in names for part in (name, *name.split("."))}
-        self._names = {name for name in parts if name and name not in _COMMON and len(name) > 1}
+        self._names |= {
+            name for name in parts if name not in _COMMON and len(name) > 1 and not _NUMBER.fullmatch(name)
+        }
 
     def name(self, text: str) -> str:
         """Return the pseudonym of a name, or the name itself if it need not be replaced."""
@@ -193,6 +219,13 @@ def names_in(dump: Mapping[str, Any]) -> set[str]:
     for state in (dump.get("workloadState") or {}).values():
         found.update(str(value) for value in (state.get("info") or {}).values() if value)
     return found
+
+
+def names_in_text(text: str) -> set[str]:
+    """Return the names that a redaction must replace in a page or log: of accounts and namespaces in SPIFFE ids,
+    of services in host names, and of workloads and nodes in flows, access lines and node ids.
+    """
+    return {name for form in _NAMES for found in form.finditer(text) for name in found.groups()}
 
 
 def names_of(objects: Iterable[Object]) -> set[str]:

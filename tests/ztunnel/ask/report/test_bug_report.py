@@ -133,6 +133,27 @@ def test_names_are_replaced_on_request(cluster: Path) -> None:
         assert b"10.96.0.7" not in data, name
 
 
+def test_names_of_envoys_dialect_and_of_ended_pods_are_replaced(tmp_path: Path) -> None:
+    """No list of workloads has them."""
+    identity = "spiffe://td/ns/shop/sa/web-account"
+    flow = {"source": {"namespace": "shop", "pod_name": "web-gone"}, "node_name": "c/worker-7"}
+    bodies: dict[str, Any] = {
+        "/config_dump": {
+            "configs": [{"@type": "x.ClustersConfigDump", "name": f"{identity}_to_cart.bank.svc.td"}]
+        },
+        "/denials": [{"source": "10.0.0.9", "identity": identity, "destination": "10.0.0.2:2", "count": 1}],
+        "/flows": {"flow": flow},
+        "/server_info": {"node": {"id": "sidecar~0.0.0.0~ztunnel-abc.mesh-system~mesh-system.svc.td"}},
+    }
+    path = str(tmp_path / "envoy.tar.gz")
+    with pages({name: json.dumps(body).encode() for name, body in bodies.items()}) as address:
+        assert main(["bug-report", path, "--no-cluster", "--address", address, "--quick", "--redact"]) == 0
+    text = b"".join(Archive.read(path).files.values()).decode()
+    words = ("shop", "web-account", "web-gone", "worker-7", "cart", "bank", "ztunnel-abc", "mesh-system")
+    assert [word for word in words if word in text] == []
+    assert "ClustersConfigDump" in text
+
+
 @pytest.mark.parametrize("quick", [[], ["--quick"]])
 def test_one_proxy_without_a_cluster(quick: list[str], tmp_path: Path, capsys: Output) -> None:
     path = tmp_path / "one.tar.gz"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.hbone.certificates import Authority
-from ztunnel.ask.report.scrub import REMOVED, Redaction, names_in, names_of, reduced, scrub
+from ztunnel.ask.report.scrub import REMOVED, Redaction, names_in, names_in_text, names_of, reduced, scrub
 
 KEY = Authority().issue("spiffe://td/ns/a/sa/b").key_pem.decode()
 TOKEN = "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJzeXN0ZW0ifQ.c2lnbmF0dXJlLW9mLWl0"
@@ -95,6 +95,32 @@ def test_names_and_addresses_are_others_but_the_same_everywhere() -> None:
         == f"error from {workload['workloadIps'][0]}:80 ({workload['name']}.{workload['namespace']}), 127.0.0.1"
     )
     assert Redaction(b"x" * 32, names_in(found)).name("bank") != workload["name"]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("spiffe://td/ns/shop/sa/web-1_to_http_cart.bank.svc.td_out", {"shop", "web-1", "cart", "bank"}),
+        ('{"flow": {"source": {"namespace": "shop", "pod_name": "web-1-x"}}, "node_name": "c/n1"}',
+         {"shop", "web-1-x", "n1"}),
+        ('{"flow":{"destination":{"namespace":"a1","workloads":[{"name":"v1","kind":"Pod"}]}}}', {"a1", "v1"}),
+        ('info access src.workload="web-1" src.namespace="shop" dst.workload=cart direction="inbound"',
+         {"web-1", "shop", "cart"}),
+        ('{"src.workload":"web-1","dst.namespace": "bank"}', {"web-1", "bank"}),
+        ('"id": "sidecar~0.0.0.0~ztunnel-w2.mesh~mesh.svc.cluster.local"', {"ztunnel-w2", "mesh"}),
+        ("a text of a.b.c and 10.0.0.1 in svc", set()),
+    ],
+)  # fmt: skip
+def test_names_are_found_in_pages_and_logs(text: str, names: set[str]) -> None:
+    """Dumps of Envoy's dialect have no workloads, and pods in flows and logs can have ended."""
+    assert names_in_text(text) == names
+
+
+def test_numbers_are_no_names() -> None:
+    """A flow names an unknown workload by its address. Times and counts must stay readable."""
+    redaction = Redaction(b"k" * 32, ["10.244.2.11", "web.11"])
+    redaction.learn(["10.0.0.29"])
+    assert redaction.text("2026-11-29T10:11:29Z web 11") == f"2026-11-29T10:11:29Z {redaction.name('web')} 11"
 
 
 def test_common_names_stay_readable() -> None:
