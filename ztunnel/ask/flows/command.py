@@ -152,7 +152,7 @@ def _wanted(args: argparse.Namespace, now_s: float) -> Wanted:
     )
     unbounded = args.since is not None or args.until is not None
     last = args.last if args.last is not None else None if unbounded else _LAST
-    return Wanted(chosen(filters), since_ns or 0, until_ns or _NEVER_NS, last)
+    return Wanted(chosen(filters), since_ns or 0, _NEVER_NS if until_ns is None else until_ns, last)
 
 
 def moment_ns(text: str | None, now_s: float, name: str) -> int | None:
@@ -164,11 +164,11 @@ def moment_ns(text: str | None, now_s: float, name: str) -> int | None:
     if text is None:
         return None
     try:
-        return int((now_s - duration_s(text)) * 1e9)
+        return max(0, int((now_s - duration_s(text)) * 1e9))
     except ValueError:
         pass
     try:
-        return int(datetime.fromisoformat(text).timestamp() * 1e9)
+        return max(0, int(datetime.fromisoformat(text).timestamp() * 1e9))
     except ValueError:
         raise BadFilter(f"--{name}: neither a duration such as 5m nor a time: {text!r}") from None
 

@@ -95,6 +95,15 @@ def test_filters_and_bounds(words: list[str], found: str, capsys: Output) -> Non
     assert shown(capsys, *words) == found.split()
 
 
+def test_a_time_before_1970_has_all_flows(capsys: Output) -> None:
+    """A proxy refuses a negative time."""
+    asked: list[str] = []
+    with pages({"/flows": PAGE}, asked=asked) as address:
+        assert main(["flows", "--address", address, "--since", "800000h", "-o", "name"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert asked == ["/flows"]
+
+
 def test_a_table_says_what_was_refused_and_why(capsys: Output) -> None:
     with pages({"/flows": PAGE}) as address:
         assert main(["flows", "--address", address, "--verdict", "dropped"]) == 0
