@@ -39,6 +39,8 @@ from ztunnel.runtime.settings import duration_s
 #: The default number of seconds between two readings, also of the readings in an archive.
 _WINDOW: Final = "10s"
 _ARCHIVED_S: Final = 10.0
+#: The least number of seconds between two tables of ``top``.
+_LEAST_S: Final = 1.0
 _NOT_FOUND: Final = 404
 DOT: Final = "dot"
 T = TypeVar("T")
@@ -96,9 +98,17 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         return failed(args, f"--window {args.window}: {error}")
     try:
-        if args.command == "top" or getattr(args, "watch", None) is not None:
-            pause = getattr(args, "watch", None) or 1.0
-            return watch(lambda: _answer(args, window_s), pause, args.output, command=args.command)
+        if args.command == "top":
+            measured_s = 0.0 if args.total else window_s  # the time that each table takes
+            return watch(
+                lambda: _answer(args, window_s),
+                max(_LEAST_S, measured_s),
+                args.output,
+                command=args.command,
+                pause=lambda seconds: time.sleep(max(0.0, seconds - measured_s)),
+            )
+        if getattr(args, "watch", None) is not None:
+            return watch(lambda: _answer(args, window_s), args.watch, args.output, command=args.command)
         answer = _answer(args, window_s)
         if args.output.form != DOT:
             return emit(answer, args.output)

@@ -5,6 +5,7 @@ import io
 import json
 import tarfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -277,3 +278,26 @@ def test_archive_with_two_readings_has_rates_or_totals(tmp_path: Path, capsys: O
     assert main(["stat", "--file", path, "--total", "-o", "json"]) == 0
     (item,) = json.loads(capsys.readouterr().out)["items"]
     assert (item["connections"], item["perSecond"]) == (527, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "interval_s", "pause_s"),
+    [([], 10.0, 0.0), (["-t", "3s"], 3.0, 0.0), (["-t", "250ms"], 1.0, 0.75), (["--total"], 1.0, 1.0)],
+)
+def test_top_shows_how_often_it_redraws(
+    words: list[str], interval_s: float, pause_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each table takes the time between its two readings, so no pause is needed in addition."""
+    watched: list[float] = []
+
+    def watch(
+        look: object, interval_s: float, *args: object, pause: Callable[[float], None], **more: object
+    ) -> int:
+        watched.append(interval_s)
+        pause(interval_s)
+        return 0
+
+    monkeypatch.setattr("ztunnel.ask.stat.command.watch", watch)
+    monkeypatch.setattr("ztunnel.ask.stat.command.time", SimpleNamespace(sleep=watched.append))
+    assert main(["top", *words]) == 0
+    assert watched == [interval_s, pause_s]
