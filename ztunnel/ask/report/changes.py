@@ -119,6 +119,9 @@ def _objects(dump: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], dict[st
                     (kind, f"{item.namespace}/{item.name}"),
                     {name: value for name, value in fields.items() if name not in _MOVING},
                 )
+    services = dump.get("services") or ()
+    for each in services.values() if isinstance(services, Mapping) else services:
+        yield ("ports", f"{each.get('namespace')}/{each.get('name')}"), {"ports": each.get("ports")}
     for each in dump.get("policies") or ():
         yield ("rules", f"{each.get('namespace')}/{each.get('name')}"), {"rules": each.get("rules")}
     for item in tables.certificates(dump):

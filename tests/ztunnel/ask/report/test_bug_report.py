@@ -283,6 +283,20 @@ def test_what_changed_since_an_archive(cluster: Path, capsys: Output) -> None:
     }
 
 
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_changed_ports_of_a_service_are_a_difference(as_mapping: bool, tmp_path: Path, capsys: Output) -> None:
+    service: dict[str, Any] = RUST["services"][0]  # type: ignore[index,assignment]  # a list of mappings
+    files = {"index.json": b"{}", "nodes/n1/proxy/config_dump": json.dumps(RUST).encode()}
+    archive = str(archived(tmp_path, files))
+    changed = {**service, "ports": {"80": 9090}}
+    later = {**RUST, "services": {"default/web": changed} if as_mapping else [changed]}
+    with pages({"/config_dump": json.dumps(later).encode()}) as address:
+        assert main(["changes", archive, "--address", address, "-o", "json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["items"]
+    assert (found["kind"], found["object"], list(found["fields"])) == ("ports", "default/web", ["ports"])
+    assert "9090" in found["fields"]["ports"]
+
+
 def dump_of(node: str, *pods: str) -> bytes:
     state = {f"uid-{pod}": {"info": {"name": pod, "namespace": "shop"}, "state": "Up"} for pod in pods}
     return json.dumps({**RUST, "config": {"localNode": node}, "workloadState": state}).encode()
