@@ -76,7 +76,7 @@ _LABEL: Final = "[a-z0-9-]{1,63}"
 _NAME: Final = "[a-z0-9][a-z0-9.-]{0,252}"
 #: Numbers and addresses: their pseudonyms would make times and counts unreadable.
 _NUMBER: Final = re.compile(r"[\d.]+")
-#: The forms in which pages and logs contain names.
+#: Patterns of the names in pages and logs.
 _NAMES: Final = tuple(
     map(
         re.compile,

@@ -23,7 +23,7 @@ _WINDOW_SCALE: Final = 14  # the largest (RFC 7323, 2.3): a window of 1 GiB
 #: The payload of an Ethernet frame, 1,500 bytes, without the IP and TCP headers.
 _MSS4, _MSS6 = 1460, 1440
 _SEQUENCE: Final = 1 << 32
-#: The longest gap in sequence numbers. Readers take a jump of half of the numbers as data that was sent before.
+#: The longest gap in sequence numbers. For readers, a jump of 2**31 or more leads back to earlier data.
 _LONGEST_GAP: Final = 1 << 30
 
 _HEADER4: Final = struct.Struct("!BBHHHBBH4s4s")
