@@ -254,9 +254,8 @@ def _asked(address: str, key: str | None, entry: str, limit_s: float) -> Any:
     except (NoSuchPart, AskFailed) as error:
         if isinstance(error, AskFailed) and error.status != NOT_FOUND:
             raise
-    return part(
-        ask_json(address, "/config_dump", limit_s=limit_s), key, entry
-    )  # the error lists the existing entries
+    # The error lists the existing entries.
+    return part(ask_json(address, "/config_dump", limit_s=limit_s), key, entry)
 
 
 def _log(args: argparse.Namespace) -> int:

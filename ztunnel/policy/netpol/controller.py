@@ -281,8 +281,8 @@ def end_connections(built: Built, netns: Netns | None = None) -> list[Flow]:
         return []
     made = Interpreter(built.table)
     ours = local_addresses(netns)
-    # A busy node has a hundred thousand flows, most of them of the same clients to the same servers. To judge each
-    # of them would take many seconds, in which no change of policies is applied.
+    # A busy node has a hundred thousand flows, mostly between the same clients and servers. Evaluating each flow
+    # would delay further changes of policies by many seconds.
     with_source_ports = made.reads_source_ports
     judged: dict[Packet, bool] = {}
 
